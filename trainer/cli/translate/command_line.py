@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-Split = Callable[[str], list[str]]
 SCRIPT = re.compile(r"(?:^|[\\/])(\w*train_network)(?:\.py)?$")
 # A command whose words are another command: `cmd /k "..."`, `bash -c '...'`.
 WRAPPED = re.compile(
     r"[\s@]*(?:call\s+)?\S*(?:cmd|bash|sh|powershell|pwsh)(?:\.exe)?\s+(?:/[ck]|-l?c|-command)\s+([\"'])(.*)\1\s*", re.I
 )
+LOOKS_LIKE_WINDOWS = re.compile(r"[\^`][ \t]*\n|=\"?[A-Za-z]:\\")
 IGNORED = re.compile(r"\s*(?:#|::|@?rem\b|@?echo\b)", re.I)
 END = re.compile(r"\"[^\"]*\"|'[^']*'|(\s\d?[<>#]|&+|[|;]+)")  # its group: where a command ends
 NAMED = re.compile(r"\$\{(\w+)(?::?-([^}]*))?(?:\[@\])?\}|\$(?:env:)?(\w+)|%(\w+)%|!(\w+)!|^@(\w+)$")
+ADDED = re.compile(r"\.Add\(\s*[\"'](--\w+)", re.I)  # an option that a PowerShell script adds to a list
 ASSIGNMENTS = [
     re.compile(pattern, re.MULTILINE | re.I)
     for pattern in (
@@ -34,73 +36,72 @@ def command_options(text: str, path: Path) -> dict[str, Any]:
     """The options of the first command that runs a script for networks, whose name is the option `script`. Empty where
     there is none. Raises ValueError. path: of the file; its suffix says which shell, else the text does."""
     suffix, folder = path.suffix.lower(), str(path.absolute().parent)
-    windows = (
-        suffix in (".bat", ".cmd", ".ps1") or suffix != ".sh" and bool(re.search(r"[\^`][ \t]*\n|=\"?[A-Za-z]:\\", text))
-    )
+    windows = suffix in (".bat", ".cmd", ".ps1") or suffix != ".sh" and LOOKS_LIKE_WINDOWS.search(text) is not None
     text = re.sub(r"^[ \t]*>>[ \t]?", "", text, flags=re.MULTILINE)  # as PowerShell shows a command of several lines
     text = re.sub(r"[\^`][ \t]*\n" if windows else r"[\\^`][ \t]*\n", " ", text).replace("%~dp0", f"{folder}/")
-
-    def split(line: str) -> list[str]:
-        lexer = shlex.shlex(line, posix=True)
-        lexer.whitespace_split, lexer.commenters = True, ""
-        lexer.escape = "" if windows else "\\"  # in Windows a backslash parts folders
-        lexer.quotes = '"' if suffix in (".bat", ".cmd") else "\"'"
-        return list(lexer)
-
-    given = [pair for pattern in ASSIGNMENTS for pair in pattern.findall(text)]
     known = {"psscriptroot": folder, "home": "~"}
-    for name, value in given:
-        known[name.lower()] = NAMED.sub(lambda found: _value(found, known), value.strip("\"'"))
+
+    def value_of(found: re.Match[str]) -> str:
+        """What stands for a variable: its value, the default that is written beside it, or itself."""
+        name = next(filter(None, (found[1], *found.groups()[2:])))
+        return known.get(name.lower(), found[0] if found[2] is None else found[2])
+
+    filled = partial(NAMED.sub, value_of)
+    for name, value in _assignments(text):
+        known[name.lower()] = filled(value.strip("\"'"))
+    split = partial(_split, escape="" if windows else "\\", quotes='"' if suffix in (".bat", ".cmd") else "\"'")
     for command in _commands(text):
-        if "train" not in NAMED.sub(lambda found: _value(found, known), command):
+        if "train" not in filled(command):
             continue
-        words = [part for word in split(command) for part in _in_place(word, known, split)]
+        words = [part for word in split(command) for part in _in_place(word, filled(word), split)]
         for place, word in enumerate(words):
             if found := SCRIPT.search(word):
-                return {"script": found[1], **_options(words[place + 1 :], re.findall(r"\.Add\(\s*[\"'](--\w+)", text, re.I))}
+                return {"script": found[1], **_options(words[place + 1 :], ADDED.findall(text))}
     return {}
 
 
 def variables(text: str) -> set[str]:
     """The names that the text of a shell gives a value."""
-    return {name for pattern in ASSIGNMENTS for name, _ in pattern.findall(text)}
+    return {name for name, _ in _assignments(text)}
+
+
+def _assignments(text: str) -> list[tuple[str, str]]:
+    return [pair for pattern in ASSIGNMENTS for pair in pattern.findall(text)]
+
+
+def _split(line: str, escape: str = "", quotes: str = "\"'") -> list[str]:
+    """The words of a line. escape: none in Windows, where a backslash parts folders."""
+    lexer = shlex.shlex(line, posix=True)
+    lexer.whitespace_split, lexer.commenters, lexer.escape, lexer.quotes = True, "", escape, quotes
+    return list(lexer)
 
 
 def _commands(text: str) -> Iterator[str]:
     """Each command of each line, without comments."""
     for line in text.splitlines():
         line = inner[2] if (inner := WRAPPED.fullmatch(line)) else line
+        if IGNORED.match(line):
+            continue
         start = 0
-        for found in [] if IGNORED.match(line) else END.finditer(line):
+        for found in END.finditer(line):
             if found[1]:
                 yield line[start : found.start()]
                 start = found.end()
                 if found[1].endswith("#"):
                     break
         else:
-            yield "" if IGNORED.match(line) else line[start:]
+            yield line[start:]
 
 
-def _value(found: re.Match[str], known: Mapping[str, str]) -> str:
-    """What stands for a variable: its value, the default that is written beside it, or itself."""
-    name = next(filter(None, (found[1], *found.groups()[2:])))
-    return known.get(name.lower(), found[0] if found[2] is None else found[2])
-
-
-def _in_place(word: str, known: Mapping[str, str], split: Split) -> list[str]:
+def _in_place(word: str, filled: str, split: Callable[[str], list[str]]) -> list[str]:
     """The words that a word becomes with the values of its variables: several where it is one that holds options."""
-    alone = NAMED.fullmatch(word)
-    word = NAMED.sub(lambda found: _value(found, known), word)
-    if alone and word.lstrip("@(\"' \n").startswith("--"):
-        return split(re.sub(r"^@?\(|\)$|(?<=[\"']),", " ", word))
-    return [word]
+    if NAMED.fullmatch(word) and filled.lstrip("@(\"' \n").startswith("--"):
+        return split(re.sub(r"^@?\(|\)$|(?<=[\"']),", " ", filled))
+    return [filled]
 
 
 def _options(words: Sequence[str], added: Sequence[str] = ()) -> dict[str, Any]:
-    """`--name value ...` by name; without a value true, with several a list; each a text, as it stands.
-
-    added: options that the file adds under conditions of its own.
-    """
+    """`--name value ...` by name; without a value true, with several a list. added: what the file adds under conditions."""
     options: dict[str, Any] = {}
     values: list[Any] = []
     name = ""
@@ -122,6 +123,4 @@ def _options(words: Sequence[str], added: Sequence[str] = ()) -> dict[str, Any]:
 
 def words(line: str) -> dict[str, Any]:
     """The options in a line of words, as a person types them into a field of a window."""
-    lexer = shlex.shlex(line, posix=True)
-    lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
-    return _options(list(lexer))
+    return _options(_split(line))

@@ -11,20 +11,9 @@ from typing import Any, get_args
 from trainer import config as configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
-from trainer.cli.translate.draft import (
-    ABSENT,
-    ASSUMED,
-    DIFFERS,
-    FILL,
-    SAME,
-    SWITCHES,
-    UNKNOWN,
-    Draft,
-    Options,
-    as_number,
-    as_share,
-)
-from trainer.cli.translate.reading import literal, path_here
+from trainer.cli.translate.draft import ABSENT, ASSUMED, DIFFERS, FILL, SAME, SWITCHES, UNKNOWN, Draft, Line, Options
+from trainer.cli.translate.kohya_gui import programs
+from trainer.cli.translate.reading import as_number, as_share, literal, path_here
 from trainer.config import ScheduleTable
 from trainer.config.kinds import Compute, Dtype
 from trainer.models import FAMILIES, Family
@@ -58,11 +47,11 @@ def set_family(draft: Draft, word: str | None, why: str, model: str = "") -> Fam
     return None
 
 
-def set_path(draft: Draft, path: str, why: str) -> None:
+def set_path(draft: Draft, path: str | None, why: str) -> None:
     """Write model.path, or refuse a model that is known to be another kind of model."""
     if absent := other_trainers.why_absent("model.path", path):
         draft.cannot("model.path", f"{why}: {absent}")
-    draft.set("model.path", path, why)
+    draft.set("model.path", path or "", why)
 
 
 def is_path(key: str) -> bool:
@@ -124,10 +113,28 @@ def note_differences(draft: Draft, family: Family) -> None:
         draft.note(DIFFERS, text)
 
 
-def set_scale(draft: Draft, rank: tuple[int, str], alpha: tuple[float, str]) -> None:
+def carry_plain(draft: Draft, options: Options) -> None:
+    """Write what is only called otherwise here, with the program's default where its config is silent."""
+    for name, (key, kind) in programs()["plain"][draft.trainer].items():
+        draft.carry(options, name, key, kind)
+
+
+def ask_for_photos(draft: Draft, why: str) -> None:
+    """Write a source that stands for the photos, and say why it is to be filled in."""
+    draft.sources.append({"path": (PHOTOS, "a stand-in: the photos' folder goes here")})
+    draft.note(FILL, f"data.sources: {why}")
+
+
+def set_scale(draft: Draft, rank: Line, alpha: Line) -> None:
     """Write rank and alpha, each with its reason."""
     draft.set("adapter.rank", *rank)
-    draft.set("adapter.alpha", float(alpha[0]), f"{alpha[1]}; the update is scaled by alpha / rank, here as there")
+    draft.set("adapter.alpha", alpha[0], f"{alpha[1]}; the update is scaled by alpha / rank, here as there")
+
+
+def add_conv_rule(draft: Draft, family: Family, rank: Line, alpha: Line) -> None:
+    """Write a rule for the denoiser's convolutions."""
+    why = rank[1]
+    draft.rules.append({"component": (family.denoiser, why), "match": (CONV, why), "rank": rank, "alpha": alpha})
 
 
 def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
@@ -175,7 +182,7 @@ def suit_optimizer(draft: Draft) -> None:
         draft.note(DIFFERS, f"{why}: {name} averages its weights in place of a falling rate; {entry.schedules[0]} is written")
 
 
-def set_schedule(draft: Draft, name: str, why: str, warmup: tuple[float, str], *, idle_when_constant: bool) -> None:
+def set_schedule(draft: Draft, name: str, why: str, warmup: Line, *, idle_when_constant: bool) -> None:
     """Write the schedule and its warm-up. idle_when_constant: "constant" has none there, whatever is written."""
     known = other_trainers.value_for(name, get_args(ScheduleTable.model_fields["name"].annotation))
     if known is None:
@@ -191,23 +198,23 @@ def set_schedule(draft: Draft, name: str, why: str, warmup: tuple[float, str], *
 def set_text_rates(draft: Draft, encoders: Mapping[str, tuple[float | None, str]]) -> None:
     """Write a rule for each text encoder that is trained, by its name, with its rate (None: optimizer.lr)."""
     for name, (rate, why) in encoders.items():
-        rule: dict[str, tuple[Any, str]] = {"component": (name, why), "match": (TEXT_LAYERS, "its attention and MLP")}
+        rule: dict[str, Line] = {"component": (name, why), "match": (TEXT_LAYERS, "its attention and MLP")}
         if rate is not None:
             rule["lr"] = (float(rate), why)
         draft.rules.append(rule)
 
 
-def set_ema(draft: Draft, decay: tuple[float, str]) -> None:
+def set_ema(draft: Draft, decay: float, why: str) -> None:
     """Write an average with this decay."""
-    draft.set("ema.kind", "constant", decay[1])
-    draft.set("ema.decay", float(decay[0]), decay[1])
-    draft.note(DIFFERS, f"{decay[1]}: the average here follows faster in the first updates (docs/ema.md)")
+    draft.set("ema.kind", "constant", why)
+    draft.set("ema.decay", decay, why)
+    draft.note(DIFFERS, f"{why}: the average here follows faster in the first updates (docs/ema.md)")
 
 
 def side_of(options: Options, name: str, text: str = "") -> int:
-    """data.resolution for "1024", 1024, "1024,768" or [1024, 768] that bound an area: the side of a square as large.
+    """The side of a square as large as "1024", 1024, "1024,768" or [1024, 768], to the nearest multiple of 8.
 
-    A multiple of 8, the nearest. text: that part of the option's value alone. Raises UserError for what is no size.
+    text: that part of the option's value alone. Raises UserError for what is no size.
     """
     parts = [text] if text else options.entries(name)
     sides = [as_number(side) or 0 for part in parts for side in re.split(r"[,x]", str(part).strip().rstrip(","))]

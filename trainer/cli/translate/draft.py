@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import UserError
-from trainer.cli.translate.reading import literal
+from trainer.cli.translate.reading import as_number, as_share
 
 # What stands at the file's head, in this order.
 FILL = "To be filled in"
@@ -20,6 +19,7 @@ ABSENT = "No equivalent here"
 DIFFERS = "Differs here"
 SAME = "Needs no key here"
 UNKNOWN = "Not looked up: names that are not known here; nothing was made of them"
+Line = tuple[Any, str]  # a value, and the reason why it is that
 SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False, "none": False}
 
 
@@ -41,6 +41,10 @@ class Options:
     def has(self, name: str) -> bool:
         """Whether the file says something of it."""
         return self.given.get(name) is not None
+
+    def first(self, *names: str) -> str:
+        """The first name that the file says something of; the last where it says nothing."""
+        return next((name for name in names if self.has(name)), names[-1])
 
     def null(self, name: str) -> bool:
         """Whether the file says null, which is not the same as leaving it out where that has a default there."""
@@ -80,12 +84,17 @@ class Options:
             raise self.wrong(name, "a whole number")
         return None if value is None else int(value)
 
-    def steps(self, name: str) -> Any:
+    def steps(self, name: str, otherwise: Any = None) -> Any:
         """A number of steps, or the share of all steps that `N%` is."""
-        share = as_share(self.get(name))
+        share = as_share(self.get(name, otherwise))
         if share is not None and not 0 <= share < 1:
             raise self.wrong(name, "a number of steps, or a share below 100%")
-        return self.number(name) if share is None else share
+        return self.number(name, otherwise) if share is None else share
+
+    def line(self, name: str, kind: str, otherwise: Any = None) -> Line:
+        """The value and its reason. kind: the method that reads it: word, number (as a float), whole, steps or flag."""
+        value = getattr(self, kind)(name, otherwise)
+        return float(value) if kind == "number" and value is not None else value, self.told(name, otherwise)
 
     def _number(self, name: str, value: Any, least: float) -> Any:
         number = as_number(value)
@@ -146,20 +155,6 @@ class Options:
         return {name: value for name, value in self.given.items() if name not in self.read}
 
 
-def as_number(value: Any) -> int | float | None:
-    """The number that a value is, or that is written in it; None where there is none, or none that is finite."""
-    number = literal(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= sys.float_info.max:
-        return None
-    return number
-
-
-def as_share(value: Any) -> float | None:
-    """N / 100 for the text `N%`; None for all else."""
-    number = as_number(value[:-1]) if isinstance(value, str) and value.endswith("%") else None
-    return None if number is None else number / 100
-
-
 def shown(value: Any) -> str:
     """A value in one short line; a number in a text as it is written there, without quotes."""
     if isinstance(value, list):
@@ -182,16 +177,16 @@ class Draft:
     def __init__(self, trainer: str, fixed: Mapping[str, Any]) -> None:
         self.trainer = trainer
         self.fixed = dict(fixed)
-        self.keys: dict[str, tuple[Any, str]] = {}
-        self.sources: list[dict[str, tuple[Any, str]]] = []
-        self.samples: list[dict[str, tuple[Any, str]]] = []
-        self.rules: list[dict[str, tuple[Any, str]]] = []
+        self.keys: dict[str, Line] = {}
+        self.sources: list[dict[str, Line]] = []
+        self.samples: list[dict[str, Line]] = []
+        self.rules: list[dict[str, Line]] = []
         self.notes: dict[str, list[str]] = {heading: [] for heading in (FILL, ASSUMED, ABSENT, DIFFERS, UNKNOWN, SAME)}
         self.epochs: dict[str, tuple[int, str]] = {}
         self.refusals: list[str] = []
 
     @property
-    def lists(self) -> dict[str, list[dict[str, tuple[Any, str]]]]:
+    def lists(self) -> dict[str, list[dict[str, Line]]]:
         """The lists of tables, by key."""
         return {"adapter.rules": self.rules, "data.sources": self.sources, "validation.samples": self.samples}
 
@@ -199,11 +194,11 @@ class Draft:
         """Write the key. `value` is one of TOML's."""
         self.keys[key] = (value, why)
 
-    def carry(self, options: Options, name: str, key: str) -> None:
-        """Write the key with the option's whole number; nothing where neither the file nor the program has one."""
-        value = options.whole(name)
+    def carry(self, options: Options, name: str, key: str, kind: str = "whole") -> None:
+        """Write the key with the option's value; nothing where neither the file nor the program has one."""
+        value, why = options.line(name, kind)
         if value is not None:
-            self.set(key, value, options.told(name))
+            self.set(key, value, why)
 
     def value(self, key: str) -> Any:
         """What the key will be: as --set gave it, else as it was written; None where it is left out."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.base import other_trainers
 from trainer.cli.translate import common
-from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options
 from trainer.cli.translate.kohya_gui import programs
 from trainer.cli.translate.reading import find_beside, read_tree
 from trainer.models import Family
@@ -18,7 +17,9 @@ PARTS = ("unet", "prior", "transformer", "text_encoder", "text_encoder_2", "text
 LISTS = {"concepts": "concept ", "samples": "sample "}  # beside the options, and how their entries are told
 CONCEPTS, SAMPLES = LISTS
 WEIGHTS = {"MIN_SNR_GAMMA": "min_snr", "DEBIASED_ESTIMATION": "debiased", "P2": "p2"}
+GAMMAS = {"MIN_SNR_GAMMA": "objective.min_snr_gamma", "P2": "objective.p2_gamma"}
 SAMPLE = programs()["onetrainer_sample"]
+IDLE = ("name", "seed", "concept_stats", "include_subdirectories", "image_variations", "text_variations")  # of a concept
 PROMPTS = {"sample": "auto", "filename": "filename", "concept": "none"}
 
 
@@ -27,15 +28,15 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     options = options.opened(*PARTS)
     if options.word("training_method") != "LORA":
         draft.cannot("adapter.type", f"{options.told('training_method')}: there is none: an adapter is trained")
-    family = common.set_family(draft, options.word("model_type"), options.told("model_type"))
-    common.set_path(draft, options.word("base_model_name", ""), options.told("base_model_name"))
+    family = common.set_family(draft, *options.line("model_type", "word"))
+    common.set_path(draft, *options.line("base_model_name", "word"))
     if family is None:
         return
-    name = common.folder_name(options.word("output_model_destination"))
-    told = options.told("output_model_destination")
-    common.set_run(draft, name, told, options.word("workspace_dir"), options.told("workspace_dir"))
+    destination, told = options.line("output_model_destination", "word")
+    common.set_run(draft, common.folder_name(destination), told, *options.line("workspace_dir", "word"))
     _network(draft, options, family)
     _rates(draft, options, family)
+    common.carry_plain(draft, options)
     _precision(draft, options, family)
     _objective(draft, options, family)
     sizes = _data(draft, options, config, data)
@@ -50,40 +51,42 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
 
 def _length(draft: Draft, options: Options, sizes: int) -> None:
     """Epochs. Of several resolutions each photo has one an epoch there and all of them here."""
-    epochs, told = options.whole("epochs"), options.told("epochs")
+    epochs, told = options.line("epochs", "whole")
     if sizes > 1:
         draft.note(DIFFERS, f"{options.told('resolution')}: a photo has one of them an epoch there, all of them here")
         epochs, told = max(1, round(epochs / sizes)), f"{told} / {sizes} resolutions"
     draft.set("run.epochs", epochs, told)
-    draft.carry(options, "batch_size", "data.batch_size")
-    draft.carry(options, "gradient_accumulation_steps", "step.accumulation")
     clip = "clip_grad_norm"
     if options.null(clip):
         draft.set("step.max_grad_norm", 0.0, f"{clip} = null: nothing is clipped there")
     else:
-        draft.set("step.max_grad_norm", float(options.number(clip)), options.told(clip))
+        draft.carry(options, clip, "step.max_grad_norm", "number")
     options.pass_by(clip)
     name = "gradient_checkpointing"
     recomputed = options.get(name) == "CPU_OFFLOADED" or options.flag(name)
     draft.set("memory.gradient_checkpointing", recomputed, options.told(name))
     if options.word("ema") != "OFF":
-        common.set_ema(draft, (options.number("ema_decay"), options.told("ema_decay")))
+        common.set_ema(draft, *options.line("ema_decay", "number"))
         every = "ema_update_step_interval"
         draft.note(DIFFERS, f"{options.told(every)}: here the average follows every update, so the same decay forgets sooner")
     options.pass_by("ema_decay", "ema_update_step_interval")
-    unit = options.word("backup_after_unit")
-    if unit == "MINUTE":
-        draft.set("checkpoint.every_minutes", float(options.number("backup_after")), options.told("backup_after"))
+    if options.word("backup_after_unit") == "MINUTE":
+        draft.carry(options, "backup_after", "checkpoint.every_minutes", "number")
         draft.set("checkpoint.every_steps", 0, options.told("backup_after_unit"))
-    elif unit == "STEP":
-        draft.carry(options, "backup_after", "checkpoint.every_steps")
+    else:
+        _every(draft, options, "backup_after", "checkpoint.every_steps")
+
+
+def _every(draft: Draft, options: Options, name: str, key: str) -> None:
+    """Write how often something happens, in the unit that stands beside it."""
+    unit, told = options.word(f"{name}_unit"), options.told(name)
+    options.pass_by(name)
+    if unit == "STEP":
+        draft.carry(options, name, key)
     elif unit == "EPOCH":
-        draft.epochs["checkpoint.every_steps"] = (options.whole("backup_after"), f"{options.told('backup_after')} epochs")
+        draft.epochs[key] = (options.whole(name), f"{told} epochs")
     elif unit != "NEVER":
-        draft.note(
-            ABSENT, f"{options.told('backup_after')} {unit}: checkpoint.every_steps counts steps; its default is taken"
-        )
-    options.pass_by("backup_after")
+        draft.note(ABSENT, f"{told} {unit}: {key} counts steps; its default is taken")
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
@@ -92,11 +95,7 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
         draft.cannot("adapter.type", f"{options.told('peft_type')}: there is none: an adapter is a LoRA or a DoRA")
     dora = options.flag("lora_decompose")
     draft.set("adapter.type", "dora" if dora else "lora", options.told("lora_decompose" if dora else "peft_type"))
-    common.set_scale(
-        draft,
-        (options.whole("lora_rank"), options.told("lora_rank")),
-        (float(options.number("lora_alpha")), options.told("lora_alpha")),
-    )
+    common.set_scale(draft, options.line("lora_rank", "whole"), options.line("lora_alpha", "number"))
     common.set_targets(draft, family)
     preset, words = options.word("layer_filter_preset", ""), options.word("layer_filter", "")
     told = options.told("layer_filter" if words else "layer_filter_preset")
@@ -106,9 +105,8 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
             draft.note(ABSENT, f"{told}: a preset that was not looked up; all layers are trained")
         words = found or ""
     if options.flag("layer_filter_regex") and words:
-        draft.cannot(
-            "adapter.targets", f"{told}: a regular expression; adapter.targets takes patterns (docs/adapter_options.md)"
-        )
+        takes = "adapter.targets takes patterns (docs/adapter_options.md)"
+        draft.cannot("adapter.targets", f"{told}: a regular expression; {takes}")
     elif words:
         draft.set("adapter.targets", [f"*{word.strip()}*" for word in words.split(",")], told)
 
@@ -127,11 +125,8 @@ def _rates(draft: Draft, options: Options, family: Family) -> None:
     options.read.update(key for key in options.given if key.startswith("optimizer."))
     given = {key.partition(".")[2]: value for key, value in own.items()} | ({"betas": betas} if len(betas) == 2 else {})
     common.set_optimizer(draft, kind, told, Options(given, options.file))
-    warmup = "learning_rate_warmup_steps"
-    common.set_schedule(
-        draft, options.word("learning_rate_scheduler"), options.told("learning_rate_scheduler"),
-        (options.number(warmup), options.told(warmup)), idle_when_constant=False,
-    )  # fmt: skip
+    schedule, warmup = "learning_rate_scheduler", options.line("learning_rate_warmup_steps", "number")
+    common.set_schedule(draft, *options.line(schedule, "word"), warmup, idle_when_constant=False)
     rates = {}
     for encoder in family.text_encoders:
         rate = options.number(f"{encoder}.learning_rate")
@@ -158,16 +153,15 @@ def _scale(options: Options) -> tuple[float, str]:
 
 
 def _precision(draft: Draft, options: Options, family: Family) -> None:
-    common.set_compute(draft, family, options.word("train_dtype"), options.told("train_dtype"))
+    common.set_compute(draft, family, *options.line("train_dtype", "word"))
     for part in (family.denoiser, *family.text_encoders, family.vae):
         name = f"{part}.weight_dtype"
         if options.word(name, "NONE") != "NONE":
-            common.set_dtype(draft, part, options.word(name), options.told(name))
-    if options.has("quantization.layer_filter"):
-        draft.note(
-            DIFFERS, f"{options.told('quantization.layer_filter')}: here all layers but the sensitive ones are quantised"
-        )
-    options.pass_by(*(f"quantization.layer_filter{end}" for end in ("", "_preset", "_regex")))
+            common.set_dtype(draft, part, *options.line(name, "word"))
+    name = "quantization.layer_filter"
+    if options.has(name):
+        draft.note(DIFFERS, f"{options.told(name)}: here all layers but the sensitive ones are quantised")
+    options.pass_by(name, f"{name}_preset", f"{name}_regex")
     moved = [name for name in options.given if name.endswith("offload_fraction") and options.number(name)]
     if moved:
         draft.set("memory.offload", "blocks", ", ".join(options.told(name) for name in moved))
@@ -176,41 +170,36 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
 
 
 def _objective(draft: Draft, options: Options, family: Family) -> None:
-    kind, told = options.word("timestep_distribution"), options.told("timestep_distribution")
-    bias, weight = options.number("noising_bias"), options.number("noising_weight")
-    shift, dynamic = float(options.number("timestep_shift")), options.flag("dynamic_timestep_shifting")
+    kind, told = options.line("timestep_distribution", "word")
+    bias, (weight, why) = options.line("noising_bias", "number"), options.line("noising_weight", "number")
+    shift, dynamic = options.line("timestep_shift", "number"), options.line("dynamic_timestep_shifting", "flag")
     times = other_trainers.facts().times[draft.trainer].get(kind)
     if times is None:
         draft.cannot("objective.timesteps", f"{told}: no such distribution here")
     elif kind != "UNIFORM" or "objective.shift" in family.reads:
         draft.set("objective.timesteps", times, told)
     if kind == "LOGIT_NORMAL":
-        draft.set("objective.logit_mean", float(bias), options.told("noising_bias"))
-        draft.set("objective.logit_std", 1.0 + float(weight), f"1 + {options.told('noising_weight')}")
+        draft.set("objective.logit_mean", *bias)
+        draft.set("objective.logit_std", 1.0 + weight, f"1 + {why}")
     elif kind == "HEAVY_TAIL":
-        draft.set("objective.mode_scale", float(weight), options.told("noising_weight"))
+        draft.set("objective.mode_scale", weight, why)
     if "objective.shift" in family.reads:
-        name = "dynamic_timestep_shifting" if dynamic else "timestep_shift"
-        draft.set("objective.shift", "auto" if dynamic else shift, options.told(name))
-    low, high = options.number("min_noising_strength"), options.number("max_noising_strength")
+        draft.set("objective.shift", *(("auto", dynamic[1]) if dynamic[0] else shift))
+    names = ("min_noising_strength", "max_noising_strength")
+    low, high = (options.number(name) for name in names)
     if low or high not in (None, 1.0):
-        draft.set(
-            "objective.t_range",
-            [float(low or 0), float(1 if high is None else high)],
-            "min_noising_strength, max_noising_strength",
-        )
-    weights, strength = options.word("loss_weight_fn"), options.number("loss_weight_strength")
+        draft.set("objective.t_range", [float(low or 0), float(1 if high is None else high)], ", ".join(names))
+    (weights, told), strength = options.line("loss_weight_fn", "word"), options.line("loss_weight_strength", "number")
     if weights in WEIGHTS:
-        draft.set("objective.weighting", WEIGHTS[weights], options.told("loss_weight_fn"))
-        gamma = {"MIN_SNR_GAMMA": "min_snr_gamma", "P2": "p2_gamma"}.get(weights)
-        if gamma:
-            draft.set(f"objective.{gamma}", float(strength), options.told("loss_weight_strength"))
+        draft.set("objective.weighting", WEIGHTS[weights], told)
+        if gamma := GAMMAS.get(weights):
+            draft.set(gamma, *strength)
     elif weights != "CONSTANT":
-        draft.note(ABSENT, f"{options.told('loss_weight_fn')}: no such weighting here; all times weigh alike")
-    losses = {name: options.number(name) for name in ("mse_strength", "mae_strength", "log_cosh_strength", "huber_strength")}
-    if losses["huber_strength"] and not any(value for name, value in losses.items() if name != "huber_strength"):
+        draft.note(ABSENT, f"{told}: no such weighting here; all times weigh alike")
+    losses = {name for name in ("mse", "mae", "log_cosh", "huber") if options.number(f"{name}_strength")}
+    if losses == {"huber"}:
         draft.set("objective.loss", "huber", options.told("huber_strength"))
-    elif any(value for name, value in losses.items() if name != "mse_strength"):
+    elif losses - {"mse"}:
         draft.note(ABSENT, "mae_strength and its like: one loss is trained here, the squared error")
 
 
@@ -224,8 +213,7 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
         if concept.flag("enabled", True):
             _source(draft, concept.opened("image", "text"))
     if not draft.sources:
-        draft.sources.append({"path": (common.PHOTOS, "a stand-in: the photos' folder goes here")})
-        draft.note(FILL, f"data.sources: {options.told('concept_file_name')}, not found; give it as --data")
+        common.ask_for_photos(draft, f"{options.told('concept_file_name')}, not found; give it as --data")
     return len(sizes)
 
 
@@ -239,7 +227,7 @@ def _listed(options: Options, name: str, found: Path | None) -> list[Options]:
 
 def _source(draft: Draft, table: Options) -> None:
     path = table.word("path", "")
-    source: dict[str, tuple[Any, str]] = {"path": (path, table.told("path"))}
+    source: dict[str, Line] = {"path": (path, table.told("path"))}
     name = "balancing" if table.has("balancing") or not table.has("repeats") else "repeats"
     repeats = table.number(name, 1.0)
     if table.word("balancing_strategy", "REPEATS") != "REPEATS":
@@ -250,60 +238,45 @@ def _source(draft: Draft, table: Options) -> None:
     source["repeats"] = (max(1, round(repeats)), table.told(name, 1.0))
     kind = table.word("type", "STANDARD")
     if kind == "VALIDATION" or table.flag("validation_concept"):
-        draft.note(
-            ABSENT, f"{path}: photos for validation alone; data.held_out takes some of the others here. It is left out"
-        )
+        left_out = "data.held_out takes some of the others here. It is left out"
+        draft.note(ABSENT, f"{path}: photos for validation alone; {left_out}")
         return
     if kind == "PRIOR_PREDICTION":
-        draft.note(
-            ABSENT, f"{path}: {table.told('type')}: a prior that the model itself predicts; they are plain photos here"
-        )
+        plain = "a prior that the model itself predicts; they are plain photos here"
+        draft.note(ABSENT, f"{path}: {table.told('type')}: {plain}")
     prompts = table.word("text.prompt_source", "sample")
     source["captions"] = (PROMPTS.get(prompts, "auto"), table.told("text.prompt_source"))
     if prompts == "sample":
         source["caption_lines"] = (True, "one line of a caption file at each appearance there")
     elif prompts == "concept":
-        draft.note(
-            FILL,
-            f"{path}: {table.told('text.prompt_path')}: one of its lines at each appearance; write a trigger, or captions",
-        )
+        wanted = "one of its lines at each appearance; write a trigger, or captions"
+        draft.note(FILL, f"{path}: {table.told('text.prompt_path')}: {wanted}")
     table.pass_by("text.prompt_path")
-    source["flip"] = (table.flag("image.enable_random_flip", True), table.told("image.enable_random_flip", True))
+    source["flip"] = table.line("image.enable_random_flip", "flag", True)
     if table.flag("image.enable_crop_jitter", True):
         draft.note(DIFFERS, f"{path}: {table.told('image.enable_crop_jitter', True)}: data.crop_jitter is off here")
     if table.number("loss_weight", 1.0) != 1.0:
-        source["loss_weight"] = (float(table.number("loss_weight")), table.told("loss_weight"))
+        source["loss_weight"] = table.line("loss_weight", "number")
     if table.flag("text.enable_tag_shuffling"):
         source["shuffle"] = (True, table.told("text.enable_tag_shuffling"))
-        keep, delimiter = "text.keep_tags_count", "text.tag_delimiter"
-        source["keep"] = (table.whole(keep, 1), table.told(keep, 1))
-        source["separator"] = (f"{table.word(delimiter, ',').strip()} ", table.told(delimiter, ","))
+        source["keep"] = table.line("text.keep_tags_count", "whole", 1)
+        separator, why = table.line("text.tag_delimiter", "word", ",")
+        source["separator"] = (f"{separator.strip()} ", why)
     if table.flag("image.enable_resolution_override"):
         override = "image.resolution_override"
         source["resolution"] = (common.side_of(table, override), table.told(override))
     draft.sources.append(source)
     idle = [key for key, value in table.rest().items() if value in (*common.OFF, 0, 0.0, "FULL", "NONE")]
-    table.read.update(
-        [*idle, "name", "seed", "concept_stats", "include_subdirectories", "image_variations", "text_variations"]
-    )
+    table.pass_by(*idle, *IDLE)
     common.carry_rest(draft, table)
 
 
 def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
-    unit = options.word("sample_after_unit")
-    if unit == "STEP":
-        draft.carry(options, "sample_after", "validation.every_steps")
-    elif unit == "EPOCH":
-        draft.epochs["validation.every_steps"] = (options.whole("sample_after"), f"{options.told('sample_after')} epochs")
-    elif unit != "NEVER":
-        draft.note(
-            ABSENT, f"{options.told('sample_after')} {unit}: validation.every_steps counts steps; its default is taken"
-        )
-    options.pass_by("sample_after")
-    name = options.word("sample_definition_file_name")
-    found = find_beside(name, config, [path for path in data if "sample" in path.name])
-    if options.has("sample_definition_file_name") and not (found or options.has(SAMPLES)):
-        draft.note(FILL, f"{options.told('sample_definition_file_name')}: not found; give it as --data, or write prompts")
+    _every(draft, options, "sample_after", "validation.every_steps")
+    name = "sample_definition_file_name"
+    found = find_beside(options.word(name), config, [path for path in data if "sample" in path.name])
+    if options.has(name) and not (found or options.has(SAMPLES)):
+        draft.note(FILL, f"{options.told(name)}: not found; give it as --data, or write prompts")
     for given in _listed(options, SAMPLES, found):
         if given.flag("enabled", True):
             sample = {"prompt": (given.word("prompt", ""), "samples prompt")}

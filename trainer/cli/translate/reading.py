@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from trainer.cli.translate.command_line import command_options, variables
 SIGNS: dict[str, list[list[str]]] = kohya_gui.programs()["signs"]
 WINDOW = {"LoRA_type", "max_resolution"}  # names of kohya_ss's own
 WINDOWS_PATH = re.compile(r'"[A-Za-z]:\\(?![\\/])[^"\n]*"')
+READERS: dict[str, Callable[[str], Any]] = {
+    ".toml": lambda text: tomlkit.parse(text).unwrap(), ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads
+}  # fmt: skip
 PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")
 
 
@@ -38,13 +42,12 @@ def read(path: Path) -> tuple[str, dict[str, Any]]:
     for trainer, groups in SIGNS.items():
         if all(names.intersection(group) for group in groups):
             return trainer, tree
-    top = ", ".join(sorted(tree)[:6]) if isinstance(tree, Mapping) and tree else "nothing that has a name"
-    hint = ""
+    said = ", ".join(sorted(tree)[:6]) if isinstance(tree, Mapping) and tree else "nothing that has a name"
     if names >= {"run", "model"}:
-        hint = "; it is a config of this program: train with it (train.py --config)"
+        said += "; it is a config of this program: train with it (train.py --config)"
     elif isinstance(tree, list) or "datasets" in names:
-        hint = "; it describes data alone: give the config that names it, and this file as --data"
-    raise UserError(f"{path}: no config of sd-scripts, OneTrainer, ai-toolkit or SimpleTuner: it has {top}{hint}")
+        said += "; it describes data alone: give the config that names it, and this file as --data"
+    raise UserError(f"{path}: no config of sd-scripts, OneTrainer, ai-toolkit or SimpleTuner: it has {said}")
 
 
 def _names(tree: Any) -> set[str]:
@@ -68,11 +71,12 @@ def read_tree(path: Path) -> Any:
     text = read_text(path)
     if not text.strip():
         raise UserError(f"{path} is empty; give the file of a config")
-    readers = {".toml": _toml, ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
-    reader = readers.get(path.suffix.lower())
+    reader = READERS.get(path.suffix.lower())
     with reading(path, remedy="correct it in the file"):
         try:
-            tree = _plain(reader(WINDOWS_PATH.sub(_escaped, text)) if reader else _of_command(text, path))
+            # Where a path of Windows has one single backslash, each stands for itself.
+            escaped = WINDOWS_PATH.sub(lambda found: found[0].replace("\\", r"\\"), text)
+            tree = _plain(reader(escaped)) if reader else command_options(text, path) or dict.fromkeys(variables(text), "")
         except RecursionError as error:
             raise ValueError("its lists or tables stand too deep in one another") from error
     if isinstance(tree, dict) and "_metadata" in tree and isinstance(tree.get("config"), dict):
@@ -82,15 +86,6 @@ def read_tree(path: Path) -> Any:
     return tree
 
 
-def _escaped(found: re.Match[str]) -> str:
-    """A path of Windows in double quotes whose first backslash is single: so each is meant as it stands."""
-    return found[0].replace("\\", "\\\\")
-
-
-def _of_command(text: str, path: Path) -> dict[str, Any]:
-    return command_options(text, path) or dict.fromkeys(variables(text), "")
-
-
 def _plain(tree: Any) -> Any:
     """The tree with text for its names and for what JSON has no kind of, such as a date."""
     if isinstance(tree, dict):
@@ -98,10 +93,6 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_plain(value) for value in tree]
     return tree if tree is None or isinstance(tree, (str, int, float)) else str(tree)
-
-
-def _toml(text: str) -> dict[str, Any]:
-    return tomlkit.parse(text).unwrap()
 
 
 def literal(word: str) -> Any:
@@ -114,11 +105,22 @@ def literal(word: str) -> Any:
     return word
 
 
-def path_here(path: str) -> str:
-    """A path of Windows as WSL has it: `C:\\a` is /mnt/c/a, a share or an unknown place is below /mnt; others as they stand.
+def as_number(value: Any) -> int | float | None:
+    """The number that a value is, or that is written in it; None where there is none, or none that is finite."""
+    number = literal(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= sys.float_info.max:
+        return None
+    return number
 
-    On Windows itself every path stays.
-    """
+
+def as_share(value: Any) -> float | None:
+    """N / 100 for the text `N%`; None for all else."""
+    number = as_number(value[:-1]) if isinstance(value, str) and value.endswith("%") else None
+    return None if number is None else number / 100
+
+
+def path_here(path: str) -> str:
+    """A path of Windows as WSL has it: `C:\\a` is /mnt/c/a, an unknown place is below /mnt. On Windows every path stays."""
     path = path.strip().strip("\"'").removeprefix("file:///")
     if os.name == "nt" or os.path.exists(path):
         return path
@@ -134,15 +136,10 @@ def path_here(path: str) -> str:
 
 def find_beside(name: str, config: Path, given: Iterable[Path]) -> Path | None:
     """A file that a config names: one of `given` if it has that name or is alone, else from here, else near the config."""
-    given = list(given)
-    last = Path(path_here(name))
+    given, last, folder = list(given), Path(path_here(name)), config.parent
     named = [path for path in given if path.name == last.name] or (given if len(given) == 1 else [])
-    near = [
-        last,
-        *(folder / last for folder in config.absolute().parents),
-        config.parent / last.name,
-        config.parent.parent / last.name,
-    ]
+    above = [parent / last for parent in config.absolute().parents]
+    near = [last, *above, folder / last.name, folder.parent / last.name]
     return next((path for path in [*named, *near] if path.is_file()), None)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
 from trainer.cli.translate import common
-from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options
 from trainer.cli.translate.kohya_gui import programs
 from trainer.cli.translate.reading import find_beside, literal, prompt_line, read_text, read_tree
 from trainer.data.layouts.kohya import NAME
@@ -38,9 +38,9 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     family = _family(draft, options)
     if family is None:
         return
-    common.set_path(draft, options.word("pretrained_model_name_or_path", ""), options.told("pretrained_model_name_or_path"))
-    name = options.word("output_name")
-    common.set_run(draft, name, options.told("output_name"), options.word("output_dir"), options.told("output_dir"))
+    common.set_path(draft, *options.line("pretrained_model_name_or_path", "word"))
+    common.set_run(draft, *options.line("output_name", "word"), *options.line("output_dir", "word"))
+    common.carry_plain(draft, options)
     _length(draft, options)
     _network(draft, options, family)
     _rates(draft, options, family)
@@ -48,8 +48,7 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     _objective(draft, options, family)
     _data(draft, options, config, data)
     _intervals(draft, options, config, data)
-    for name in ("script", "config_file", "network_module", "train_data_dir", "reg_data_dir", "dataset_config"):
-        options.pass_by(name)
+    options.pass_by("script", "config_file", "network_module", "train_data_dir", "reg_data_dir", "dataset_config")
     common.note_differences(draft, family)
     common.carry_rest(draft, options)
 
@@ -82,7 +81,7 @@ def _family(draft: Draft, options: Options) -> Family | None:
         return common.set_family(draft, script, f"{script}.py")
     if other_trainers.value_for(module, common.FAMILIES):
         return common.set_family(draft, module, options.told("network_module"))
-    named = "model_train_type" if options.has("model_train_type") else "pretrained_model_name_or_path"
+    named = options.first("model_train_type", "pretrained_model_name_or_path")
     why = options.told(named) if options.has(named) else "the config does not say which script it is for, so not which model"
     return common.set_family(draft, None, why, options.word(named, ""))
 
@@ -93,11 +92,6 @@ def _length(draft: Draft, options: Options) -> None:
         draft.carry(options, "max_train_epochs", "run.epochs")
     else:
         draft.carry(options, "max_train_steps", "run.max_steps")
-    draft.carry(options, "seed", "run.seed")
-    draft.carry(options, "gradient_accumulation_steps", "step.accumulation")
-    draft.set("step.max_grad_norm", float(options.number("max_grad_norm")), options.told("max_grad_norm"))
-    name = "gradient_checkpointing"
-    draft.set("memory.gradient_checkpointing", options.flag(name), options.told(name))
     if not options.has("seed"):
         draft.note(DIFFERS, "seed is left out: another one each time there, 0 here")
 
@@ -109,46 +103,32 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
         draft.cannot("adapter.type", f"{network.told('algo')}: there is none: an adapter is a LoRA or a DoRA")
     dora = network.flag("dora_wd")
     draft.set("adapter.type", "dora" if dora else "lora", network.told("dora_wd" if dora else "algo", "lora"))
-    common.set_scale(
-        draft,
-        (options.whole("network_dim"), options.told("network_dim")),
-        (float(options.number("network_alpha")), options.told("network_alpha")),
-    )
+    common.set_scale(draft, options.line("network_dim", "whole"), options.line("network_alpha", "number"))
     common.set_targets(draft, family)
     if network.whole("conv_dim"):
-        draft.rules.append({
-            "component": (family.denoiser, network.told("conv_dim")), "match": (common.CONV, network.told("conv_dim")),
-            "rank": (network.whole("conv_dim"), network.told("conv_dim")),
-            "alpha": (float(network.number("conv_alpha", 1)), network.told("conv_alpha", 1)),
-        })  # fmt: skip
+        common.add_conv_rule(draft, family, network.line("conv_dim", "whole"), network.line("conv_alpha", "number", 1))
     for name in ("rank_dropout", "module_dropout"):
-        if network.has(name):
-            draft.set(f"adapter.{name}", float(network.number(name)), network.told(name))
+        draft.carry(network, name, f"adapter.{name}", "number")
     common.carry_rest(draft, network)
 
 
 def _arguments(options: Options, name: str, prefix: str) -> Options:
     """The `key=value` of an option that takes several, in one text or a list: numbers, truth values, lists or text."""
     each = [part for entry in options.entries(name) for part in re.split(r"\s+(?=\w+\s*=)", str(entry).strip())]
-    return Options(
-        {key.strip(): _value(value) for key, _, value in (part.partition("=") for part in each)}, options.file, prefix=prefix
-    )
+    pairs = (part.partition("=") for part in each)
+    return Options({key.strip(): _value(value) for key, _, value in pairs}, options.file, prefix=prefix)
 
 
 def _rates(draft: Draft, options: Options, family: Family) -> None:
-    name = "unet_lr" if options.has("unet_lr") else "learning_rate"
+    draft.carry(options, options.first("unet_lr", "learning_rate"), "optimizer.lr", "number")
     options.pass_by("learning_rate")
-    draft.set("optimizer.lr", float(options.number(name)), options.told(name))
     kind = "optimizer_type"
     common.set_optimizer(draft, options.word(kind) or "AdamW", options.told(kind), _arguments(options, "optimizer_args", ""))
-    warmup = "lr_warmup_steps"
-    common.set_schedule(
-        draft, options.word("lr_scheduler"), options.told("lr_scheduler"), (options.steps(warmup), options.told(warmup)),
-        idle_when_constant=True,
-    )  # fmt: skip
+    schedule, warmup = options.line("lr_scheduler", "word"), options.line("lr_warmup_steps", "steps")
+    common.set_schedule(draft, *schedule, warmup, idle_when_constant=True)
     if options.flag("network_train_text_encoder_only"):
         draft.cannot("adapter.targets", "network_train_text_encoder_only: the denoiser is always trained here")
-    told = "text_encoder_lr" if options.has("text_encoder_lr") else "learning_rate"
+    told = options.first("text_encoder_lr", "learning_rate")
     lrs = options.numbers(told) or options.numbers("learning_rate")
     # T5 alone is left out if the program is not told otherwise.
     clips = [name for name in family.text_encoders if family.component(name).class_name.startswith("CLIP")]
@@ -167,8 +147,7 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
     for name in ("fp8_base", "fp8_base_unet"):
         if options.flag(name):
             common.set_dtype(draft, family.denoiser, "float8", options.told(name))
-    name = "mixed_precision"
-    common.set_compute(draft, family, options.word(name), options.told(name), stores=True)
+    common.set_compute(draft, family, *options.line("mixed_precision", "word"), stores=True)
 
 
 def _objective(draft: Draft, options: Options, family: Family) -> None:
@@ -177,53 +156,48 @@ def _objective(draft: Draft, options: Options, family: Family) -> None:
         told = " and ".join(options.told(name) for name in ("min_timestep", "max_timestep") if options.has(name))
         draft.set("objective.t_range", [(low or 0) / 1000, (1000 if high is None else high) / 1000], f"{told}, of 1000")
     sampling, scheme = options.word("timestep_sampling"), options.word("weighting_scheme")
-    scale, shift = options.number("sigmoid_scale"), options.number("discrete_flow_shift")
-    predicted, guidance = options.word("model_prediction_type"), options.number("guidance_scale")
+    scale, shift = options.line("sigmoid_scale", "number"), options.line("discrete_flow_shift", "number")
+    (predicted, told), guidance = options.line("model_prediction_type", "word"), options.line("guidance_scale", "number")
     if "objective.shift" not in family.reads:
         return
     _times(draft, options, sampling, scheme, scale, shift)
-    draft.set("objective.guidance", float(guidance), options.told("guidance_scale"))
+    draft.set("objective.guidance", *guidance)
     if predicted != "raw":
-        draft.note(
-            DIFFERS, f"{options.told('model_prediction_type')}: the velocity itself is trained here, as with raw there"
-        )
+        draft.note(DIFFERS, f"{told}: the velocity itself is trained here, as with raw there")
 
 
-def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: float, shift: float) -> None:
+def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: Line, shift: Line) -> None:
     """Write the distribution of times: of `sigma` the scheme draws, and its u counts from noise to photo there."""
-    told = options.told("timestep_sampling")
+    told, weighed = options.told("timestep_sampling"), options.told("weighting_scheme")
     if sampling == "sigma":
         times = {"none": "uniform", "logit_normal": "logit_normal", "mode": "mode"}.get(scheme)
         if times is None:
-            draft.note(ABSENT, f"{options.told('weighting_scheme')}: it weighs the loss there; uniform times are drawn here")
+            draft.note(ABSENT, f"{weighed}: it weighs the loss there; uniform times are drawn here")
         if times == "logit_normal" and options.has("logit_mean"):
-            draft.set(
-                "objective.logit_mean", -float(options.number("logit_mean")), f"{options.told('logit_mean')}: the other sign"
-            )
-        times, told = times or "uniform", f"{told}, {options.told('weighting_scheme')}"
-        draft.set("objective.shift", float(shift), options.told("discrete_flow_shift"))
+            mean, why = options.line("logit_mean", "number")
+            draft.set("objective.logit_mean", -mean, f"{why}: the other sign")
+        times, told = times or "uniform", f"{told}, {weighed}"
+        draft.set("objective.shift", *shift)
     else:
         times = other_trainers.facts().times[draft.trainer].get(sampling)
         if times is None:
             draft.cannot("objective.timesteps", f"{told}: no such distribution here")
             return
         if times != "uniform":
-            draft.set("objective.logit_std", float(scale), options.told("sigmoid_scale"))
+            draft.set("objective.logit_std", *scale)
         if sampling == "uniform":
             draft.set("objective.shift", 1.0, f"{told}: not shifted")
         elif sampling == "shift":
-            draft.set("objective.shift", float(shift), options.told("discrete_flow_shift"))
+            draft.set("objective.shift", *shift)
     draft.set("objective.timesteps", times, told)
 
 
 def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
-    draft.carry(options, "train_batch_size", "data.batch_size")
     if options.has("resolution"):
         draft.set("data.resolution", common.side_of(options, "resolution"), options.told("resolution"))
     options.pass_by("prior_loss_weight")
     for name, (_, kind) in SUBSET.items():
         getattr(options, kind)(name)  # they are read again for each source, where these do not say it
-    draft.set("data.caption_dropout", float(options.number("caption_dropout_rate")), options.told("caption_dropout_rate"))
     if options.whole("max_token_length"):
         chunks = math.ceil(options.whole("max_token_length", least=1) / 75)
         draft.set("data.clip_chunks", chunks, f"{options.told('max_token_length')}, in chunks of 75")
@@ -234,15 +208,12 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
         for dataset in tree.tables("datasets", "datasets "):
             _dataset(draft, options, replace(dataset, given={**tree.table("general").given, **dataset.given}))
     elif options.has("train_data_dir"):
-        folder = {"image_dir": options.word("train_data_dir")}
-        _source(draft, options, replace(options, given=folder), {}, numbered="train_data_dir")
-        if options.has("reg_data_dir"):
-            reg = {"image_dir": options.word("reg_data_dir"), "is_reg": True}
-            _source(draft, options, replace(options, given=reg), {}, numbered="reg_data_dir")
+        for name in [name for name in ("train_data_dir", "reg_data_dir") if options.has(name)]:
+            folder = {"image_dir": options.word(name), "is_reg": name == "reg_data_dir"}
+            _source(draft, options, replace(options, given=folder), {}, numbered=name)
     else:
-        draft.sources.append({"path": (common.PHOTOS, "a stand-in: the photos' folder goes here")})
-        why = f"{options.told('dataset_config')}: not found; give it as --data" if named else "no folder of photos is named"
-        draft.note(FILL, f"data.sources: {why}")
+        told = f"{options.told('dataset_config')}: not found; give it as --data"
+        common.ask_for_photos(draft, told if named else "no folder of photos is named")
 
 
 def _dataset(draft: Draft, options: Options, table: Options) -> None:
@@ -257,47 +228,37 @@ def _dataset(draft: Draft, options: Options, table: Options) -> None:
             draft.carry(table, "batch_size", "data.batch_size")
     for subset in subsets:
         _source(draft, options, subset, table.given, numbered="")
-    for name in (*SUBSET, *OF_SUBSETS, "resolution", "num_repeats", "batch_size"):
-        table.pass_by(name)
+    table.pass_by(*SUBSET, *OF_SUBSETS, "resolution", "num_repeats", "batch_size")
     common.carry_rest(draft, table)
 
 
 def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[str, Any], *, numbered: str) -> None:
-    """One subset as a source. dataset: what holds for it, before the options, where it says nothing.
-
-    numbered: the option that names the folder, where its folders' numbers count.
-    """
+    """One subset as a source. dataset: what holds for it, before the options. numbered: the option that names the folder,
+    where the numbers of its folders count."""
     names = (*SUBSET, *OF_SUBSETS, "num_repeats", "resolution", "class_tokens")
     around = {name: value for name, value in {**options.given, **dataset}.items() if name in names}
     table = Options({**around, **subset.given}, subset.file, {"num_repeats": 1}, prefix="" if numbered else "subset ")
     path = table.word("image_dir", "")
-    source: dict[str, tuple[Any, str]] = {"path": (path, options.told(numbered) if numbered else table.told("image_dir"))}
-    repeats = table.whole("num_repeats")
-    match = NAME.fullmatch(common.folder_name(path))
-    if numbered:
-        repeats = 1
-    elif match and repeats % int(match[1]):
-        draft.note(
-            FILL, f"{path}: the folder's number counts as repeats here, not there; rename the folder to train {repeats}"
-        )
-    elif match:
-        repeats //= int(match[1])
+    source: dict[str, Line] = {"path": (path, options.told(numbered) if numbered else table.told("image_dir"))}
     if not numbered:
-        source["repeats"] = (
-            max(1, repeats),
-            table.told("num_repeats") + (f", over the folder's {match[1]}" if match else ""),
-        )
+        repeats, why = table.line("num_repeats", "whole")
+        if match := NAME.fullmatch(common.folder_name(path)):
+            over, rest = divmod(repeats, int(match[1]))
+            if rest:
+                counts = "the folder's number counts as repeats here, not there"
+                draft.note(FILL, f"{path}: {counts}; rename the folder to train {repeats}")
+            repeats, why = repeats if rest else over, f"{why}, over the folder's {match[1]}"
+        source["repeats"] = (max(1, repeats), why)
     if table.has("resolution") and not options.has("resolution"):
         source["resolution"] = (common.side_of(table, "resolution"), table.told("resolution"))
     by_tags = table.flag("shuffle_caption") or table.number("caption_tag_dropout_rate")
     for name, (key, kind) in SUBSET.items():
-        value = getattr(table, kind)(name)
+        value, why = table.line(name, kind)
         if value and (by_tags or name not in BY_TAGS) and value != draft.value(f"data.{key}"):
-            value = float(value) if kind == "number" else f"{value.strip()} " if key == "separator" else value
-            source[key] = (value, table.told(name))
+            source[key] = (f"{value.strip()} " if key == "separator" else value, why)
     if table.flag("is_reg"):
         source["regularisation"] = (True, table.told("is_reg"))
-        source["loss_weight"] = (float(options.number("prior_loss_weight")), options.told("prior_loss_weight"))
+        source["loss_weight"] = options.line("prior_loss_weight", "number")
         draft.note(DIFFERS, f"{path}: regularisation photos are repeated there until they are as many as the others")
     if table.has("class_tokens"):
         source["trigger"] = (table.word("class_tokens"), f"{table.told('class_tokens')}: put before captions without it, too")
@@ -313,14 +274,13 @@ def _intervals(draft: Draft, options: Options, config: Path, data: Sequence[Path
         draft.carry(options, name, "checkpoint.every_steps")
         draft.set("export.every_steps", options.whole(name), f"{options.told(name)}: the adapter's files, too")
     if options.has("save_last_n_steps") and options.has(name):
-        kept = max(1, math.ceil(options.whole("save_last_n_steps") / options.whole(name, least=1)))
-        draft.set(
-            "checkpoint.keep_last", kept, f"{options.told('save_last_n_steps')} / {options.told(name)}; adapter files stay"
-        )
+        last, why = options.line("save_last_n_steps", "whole")
+        kept = max(1, math.ceil(last / options.whole(name, least=1)))
+        draft.set("checkpoint.keep_last", kept, f"{why} / {options.told(name)}; adapter files stay")
     for every, key in (("save_every_n_epochs", "export.every_steps"), ("sample_every_n_epochs", "validation.every_steps")):
         options.pass_by(every)
         if options.whole(every, 0) > 0 and not options.has(every.replace("epochs", "steps")):
-            draft.epochs[key] = (options.whole(every), options.told(every))
+            draft.epochs[key] = options.line(every, "whole")
     name = "sample_every_n_steps"
     if "validation.every_steps" not in draft.epochs:
         draft.set("validation.every_steps", options.whole(name, 0), options.told(name))
