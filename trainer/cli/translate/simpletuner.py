@@ -41,8 +41,8 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     common.note_differences(draft, family)
     options.pass_by("quantize_via", "push_to_hub", "hub_model_id", "vae_batch_size")
     board, told = options.line("report_to", "word")
-    for name in ("tensorboard", "wandb"):
-        draft.set(f"logging.{name}", board in (name, "all"), told)
+    for key in ("logging.tensorboard", "logging.wandb"):
+        draft.set(key, board in (key.partition(".")[2], "all"), told)
     if options.get("tread_config"):
         draft.note(ABSENT, f"{options.told('tread_config')}: some tokens skip blocks there; here all go through all blocks")
     common.carry_rest(draft, options)
