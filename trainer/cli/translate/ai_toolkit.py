@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.base import other_trainers
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, Draft, Line, Options
 from trainer.cli.translate.kohya_gui import programs
@@ -15,10 +14,8 @@ from trainer.models import Family
 # The times of flow matching; a weighted loss or a learnt blend has no equivalent.
 TIMES = {"sigmoid": ("sigmoid", None), "linear": ("uniform", 1.0), "shift": ("uniform", "auto")}
 TABLES = ("network", "save", "train", "train.ema_config", "model", "sample")
-DATASET, FLAGS = programs()["ai_toolkit_dataset"], programs()["ai_toolkit_flags"]
-
-# Of an entry of sample.samples: what it is in a sample, and whether sample says it for those entries that do not.
-SAMPLE = programs()["ai_toolkit_sample"]
+# SAMPLE: what an entry of sample.samples is in a sample, and whether sample says it for those entries that do not.
+DATASET, FLAGS, SAMPLE = (programs()[f"ai_toolkit_{name}"] for name in ("dataset", "flags", "sample"))
 
 
 def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -> None:
@@ -94,11 +91,7 @@ def _length(draft: Draft, options: Options) -> None:
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
-    kind, told = options.line("network.type", "word")
-    known = other_trainers.value_for(kind, ("lora", "dora"))
-    if known is None:
-        draft.cannot("adapter.type", f"{told}: there is none: an adapter is a LoRA or a DoRA")
-    draft.set("adapter.type", known or "lora", told)
+    common.set_type(draft, *options.line("network.type", "word"))
     rank = options.first("network.rank", "network.linear")
     alpha = options.first("network.linear_alpha", "network.alpha", "network.linear_alpha")
     options.pass_by("network.linear_alpha", "network.linear")
@@ -163,8 +156,7 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
     common.set_compute(draft, family, *options.line("train.dtype", "word"))
     quantised = options.flag("model.quantize")
     if quantised:
-        kind = options.word("model.qtype").partition("|")[0]
-        common.set_dtype(draft, family.denoiser, kind, options.told("model.qtype"))
+        common.set_dtype(draft, family.denoiser, options.word("model.qtype").partition("|")[0], options.told("model.qtype"))
     if options.flag("model.quantize_te", quantised):
         common.set_dtype(draft, family.text_encoders[-1], *options.line("model.qtype_te", "word"))
     options.pass_by("model.qtype", "model.qtype_te")

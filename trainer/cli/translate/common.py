@@ -11,7 +11,7 @@ from typing import Any, get_args
 from trainer import config as configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
-from trainer.cli.translate.draft import ABSENT, ASSUMED, DIFFERS, FILL, SAME, SWITCHES, UNKNOWN, Draft, Line, Options
+from trainer.cli.translate.draft import ABSENT, ASSUMED, DIFFERS, FILL, SAME, SWITCHES, UNKNOWN, Draft, Line, Options, nested
 from trainer.cli.translate.kohya_gui import programs
 from trainer.cli.translate.reading import as_number, as_share, literal, path_here
 from trainer.config import ScheduleTable
@@ -25,6 +25,8 @@ CONV = "*conv*"
 TEXT_LAYERS = "*layers.*"  # of a CLIP text encoder: its attention and MLP, without what stands around the layers
 PATHS = ("path", "output_dir", "init_from", "config", "cache_dir", "references", "truth")
 WRITE = re.compile(r"write (\w+) = (\"[^\"]+\"|\d+|true) in \[([\w.]+)\]")  # a sentence that is a line of a config
+NEEDED = {"run.name": "any", "run.output_dir": "any", "run.max_steps": 1, "model.family": "any", "model.path": "any",
+          "data.sources": [{"path": "any"}]}  # fmt: skip
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -125,6 +127,14 @@ def ask_for_photos(draft: Draft, why: str) -> None:
     draft.note(FILL, f"data.sources: {why}")
 
 
+def set_type(draft: Draft, kind: str, why: str, dora: Line = (False, "")) -> None:
+    """Write adapter.type, or refuse a kind that is neither. dora: an option of its own that makes a LoRA a DoRA."""
+    known = other_trainers.value_for(kind, ("lora", "dora"))
+    if known is None:
+        draft.cannot("adapter.type", f"{why}: there is none: an adapter is a LoRA or a DoRA")
+    draft.set("adapter.type", *(("dora", dora[1]) if dora[0] else (known or "lora", why)))
+
+
 def set_scale(draft: Draft, rank: Line, alpha: Line) -> None:
     """Write rank and alpha, each with its reason."""
     draft.set("adapter.rank", *rank)
@@ -161,17 +171,15 @@ def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
 
 
 def suit_optimizer(draft: Draft) -> None:
-    """Change what the optimizer here does not go with, and say so: a small factor of a rate that it finds, several rates, a
-    falling schedule."""
+    """Change what the optimizer here does not go with, and say so."""
     name = draft.value("optimizer.name")
     if name not in OPTIMIZERS:
         return
     entry, (rate, why) = OPTIMIZERS[name], draft.keys["optimizer.lr"]
     if entry.finds and not entry.finds.lr[0] <= rate <= entry.finds.lr[1]:
         draft.set("optimizer.lr", 1.0, f"{why}; {name} finds the rate itself, and 1.0 is its factor")
-        draft.note(
-            DIFFERS, f"{why}: a factor of the rate that {name} finds, so small that it would learn nothing; 1.0 is written"
-        )
+        small = "so small that it would learn nothing; 1.0 is written"
+        draft.note(DIFFERS, f"{why}: a factor of the rate that {name} finds, {small}")
     for rule in draft.rules if entry.finds else ():
         if rule.get("lr", (rate, ""))[0] != rate:
             draft.note(DIFFERS, f"{rule['lr'][1]}: {name} takes one rate for all here")
@@ -198,10 +206,8 @@ def set_schedule(draft: Draft, name: str, why: str, warmup: Line, *, idle_when_c
 def set_text_rates(draft: Draft, encoders: Mapping[str, tuple[float | None, str]]) -> None:
     """Write a rule for each text encoder that is trained, by its name, with its rate (None: optimizer.lr)."""
     for name, (rate, why) in encoders.items():
-        rule: dict[str, Line] = {"component": (name, why), "match": (TEXT_LAYERS, "its attention and MLP")}
-        if rate is not None:
-            rule["lr"] = (float(rate), why)
-        draft.rules.append(rule)
+        lr = {} if rate is None else {"lr": (float(rate), why)}
+        draft.rules.append({"component": (name, why), "match": (TEXT_LAYERS, "its attention and MLP"), **lr})
 
 
 def set_ema(draft: Draft, decay: float, why: str) -> None:
@@ -231,16 +237,14 @@ def folder_name(path: str) -> str:
 def carry_rest(draft: Draft, options: Options) -> None:
     """Write what nothing has read and what is only called otherwise; say why of what there is nothing for."""
     for name, value in options.rest().items():
-        here = other_trainers.row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}")
+        here = other_trainers.row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}") or ""
         told = options.told(name)
-        if here is None and not _is_off(value):
-            draft.note(UNKNOWN, told)
-        elif here is None:
-            continue
-        elif " " in here:
+        if " " in here:
             _sentence(draft, here, value, told)
-        elif here not in draft.keys and ".0." not in here and ".1." not in here:
+        elif here and here not in draft.keys and ".0." not in here and ".1." not in here:
             _rename(draft, here, value, told)
+        elif not here and not _is_off(value):
+            draft.note(UNKNOWN, told)
 
 
 def _sentence(draft: Draft, here: str, value: Any, told: str) -> None:
@@ -266,18 +270,11 @@ def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
     """Write the key if it takes the value, or the one that this value is called here."""
     if value is None or value == "":
         return
-    tree: dict[str, Any] = {}
-    *tables, last = key.split(".")
-    node = tree
-    for table in tables:
-        node = node.setdefault(table, {})
     value = place_here(key, value)
-    for candidate in (value, *_ours(key, value)):
-        node[last] = candidate
-        if _takes(tree):
-            draft.set(key, candidate, why)
-            return
-    if not _is_off(value):
+    taken = [candidate for candidate in (value, *_ours(key, value)) if _takes(key, candidate)]
+    if taken:
+        draft.set(key, taken[0], why)
+    elif not _is_off(value):
         draft.note(ABSENT, f"{why}: {key} takes no such value here (docs/keys.md)")
 
 
@@ -294,15 +291,10 @@ def _ours(key: str, value: Any) -> list[Any]:
     return [*ours, str(value)] if number is not None else ours
 
 
-def _takes(tree: dict[str, Any]) -> bool:
-    """Whether the config with these keys and nothing else but what it needs is one."""
-    whole = {
-        "run": {"name": "any", "output_dir": "any", "max_steps": 1, **tree.get("run", {})},
-        "model": {"family": "any", "path": "any", **tree.get("model", {})},
-        "data": {"sources": [{"path": "any"}], **tree.get("data", {})},
-    }
+def _takes(key: str, value: Any) -> bool:
+    """Whether the key may have the value, in a config with nothing else but what it needs."""
     try:
-        configs.parse({**tree, **whole})
+        configs.parse(nested({**NEEDED, key: value}))
     except UserError:
         return False
     return True

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,15 @@ def shown(value: Any) -> str:
     else:
         text = json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else f"{value:g}"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of values by dotted key."""
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *tables, last = key.split(".")
+        reduce(lambda node, table: node.setdefault(table, {}), tables, tree)[last] = value
+    return tree
 
 
 class Draft:

@@ -25,12 +25,11 @@ def as_options(given: Mapping[str, Any]) -> dict[str, Any]:
     names = programs()["kohya_gui"]
     zeros, hidden = names["zeros"].split(), names["window"].split()
     kinds = [kind for kind in names["scripts"] if _on(given.get(kind))]
-    kinds += [names["kinds"][kind] for kind in (str(given.get("LoRA_type")),) if kind in names["kinds"]]
+    kinds += names["kinds"].get(str(given.get("LoRA_type")), "").split()
     hidden += [*names["scripts"], *" ".join(names["arguments"].values()).split()]
-    for kind, own in names["only"].items():
-        hidden += [] if kind in kinds else own.split()
     noise = "Multires" if str(given.get("noise_offset_type")).startswith("Multi") else "Original"
-    hidden += [name for kind, own in names["noise"].items() if kind != noise for name in own.split()]
+    parts = names["only"] | names["noise"]
+    hidden += [name for kind, own in parts.items() if kind not in (*kinds, noise) for name in own.split()]
     kept = {
         names["renames"].get(name, name): value
         for name, value in given.items()
@@ -39,14 +38,14 @@ def as_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {"script": names["scripts"][kinds[0]] if kinds else "train_network", **kept}
     options.setdefault("optimizer_type", "AdamW8bit" if _on(options.pop("use_8bit_adam", False)) else "AdamW")
     _network(options, given, names)
-    _length(options, given)
+    _length(options)
     _rates(options)
     if isinstance(kept.get("sample_prompts"), str):
         options["sample_prompts"] = kept["sample_prompts"].splitlines()
     if isinstance(kept.get("xformers"), str):
         options[options.pop("xformers")] = True
-    typed = words(str(given.get("additional_parameters") or ""))
-    return {name: value for name, value in options.items() if value != ""} | typed
+    said = {name: value for name, value in options.items() if value != ""}
+    return said | words(str(given.get("additional_parameters") or ""))
 
 
 def _zero(value: Any) -> bool:
@@ -62,22 +61,19 @@ def _network(options: dict[str, Any], given: Mapping[str, Any], names: Mapping[s
     kind = str(given.get("LoRA_type") or ("Standard" if "network_dim" in given else "full"))
     module, *own = names["types"].get(kind, f"other algo={kind.replace(' ', '_')}").split()
     own += [f"preset={given['LyCORIS_preset']}"] if module.startswith("lycoris") and given.get("LyCORIS_preset") else []
-    taken = [*own, *names["arguments"].get(module, "").split()]
-    values = {name: given.get(name) for name in taken if "=" not in name}
-    options["network_module"] = module
-    options["network_args"] = [name for name in own if "=" in name] + [
-        f"{name}={value}" for name, value in values.items() if value not in UNSET and not _zero(value)
-    ]
+    fixed = [name for name in own if "=" in name]
+    values = {name: given.get(name) for name in [*own, *names["arguments"].get(module, "").split()] if name not in fixed}
+    said = [f"{name}={value}" for name, value in values.items() if value not in UNSET and not _zero(value)]
+    options |= {"network_module": module, "network_args": [*fixed, *said]}
 
 
-def _length(options: dict[str, Any], given: Mapping[str, Any]) -> None:
+def _length(options: dict[str, Any]) -> None:
     """Its own steps or epochs, where neither of sd-scripts' is given; a warm-up in percent of them."""
     epochs = options.pop("epoch", "")
     if not {"max_train_steps", "max_train_epochs", "dataset_config"} & options.keys():
         options["max_train_epochs"] = epochs or 1
-    warmup = options.pop("lr_warmup", "")
-    if warmup != "" and "lr_warmup_steps" not in options:
-        options["lr_warmup_steps"] = f"{warmup}%"
+    if warmup := options.pop("lr_warmup", ""):
+        options.setdefault("lr_warmup_steps", f"{warmup}%")
 
 
 def _rates(options: dict[str, Any]) -> None:

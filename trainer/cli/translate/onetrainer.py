@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,11 +91,7 @@ def _every(draft: Draft, options: Options, name: str, key: str) -> None:
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
-    kind = other_trainers.value_for(options.word("peft_type"), ("lora", "dora"))
-    if kind is None:
-        draft.cannot("adapter.type", f"{options.told('peft_type')}: there is none: an adapter is a LoRA or a DoRA")
-    dora = options.flag("lora_decompose")
-    draft.set("adapter.type", "dora" if dora else "lora", options.told("lora_decompose" if dora else "peft_type"))
+    common.set_type(draft, *options.line("peft_type", "word"), options.line("lora_decompose", "flag"))
     common.set_scale(draft, options.line("lora_rank", "whole"), options.line("lora_alpha", "number"))
     common.set_targets(draft, family)
     preset, words = options.word("layer_filter_preset", ""), options.word("layer_filter", "")
@@ -143,13 +140,11 @@ def _rates(draft: Draft, options: Options, family: Family) -> None:
 
 def _scale(options: Options) -> tuple[float, str]:
     """learning_rate_scaler: the root of the photos in a batch, in an update, or 1."""
-    kind = options.word("learning_rate_scaler")
-    counted = {"BATCH": ("batch_size",), "GRADIENT_ACCUMULATION": ("gradient_accumulation_steps",)}
-    names = counted.get(kind, ("batch_size", "gradient_accumulation_steps") if kind == "BOTH" else ())
-    product = 1
-    for name in names:
-        product *= options.whole(name, least=1)
-    return product**0.5, f" x sqrt({product}): {options.told('learning_rate_scaler')}" if names else ""
+    kind, told = options.line("learning_rate_scaler", "word")
+    both = ("batch_size", "gradient_accumulation_steps")
+    names = {"BATCH": both[:1], "GRADIENT_ACCUMULATION": both[1:], "BOTH": both}.get(kind, ())
+    product = math.prod(options.whole(name, least=1) for name in names)
+    return product**0.5, f" x sqrt({product}): {told}" if names else ""
 
 
 def _precision(draft: Draft, options: Options, family: Family) -> None:

@@ -99,10 +99,8 @@ def _length(draft: Draft, options: Options) -> None:
 def _network(draft: Draft, options: Options, family: Family) -> None:
     network = _arguments(options, "network_args", "network_args ")
     algorithm = network.word("algo", "lora" if "lora" in options.word("network_module", "lora") else "other")
-    if other_trainers.value_for(algorithm, ("lora", "dora")) is None:
-        draft.cannot("adapter.type", f"{network.told('algo')}: there is none: an adapter is a LoRA or a DoRA")
-    dora = network.flag("dora_wd")
-    draft.set("adapter.type", "dora" if dora else "lora", network.told("dora_wd" if dora else "algo", "lora"))
+    why = network.told("algo", None if algorithm == "other" else "lora")
+    common.set_type(draft, algorithm, why, network.line("dora_wd", "flag"))
     common.set_scale(draft, options.line("network_dim", "whole"), options.line("network_alpha", "number"))
     common.set_targets(draft, family)
     if network.whole("conv_dim"):
@@ -198,6 +196,7 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     options.pass_by("prior_loss_weight")
     for name, (_, kind) in SUBSET.items():
         getattr(options, kind)(name)  # they are read again for each source, where these do not say it
+    draft.carry(options, "caption_dropout_rate", "data.caption_dropout", "number")
     if options.whole("max_token_length"):
         chunks = math.ceil(options.whole("max_token_length", least=1) / 75)
         draft.set("data.clip_chunks", chunks, f"{options.told('max_token_length')}, in chunks of 75")

@@ -82,15 +82,13 @@ def _length(draft: Draft, options: Options) -> None:
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
-    if options.word("lora_type") != "standard":
-        draft.cannot("adapter.type", f"{options.told('lora_type')}: there is none: an adapter is a LoRA or a DoRA")
-    dora = options.flag("use_dora")
-    draft.set("adapter.type", "dora" if dora else "lora", options.told("use_dora" if dora else "lora_type"))
+    (kind, told), dora = options.line("lora_type", "word"), options.line("use_dora", "flag")
+    common.set_type(draft, "lora" if kind == "standard" else "other", told, dora)
     rank = options.line("lora_rank", "whole")
     alpha, why = options.line("lora_alpha", "number", rank[0])
     why = why if options.has("lora_alpha") else "lora_alpha is left out: the rank there, too"
     common.set_scale(draft, rank, (alpha, why))
-    if not dora:
+    if not dora[0]:
         draft.carry(options, "lora_dropout", "adapter.dropout", "number")
     common.set_targets(draft, family)
     layers = other_trainers.facts().layers_option[draft.trainer]

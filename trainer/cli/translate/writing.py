@@ -17,7 +17,7 @@ from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.cli.translate import ai_toolkit, common, onetrainer, sd_scripts, simpletuner
-from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options, nested
 from trainer.cli.translate.reading import read
 from trainer.config import Config
 from trainer.data import buckets
@@ -27,10 +27,7 @@ from trainer.plan.data_sources import sources_of
 from trainer.plan.requirements import unread_keys
 from trainer.plan.run_plan import plan_data
 
-TRANSLATIONS = {
-    "sd-scripts": sd_scripts.translate, "OneTrainer": onetrainer.translate, "ai-toolkit": ai_toolkit.translate,
-    "SimpleTuner": simpletuner.translate,
-}  # fmt: skip
+TRANSLATIONS = {"sd-scripts": sd_scripts, "OneTrainer": onetrainer, "ai-toolkit": ai_toolkit, "SimpleTuner": simpletuner}
 SET = "as --set said"
 COMMENT_AT = 40  # the column where a short line's reason begins
 
@@ -68,7 +65,7 @@ def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] =
         *tables, last = key.split(".")
         fixed[key] = reduce(lambda node, part: node[part], tables, one).get(last)
     draft = Draft(trainer, fixed)
-    TRANSLATIONS[trainer](draft, Options(tree, file, other_trainers.facts().defaults[trainer]), file, data)
+    TRANSLATIONS[trainer].translate(draft, Options(tree, file, other_trainers.facts().defaults[trainer]), file, data)
     if draft.refusals:
         raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {each}" for each in draft.refusals))
     for entry in (draft.keys, *(entry for entries in draft.lists.values() for entry in entries)):
@@ -90,11 +87,9 @@ def _count_epochs(draft: Draft, config: Config) -> bool:
         except UserError as error:
             why = f"the photos cannot be counted: {str(error).partition(chr(10))[0]}"
     for key, (epochs, told) in draft.epochs.items():
-        if key in draft.fixed:
-            continue
-        if length is not None:
+        if key not in draft.fixed and length is not None:
             draft.set(key, epochs * length.steps_per_epoch, f"{told}: an epoch has {length.steps_per_epoch} steps")
-        else:
+        elif key not in draft.fixed:
             draft.note(FILL, f"{key}: {told}; {why}. --plan says how many an epoch has")
     return length is not None
 
@@ -167,19 +162,12 @@ def _take_out(draft: Draft, config: Config) -> bool:
 
 def tree_of(draft: Draft) -> dict[str, Any]:
     """The draft as the plain tree of its values."""
-    tree: dict[str, Any] = {}
-    for key, (value, _) in draft.keys.items():
-        *tables, last = key.split(".")
-        node = tree
-        for table in tables:
-            node = node.setdefault(table, {})
-        node[last] = value
-    for key, listed in draft.lists.items():
-        table, _, last = key.partition(".")
-        entries = [{name: value for name, (value, _) in entry.items()} for entry in listed]
-        if entries:
-            tree.setdefault(table, {})[last] = entries
-    return tree
+
+    def values(table: Mapping[str, Line]) -> dict[str, Any]:
+        return {key: value for key, (value, _) in table.items()}
+
+    lists = {key: [values(entry) for entry in entries] for key, entries in draft.lists.items() if entries}
+    return nested(values(draft.keys) | lists)
 
 
 def text_of(draft: Draft, file: Path) -> str:
@@ -192,23 +180,17 @@ def text_of(draft: Draft, file: Path) -> str:
         f"# Names: {draft.trainer} {commit}. Its defaults: {facts.defaults_at[draft.trainer]}.",
         "# All other keys have their defaults; docs/keys.md has every key.",
     ]
-    reasons = [why for _, why in draft.keys.values()]
-    unlooked = [
-        name
-        for name in facts.unlooked_defaults[draft.trainer].split()
-        if any(re.search(rf"(^|\s){name} is left out", why) for why in reasons)
-    ]
-    if unlooked:
+    names, reasons = facts.unlooked_defaults[draft.trainer].split(), "\n".join(why for _, why in draft.keys.values())
+    if unlooked := [name for name in names if re.search(rf"(^|\s){name} is left out", reasons)]:
         draft.note(DIFFERS, f"from the documentation, not looked up, are the defaults there of {', '.join(unlooked)}")
     for heading, notes in draft.notes.items():
         if notes:
             lines += ["#", f"# {heading}:", *(f"# - {printable(note)}" for note in notes)]
-    tables: dict[str, dict[str, tuple[Any, str]]] = {}
+    tables: dict[str, dict[str, Line]] = {}
     for key, line in draft.keys.items():
         table, _, last = key.rpartition(".")
         tables.setdefault(table, {})[last] = line
-    order = list(Config.model_fields)
-    for top in order:
+    for top in Config.model_fields:
         for table in [name for name in tables if name.partition(".")[0] == top]:
             lines += ["", f"[{table}]", *_lines(tables[table])]
         for name, entries in draft.lists.items():
@@ -218,11 +200,7 @@ def text_of(draft: Draft, file: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _lines(table: Mapping[str, tuple[Any, str]]) -> list[str]:
-    written = [(f"{key} = {_toml(value)}", why) for key, (value, why) in table.items()]
+def _lines(table: Mapping[str, Line]) -> list[str]:
+    written = [(f"{key} = {tomlkit.item(value).as_string()}", why) for key, (value, why) in table.items()]
     width = max([len(line) for line, _ in written if len(line) < COMMENT_AT] + [0])
     return [f"{line:<{width}}  # {printable(why)}" for line, why in written]
-
-
-def _toml(value: Any) -> str:
-    return tomlkit.item(value).as_string()
