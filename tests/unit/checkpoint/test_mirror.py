@@ -239,7 +239,7 @@ def test_what_is_taken_in_is_valid_or_not_there(tmp_path: Path) -> None:
 def test_results_come_up_to_the_step_and_nothing_outside_of_them(tmp_path: Path) -> None:
     fs, layout = FaultyStore(), Layout(tmp_path / "out")
     there = {
-        "ema/step-00000002.safetensors": True, "ema/step-00000003.safetensors": False,
+        "ema/step-00000002.safetensors": False,  # no folder of results any more
         "samples/step-00000000/00.png": True, "samples/truth/00.png": True, "samples/step-00000003/00.png": False,
         "adapters/bear-00000002_comfyui.safetensors": True, "adapters/bear-00000003.safetensors": False,
         "adapters/bear.safetensors": False, "report.html": False, "config.toml": False,
