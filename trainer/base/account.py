@@ -47,8 +47,7 @@ class Account:
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries: dict[tuple[Heading, str, str], Entry] = {}
         for entry in entries:
-            count = entry.count or len(entry.names)
-            self.add(entry.heading, entry.reason, entry.names, count=count, remedy=entry.remedy, noun=entry.noun)
+            self.add(entry.heading, entry.reason, entry.names, count=entry.count, remedy=entry.remedy, noun=entry.noun)
 
     def add(
         self,

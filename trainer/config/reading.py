@@ -87,7 +87,11 @@ def _remedy(text: str, error: tomllib.TOMLDecodeError) -> str:
 
 def parse(tree: dict[str, Any]) -> Config:
     """A checked Config from a plain tree. Raises UserError with one line for each mistake."""
-    if isinstance(ema := tree.get("ema"), dict) and ema.get("kind") != "power":
+    ema = tree.get("ema")
+    if isinstance(ema, dict) and ema.get("kind") == "power":
+        gone = "averages of any length are gone; set ema.kind = 'constant', or finish such a run with commit 028b4cb"
+        raise UserError(f"ema.kind = 'power': {gone}")
+    if isinstance(ema, dict):
         # Earlier versions wrote it into every config.toml and checkpoint; without that kind it never had an effect.
         tree = tree | {"ema": {key: value for key, value in ema.items() if key != "snapshot_every_steps"}}
     try:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trainer.base.errors import AGAIN, UserError, raised_by_file, reading, shown
 from trainer.base.files import refuse_irregular
+from trainer.base.text import decoded
 from trainer.models.base import Component, Family
 from trainer.models.hub import Repository
 from trainer.models.names import ComponentConfig
@@ -53,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have."""
     try:
         refuse_irregular(path)
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(decoded(path.read_bytes()))
     except FileNotFoundError as error:
         remedy = "complete the model folder, or point model.config (or the component's path) to one"
         raise UserError(f"{path} does not exist; {remedy}") from error
@@ -126,7 +127,8 @@ def check_values(
     for key, value in config.items():
         hint, default = taken.get(key, (Any, None))
         wanted = usual.get(key, needed.get(key, default))
-        if key.startswith("_") or (key in usual and value == usual[key]) or (key not in taken and wanted is None):
+        same = type(value) is type(wanted) and value == wanted  # an infinity, too, where the library has it
+        if key.startswith("_") or same or (key not in taken and wanted is None):
             continue
         fits = key not in needed if value is None else _alike(value, wanted) or (key in taken and _fits(value, hint))
         if not fits or not _counts(key, value, wanted):

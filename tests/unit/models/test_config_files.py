@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 
 from trainer.base.errors import UserError
@@ -19,6 +20,7 @@ from trainer.models import FAMILIES
 from trainer.models.building import shapes_of
 from trainer.models.config_files import PUBLISHED, read_json
 from trainer.models.loading import ModelSource
+from trainer.models.sdxl import SCHEDULERS
 
 LABELS = {"sdxl": "sdxl", "flux": "flux-dev"}
 
@@ -173,3 +175,21 @@ def test_a_vae_that_leaves_its_scale_to_the_class_is_taken(tmp_path: Path) -> No
         json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "scaling_factor"})
     )
     checked(opened(root))
+
+
+def test_a_scheduler_may_have_what_its_class_has_by_default(tmp_path: Path) -> None:
+    """An infinity among it, which JSON has no value for and the library writes."""
+    root = configs(tmp_path)
+    place = root / "scheduler" / "scheduler_config.json"
+    for name in sorted(SCHEDULERS):
+        made = getattr(diffusers, name)() if name != "DPMSolverSDEScheduler" else None  # needs a library that is not here
+        if made is not None:
+            place.write_text(made.to_json_string())
+            assert opened(root).scheduler["_class_name"] == name
+
+
+def test_a_config_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    root = configs(tmp_path)
+    path = root / "unet" / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert opened(root).config("unet")["in_channels"] == 4

@@ -16,6 +16,7 @@ from trainer.base import other_trainers
 from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
+from trainer.base.tensorfile import PICKLES, is_safetensors
 from trainer.cli.translate import ai_toolkit, common, onetrainer, sd_scripts, simpletuner
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options, nested
 from trainer.cli.translate.reading import read
@@ -100,12 +101,12 @@ def note_missing(draft: Draft, config: Config) -> None:
         if not isinstance(value, str) or not common.is_path(key) or os.path.exists(value):
             continue
         place = PurePath(value)
-        if place.suffix in (".ckpt", ".pt", ".pth"):
+        if place.suffix.lower() in PICKLES:
             draft.note(FILL, f"{key}: {value}: a pickle, which is not read here; save it as .safetensors")
         if key == "run.output_dir":
             if place.parts[:2] == ("/", "mnt") and not Path(*place.parts[:3]).exists():
                 draft.note(FILL, f"{key}: {value}: there is no {Path(*place.parts[:3])} here")
-        elif key != "model.path" or place.is_absolute() or place.suffix or len(place.parts) != 2:  # a hub id is no path
+        elif key != "model.path" or place.is_absolute() or is_safetensors(place) or len(place.parts) != 2:
             draft.note(FILL, f"{key}: {value} is not on this machine")
 
 
