@@ -24,10 +24,15 @@ GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 QUOTED = re.findall(r"^### (.+)$", (ROOT / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
+TEXTS = (*(ROOT / "trainer").rglob("*.py"), ROOT / "trainer" / "base" / "file_formats.json")
+
+
 @cache
 def said(path: Path) -> tuple[str, ...]:
     """The texts in a file of the program; what differs from case to case is "…"."""
     texts = []
+    if path.suffix == ".json":
+        return (path.read_text(encoding="utf-8"),)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
             texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
@@ -39,9 +44,7 @@ def said(path: Path) -> tuple[str, ...]:
 def unsaid(message: str) -> list[str]:
     """Parts of a quoted message that no file of the program has together with its other parts; [] where one has all."""
     parts = [part.strip() for part in message.split("…") if re.search(r"\w\w", part)]
-    missing = [
-        [part for part in parts if not any(part in text for text in said(path))] for path in (ROOT / "trainer").rglob("*.py")
-    ]
+    missing = [[part for part in parts if not any(part in text for text in said(path))] for path in TEXTS]
     return min(missing, key=len)
 
 

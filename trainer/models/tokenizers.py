@@ -151,7 +151,7 @@ def load_tokenizer(folder: Path, name: str) -> Any:
 
         with reading(file, remedy=AGAIN):
             Tokenizer.from_file(str(file))
-    with reading(folder, "cannot be read as a tokenizer", remedy=remedy):
+    with reading(folder, "the tokenizer cannot be read", remedy=remedy):
         tokenizer = _made(folder, config, whole)
         # What it is asked for later: padding, a length, and for chats its template.
         tokenizer(["a", "b c"], padding="max_length", max_length=8, truncation=True, return_tensors="pt")
