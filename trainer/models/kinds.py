@@ -80,7 +80,7 @@ def kind_of_class(name: str) -> ModelKind | None:
 
 
 def kind_of_folder(folder: Path) -> ModelKind | None:
-    """The kind of a folder with a model_index.json: that of its pipeline, unless its denoiser is another's."""
+    """The kind of a folder with a model_index.json. Its pipeline decides, unless its denoiser is of another kind."""
     index = read_json(folder / "model_index.json")
     pipeline = class_in(index)
     kind, denoiser, config = kind_of_class(pipeline), None, {}
