@@ -246,9 +246,7 @@ def losses_for(config, adapters, rank: int, weight, phases):
     """What measures them in the model of a run's config. Raises UserError for all that can be told without its weights."""
     from trainer.adapter_files.average import check
     from trainer.run.measured import HeldOutLosses, plan_losses
-    from trainer.runtime.libraries import quiet_libraries
 
-    quiet_libraries()
     check(adapters, rank, weight)
     return HeldOutLosses(plan_losses(config, adapters, rank, phases), adapters, phases)
 

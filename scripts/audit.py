@@ -39,9 +39,7 @@ def audit(chosen: argparse.Namespace) -> None:
     from trainer.plan.storage_audit import formats_named, plan_audit
     from trainer.report import write_audit
     from trainer.run.audit import audit as audited
-    from trainer.runtime.libraries import quiet_libraries
 
-    quiet_libraries()
     if chosen.layers < 1:
         raise UserError(f"--layers {chosen.layers}: give a number of layers to exclude, at least 1")
     alone = chosen.layers if chosen.alone is None else chosen.alone

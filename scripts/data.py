@@ -31,9 +31,7 @@ def report(chosen: argparse.Namespace) -> int:
     """Print what a run of this config would train on, and write data_report.html (trainer/cli/check_data.py)."""
     from trainer import config
     from trainer.cli.check_data import report_data
-    from trainer.runtime.libraries import quiet_libraries
 
-    quiet_libraries()
     return (
         3
         if report_data(config.load(chosen.config, [item for group in chosen.overrides for item in group]), chosen.out)

@@ -31,9 +31,7 @@ def imported(chosen: argparse.Namespace) -> None:
     """Write the config, and say what is to be known of it."""
     from trainer.cli.translate.draft import FILL, SAME
     from trainer.cli.translate.writing import import_config
-    from trainer.runtime.libraries import quiet_libraries
 
-    quiet_libraries()
     overrides = [item for group in chosen.overrides for item in group]
     path, draft = import_config(chosen.file, chosen.out, data=chosen.data, overrides=overrides)
     write(f"{draft.trainer}: {path}")

@@ -40,9 +40,7 @@ WIDTH, HEIGHT = 8.0, 3.2  # inches of a picture
 def replayed(chosen: argparse.Namespace) -> int:
     from trainer.base.progress import Phases
     from trainer.run.replay import replay, span_of
-    from trainer.runtime.libraries import quiet_libraries
 
-    quiet_libraries()
     if chosen.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib: pip install 'reference-adapter-trainer[plots]'")
     if chosen.plot is not None and (chosen.plot.is_dir() or chosen.plot.suffix.lower() != ".png"):

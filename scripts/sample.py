@@ -32,9 +32,7 @@ from trainer.cli.tools import run_tool  # noqa: E402
 def sample(chosen: argparse.Namespace) -> None:
     from trainer.artifacts.draw import Drawing, draw
     from trainer.base.progress import Phases
-    from trainer.runtime.libraries import quiet_libraries
 
-    quiet_libraries()
     config = config_of(chosen)
     drawing = Drawing(
         chosen.prompt, chosen.negative, chosen.seeds or (config.validation.seed,), chosen.strengths,

@@ -74,8 +74,9 @@ def test_other_photos(bench: Workbench, capsys) -> None:
         "removed: 0/04.jpg",
         "other contents: 0/01.jpg",
         "other captions: 0/00.jpg",
-        "restore them, or end the present epoch here and start a new one over these: --resume_from auto --allow data, or "
-        "start a new run (another run.output_dir)",
+        "restore them (--plan names what is left out now, and why; the version that began the run still trains it), or end "
+        "the present epoch here and start a new one over these: --resume_from auto --allow data, or start a new run (another "
+        "run.output_dir)",
     ]
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before, "a refused start writes nothing"
 

@@ -25,7 +25,7 @@ from trainer.base.tensorfile import write_tensors
 from trainer.data import scan
 from trainer.data.sources import Source
 from trainer.models import FAMILIES
-from trainer.models.config_files import shards
+from trainer.models.config_files import published_config, shards
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.models.tokenizers import load_tokenizer
@@ -107,12 +107,13 @@ def fault(change: Change, root: Path) -> str:
         try:
             read()
         except UserError as error:
-            said = str(error)
-            place = str(root / change.file) if "token" not in change.file else str(root / Path(change.file).parts[0])
-            if place not in said and Path(change.file).parts[0] not in said:
+            said, tokenizer, part = str(error), "token" in change.file, (root / change.file).parent
+            name = part.name if tokenizer else Path(change.file).name
+            if name not in said or (str(part) not in said and f"the {part.name}'s {name}" not in said):
                 return f"{change}: no file in {said!r}"
-            words = [change.key, *(word for word in change.key.split("_") if len(word) > 4)]
-            if "config.json" in change.file and "token" not in change.file and not any(word in said for word in words):
+            # A value that the published model has, too: its weights are at fault.
+            usual = published_config(tuple(FAMILIES[change.family].hub_ids.values()), part.name).get(change.key)
+            if not tokenizer and change.key not in said and (change.value is None or change.value != usual):
                 return f"{change}: no key in {said!r}"
             return ""
         except Exception as error:

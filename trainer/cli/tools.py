@@ -7,11 +7,13 @@ from collections.abc import Callable
 from trainer.base.console import write
 from trainer.base.errors import ending, told
 from trainer.cli.environment import show_everything
+from trainer.runtime.libraries import quiet_libraries
 
 
 def run_tool(work: Callable[[], int | None]) -> int:
     """The exit status of `work`, or of what ended it, which is told on stderr. Raises what nobody foresaw."""
     show_everything()
+    quiet_libraries()
     try:
         status = work() or 0
         sys.stdout.flush()

@@ -26,9 +26,9 @@ def build(component: Component, config: ComponentConfig, where: Path | str = "")
 
     config = {key: value for key, value in component.built(config).items() if not key.startswith("_")}
     cls: Any = getattr(importlib.import_module(component.library), component.class_name)
-    config = as_taken(config, parameters_of(component.library, component.class_name))
 
     def made(config: dict[str, Any]) -> nn.Module:
+        config = as_taken(config, parameters_of(component.library, component.class_name))
         with init_empty_weights(include_buffers=False):
             return cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
 

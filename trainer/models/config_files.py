@@ -39,6 +39,7 @@ def culprit(config: ComponentConfig, library: str, class_name: str, build: Calla
     such: they do not go together. build: makes the module of a config."""
     taken = parameters_of(library, class_name)
     own = {k: f"{k} = {shown(v)}" for k, v in config.items() if v != taken.get(k, (None, None))[1]}
+    nulls = [said for key, said in own.items() if config[key] is None]  # left out as they are, so that the default counts
     for key, said in own.items():
         try:
             build({other: value for other, value in config.items() if other != key})
@@ -46,7 +47,7 @@ def culprit(config: ComponentConfig, library: str, class_name: str, build: Calla
             if not raised_by_file(error):
                 raise
         else:
-            return f" ({said})"
+            return f" ({', '.join(dict.fromkeys([said, *nulls]))})"
     return f" ({', '.join(own.values())})"
 
 
@@ -123,12 +124,16 @@ def check_values(
 ) -> None:  # fmt: skip
     """Refuse a value of another kind than both the published model's and what the library's class takes, and a count that
     none can be. usual: the published config. needed: what the family reads, which must not be null."""
-    taken = parameters_of(library, class_name) if isinstance(class_name, str) else {}
     for key, value in config.items():
+        wanted = usual.get(key, needed.get(key))
+        alike = value in (None, False) if wanted is None else _alike(value, wanted) and _counts(key, value, wanted)
+        if key.startswith("_") or (alike and (key in usual or key in needed)):
+            continue
+        taken = parameters_of(library, class_name) if isinstance(class_name, str) else {}
         hint, default = taken.get(key, (Any, None))
-        wanted = usual.get(key, needed.get(key, default))
+        wanted = default if wanted is None else wanted
         same = type(value) is type(wanted) and value == wanted  # an infinity, too, where the library has it
-        if key.startswith("_") or same or (key not in taken and wanted is None):
+        if same or (key not in taken and wanted is None):
             continue
         fits = key not in needed if value is None else _alike(value, wanted) or (key in taken and _fits(value, hint))
         if not fits or not _counts(key, value, wanted):
@@ -157,11 +162,13 @@ def _fits(value: Any, hint: Any) -> bool:
 def _counts(key: str, value: Any, wanted: Any) -> bool:
     """Whether whole numbers are below MOST, and a count that others have is one: a size, not an id."""
     if isinstance(value, list):
-        return bool(value or not wanted) and all(_counts(key, each, 0) for each in value)
+        return bool(value or not wanted) and all(_counts(key, each, wanted) for each in value)
     if isinstance(value, bool) or not isinstance(value, int):
         return True
-    count = type(wanted) is int and wanted > 0 and not key.endswith("_id")
-    return (1 if count else -MOST) <= value < MOST
+    others = wanted if isinstance(wanted, list) and wanted else [wanted]
+    if key.endswith("_id") or not all(type(other) is int and other > 0 for other in others):
+        return (0 if wanted is None and not key.endswith("_id") else -MOST) <= value < MOST
+    return 0 < value < MOST
 
 
 def _alike(value: Any, wanted: Any) -> bool:

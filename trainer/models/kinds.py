@@ -90,7 +90,7 @@ def kind_of_folder(folder: Path) -> ModelKind | None:
         named = class_in(config) or _last(index.get(part))
         denoiser = denoiser or (kind_of_class(named) if named else None)
     if kind is None:
-        return denoiser or (ModelKind(f"a model of {pipeline}") if pipeline else None)
+        return denoiser or (ModelKind(f"a model of {pipeline} (model_index.json: _class_name)") if pipeline else None)
     if kind.family == SDXL and index.get("text_encoder") == [None, None]:
         return UNETS[1280]
     if kind.name == CLASSES["StableDiffusion"]:

@@ -7,6 +7,7 @@ size plus the largest tensor.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, shown
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import PICKLES, TensorFile, is_safetensors
 from trainer.base.types import HeldWeight, Link
@@ -26,6 +27,8 @@ from trainer.models.building import Swap, allocate, build, shapes_of
 from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
 from trainer.models.weight_sets import WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
 from trainer.models.weights import Headers, Read, Recognise, Weights, plan_reads
+
+NO_SIZE = re.compile(r"^_|_ids?$|^(architectures|model_type|torch_dtype|dtype)$")  # keys that no tensor's shape depends on
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,10 @@ class ModelSource:
         """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say."""
         component, path = self.family.component(name), self.config_file(name)
         config = {**component.defaults, **self._config(name)}
-        usual = published_config(tuple(self.family.hub_ids.values()), name)
-        check_values(path, config, component.library, component.class_name, usual=usual, needed=component.defaults)
+        usual, needed = self._published(name), component.defaults
+        # What neither has is read by the library's class alone, which is imported for the module (`_whole_config`).
+        known = {key: value for key, value in config.items() if key in usual or key in needed}
+        check_values(path, known, component.library, component.class_name, usual=usual, needed=needed)
         return config
 
     def config_file(self, name: str) -> Path:
@@ -270,8 +275,17 @@ class ModelSource:
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
         shapes = self._headers.shapes
         if name not in shapes:
-            shapes[name] = shapes_of(self.family.component(name), self.config(name), self.config_file(name))
+            component = self.family.component(name)
+            config = self._whole_config(name) if component.names is None else self.config(name)
+            shapes[name] = shapes_of(component, config, self.config_file(name))
         return shapes[name]
+
+    def _whole_config(self, name: str) -> dict[str, Any]:
+        """`config`, of which the library's class takes every value."""
+        component, config = self.family.component(name), self.config(name)
+        where, usual = self.config_file(name), self._published(name)
+        check_values(where, config, component.library, component.class_name, usual=usual)
+        return config
 
     def fingerprint(self, name: str, digest: Callable[[Path], str]) -> str:
         """SHA-256 over the component's file contents (`digest` of each) and its config."""
@@ -323,7 +337,7 @@ class ModelSource:
 
     def build(self, name: str) -> nn.Module:
         """The component in eval mode, its parameters on the meta device."""
-        return build(self.family.component(name), self.config(name), self.config_file(name))
+        return build(self.family.component(name), self._whole_config(name), self.config_file(name))
 
     def check_tokenizers(self) -> None:
         """Refuse a model that lacks a tokenizer. Of a hub id they are here with the configs, if it could be asked."""
@@ -376,7 +390,20 @@ class ModelSource:
         others = [
             p for c in self.family.components if c.name != name and c.role != "denoiser" for p in (*c.prefixes, f"{c.name}.")
         ]
-        return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
+        try:
+            return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
+        except UserError as error:
+            raise UserError(f"{error}; {self._config_said(name)}") from error
+
+    def _config_said(self, name: str) -> str:
+        """What the component's config is and how it differs from the published one, for files that it does not fit."""
+        path, own, usual = self.config_file(name), self.config(name), self._published(name)
+        odd = [key for key in usual if own.get(key) != usual[key] and key in own and not NO_SIZE.search(key)]
+        values = ", ".join(f"{key} = {shown(own[key])} (there {shown(usual[key])})" for key in odd)
+        return f"the config is {path}" + (f", which differs from the published one: {values}" if odd else "")
+
+    def _published(self, name: str) -> dict[str, Any]:
+        return published_config(tuple(self.family.hub_ids.values()), name)
 
 
 def _json_sha256(tree: dict[str, Any]) -> str:

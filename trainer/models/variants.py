@@ -131,7 +131,7 @@ def check_latents(
     if (inputs, outputs) != (wanted, wanted):
         packed = f" (each in {fold})" if fold > 1 else ""
         raise UserError(
-            f"the {denoiser} reads {inputs} channels and predicts {outputs}, and the vae gives {latent}{packed}: "
+            f"the {denoiser} reads {inputs} channels and predicts {outputs} (out_channels), the vae gives {latent}{packed}: "
             + (f"it is {kinds[inputs]}, which is not trained here" if inputs in kinds else "they do not belong together")
             + f"; use a {denoiser} that reads and predicts {wanted}"
         )

@@ -16,7 +16,7 @@ from trainer.adapters import Method, Target, inject
 from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
-from trainer.ema.running import Averages, constant
+from trainer.ema.running import Average
 from trainer.kernels import dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 from trainer.runtime.precision import ScalerState
@@ -144,7 +144,7 @@ def of_a_run(updates: int) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1 / (n + 1)] * 2)
     pieces = {
         "adapter": adapter,
-        "ema": Averages(named, {"constant": constant(0.5)}, adapter.mark_stale),
+        "ema": Average(named, 0.5, adapter.mark_stale),
         "optimizer": optim.OptimizerState(optimizer, "adamw"),
         "progress": state.Progress(step=0, images=0, non_finite=0, total_steps=9, started="2025-01-01T00:00:00+00:00"),
         "scaler": ScalerState(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)),

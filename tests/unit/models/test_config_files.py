@@ -182,10 +182,11 @@ def test_a_scheduler_may_have_what_its_class_has_by_default(tmp_path: Path) -> N
     root = configs(tmp_path)
     place = root / "scheduler" / "scheduler_config.json"
     for name in sorted(SCHEDULERS):
-        made = getattr(diffusers, name)() if name != "DPMSolverSDEScheduler" else None  # needs a library that is not here
-        if made is not None:
-            place.write_text(made.to_json_string())
-            assert opened(root).scheduler["_class_name"] == name
+        known = getattr(diffusers, name)
+        # Of a class whose library (scipy, torchsde) is not here, diffusers has a stand-in without values.
+        stands_in = hasattr(known, "_backends")
+        place.write_text(json.dumps({"_class_name": name}) if stands_in else known().to_json_string())
+        assert opened(root).scheduler["_class_name"] == name
 
 
 def test_a_config_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def transformer_names(config: ComponentConfig) -> Names:
     # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
     for leaf, shape in (("weight", (2 * width, width)), ("bias", (2 * width,))):
         names.add(f"final_layer.adaLN_modulation.1.{leaf}", {f"norm_out.linear.{leaf}": shape}, "swap_halves")
-    outputs = config.get("patch_size", 1) ** 2 * (config.get("out_channels") or inputs)
+    outputs = (config.get("patch_size") or 1) ** 2 * (config.get("out_channels") or inputs)
     names.layer("final_layer.linear", "proj_out", (outputs, width))
     return names
 

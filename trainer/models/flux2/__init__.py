@@ -148,7 +148,8 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
     transformer, encoder = configs["transformer"], configs["text_encoder"]
     if transformer.get("guidance_embeds"):
         raise UserError(
-            "the transformer has a guidance embedding: it is FLUX.2 [dev], which is not trained here; use FLUX.2 [klein]"
+            "the transformer's config.json has guidance_embeds = true: it is FLUX.2 [dev], which is not trained here; use "
+            "FLUX.2 [klein]"
         )
     if not encoder.get("_assumed") and encoder["num_hidden_layers"] < names.LAYERS[-1]:
         raise UserError(

@@ -92,7 +92,7 @@ def transformer_names(config: ComponentConfig) -> Names:
 
     # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
     names.add("final_layer.adaLN_modulation.1.weight", {"norm_out.linear.weight": (2 * width, width)}, "swap_halves")
-    outputs = config.get("patch_size", 1) ** 2 * (config.get("out_channels") or config["in_channels"])
+    outputs = (config.get("patch_size") or 1) ** 2 * (config.get("out_channels") or config["in_channels"])
     linear("final_layer.linear", "proj_out", outputs, width)
     return names
 
