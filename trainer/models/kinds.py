@@ -6,6 +6,7 @@ classes: by the beginning of a class's name; the longest counts.
 tensors: by patterns of the names, all of which a file has, or lacks behind a "!"; the first kind that fits counts.
 unets: by the channels of what the cross attention of a UNet reads.
 parts: of files without a denoiser: the beginning of the names of their classes, and a pattern.
+schedulers: by the beginning of a class's name, what the model is.
 names: by family, of what neither tensors nor classes show: words in the name of a file or a folder, and what they say; where
 a key says it too, as what it is trained without them, and the key.
 """
@@ -43,6 +44,7 @@ _CATALOGUE = json.loads(Path(__file__).with_name("catalogue.json").read_text(enc
 CLASSES: Mapping[str, str] = _CATALOGUE["classes"]
 TENSORS: Sequence[Sequence[str]] = _CATALOGUE["tensors"]
 PARTS: Sequence[Sequence[str]] = _CATALOGUE["parts"]
+SCHEDULERS: Mapping[str, str] = _CATALOGUE["schedulers"]
 NAMES: Mapping[str, Sequence[Sequence[str]]] = _CATALOGUE["names"]
 UNETS = {int(context): ModelKind(name) for context, name in _CATALOGUE["unets"].items()}
 CONTROLNET = re.compile(r"ControlNet\w*Model$")

@@ -108,6 +108,8 @@ class ModelSource:
     def _config(self, name: str) -> dict[str, Any]:
         override, path = self.overrides.get(name), self.config_file(name)
         config = read_json(path)
+        if isinstance(text := config.get("text_config"), dict):  # a CLIPModel's: transformers takes that, too
+            config = {**text, **{key: config[key] for key in ("projection_dim",) if key in config}}
         if PUBLISHED in path.parents and (file := TensorFile(override) if override else self.single_file) is not None:
             component = self.family.component(name)
             prefix = component.prefix_in(file.entries) or ""
