@@ -62,8 +62,8 @@ def place_of(root: Path, name: str, override: Path | None, file: TensorFile | No
 @dataclass(frozen=True)
 class Variant:
     """One of `Family.distillations`. name: None where nothing says which. why: a phrase. certain: index, tensors or
-    `model.variant` say it, and no name alone. unlike: whether tensors alone would be taken for another. otherwise: a name that
-    says another, with the words for it."""
+    `model.variant` say it, and no name alone. unlike: whether tensors alone would say another. otherwise: a name that says
+    another, with the words for it."""
 
     name: str | None = None
     why: str = ""
