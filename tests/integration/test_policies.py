@@ -35,6 +35,7 @@ from trainer.data.cache import entries
 from trainer.engine.components import Components
 from trainer.engine.policies import what_would_fit
 from trainer.engine.step import Losses, Step, StepResult
+from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.run import run as runs
 from trainer.runtime.jobs import Job, Position
@@ -383,6 +384,18 @@ def test_the_start_says_where_only_the_end_is_saved(bench: Workbench, capsys, mi
     assert cli.main(["--config", path, "--plan"]) == 0
     note = "note: only the end and a stop are saved (checkpoint.every_steps = 0, checkpoint.every_minutes = 0)"
     assert (note in " ".join(capsys.readouterr().out.split())) == told
+
+
+@pytest.mark.parametrize(("every", "told"), [(3, False), (4, True)])
+def test_the_start_says_which_rhythm_is_longer_than_the_run(bench: Workbench, every: int, told: bool) -> None:
+    asked = {"export__every_steps": every, "validation__every_steps": every, "validation__prompts": ["a bear"]}
+    with built(bench.config(**asked)) as run:
+        said = describe(run.plan, sizes=False)
+    notes = [
+        "export.every_steps = 4, and the run has 3 steps: files are written at the end alone",
+        "validation.every_steps = 4, and the run has 3 steps: samples are drawn before the first step and at the end alone",
+    ]
+    assert [note in said for note in notes] == [told, told]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ files behind when killed and ignores the umask, and its reader maps the file, so
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
 """
 
+import codecs
 import hashlib
 import json
 import math
@@ -128,8 +129,10 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
     length = int.from_bytes(start[:8], "little")
     if total < 8 or length > min(MAX_HEADER_BYTES, total - 8):
         for beginning, what in _FORMATS["beginnings"].items():
-            if start.startswith(beginning.encode()):
+            if start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(beginning.encode()):
                 raise UserError(f"{path} is not a safetensors file: {what}")
+        if total >= 8 and start.isascii() and (said := " ".join(start.decode().split())).isprintable():
+            raise broken(f"it begins with the text {said!r}")
         raise broken(f"it has only {total} bytes" if total < 8 else f"its header claims {length} bytes, the file has {total}")
     file.seek(8)
     try:

@@ -20,7 +20,8 @@ def build(component: Component, config: ComponentConfig, where: Path | str = "")
     """The component's module in eval mode, its parameters on the meta device. What the module makes itself (position ids,
     rotary tables) is real.
 
-    where: the config's file. Raises UserError for a config that the class does not take.
+    where: the config's file. Raises UserError for a config that the class does not take, or of which it makes a denoiser
+    with other tensors than are known by name.
     """
     from accelerate import init_empty_weights
 
@@ -30,7 +31,11 @@ def build(component: Component, config: ComponentConfig, where: Path | str = "")
     def made(config: dict[str, Any]) -> nn.Module:
         config = as_taken(config, parameters_of(component.library, component.class_name))
         with init_empty_weights(include_buffers=False):
-            return cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
+            made = cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
+        known = component.names if component.role == "denoiser" else None
+        if known is not None and _shapes(made) != known({**component.defaults, **config}).shapes:
+            raise ValueError("its layers are not those of the models that are trained here")
+        return made
 
     with blamed_on(where or _usual(component), component, lambda: culprit(config, component.library, cls.__name__, made)):
         module = made(config)
@@ -52,13 +57,12 @@ def allocate(module: nn.Module, device: torch.device, stay: Collection[torch.Ten
 def shapes_of(component: Component, config: ComponentConfig, where: Path | str = "") -> dict[str, Shape]:
     """The shape of every tensor that the component's files have for its module, by the module's names. where: the config's
     file. Raises UserError for a config that the class does not take."""
-    if component.names is not None:
-        try:
-            return component.names(config).shapes
-        except Exception:
-            build(component, config, where)  # raises UserError where the class does not take the config, either
-            raise  # it does: the mistake is in our table of names
-    return {name: tuple(tensor.shape) for name, tensor in build(component, config, where).state_dict().items()}
+    shapes = _shapes(build(component, config, where))
+    return shapes if component.names is None else component.names(config).shapes
+
+
+def _shapes(module: nn.Module) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
 def _usual(component: Component) -> str:

@@ -6,6 +6,9 @@ classes: by the beginning of a class's name; the longest counts.
 tensors: by patterns of the names, all of which a file has, or lacks behind a "!"; the first kind that fits counts.
 unets: by the channels of what the cross attention of a UNet reads.
 parts: of files without a denoiser: the beginning of the names of their classes, and a pattern.
+schedulers: by the beginning of a class's name, what the model is.
+names: by family, of what neither tensors nor classes show: words in the name of a file or a folder, and what they say; where
+a key says it too, as what it is trained without them, and the key.
 """
 
 import json
@@ -41,9 +44,12 @@ _CATALOGUE = json.loads(Path(__file__).with_name("catalogue.json").read_text(enc
 CLASSES: Mapping[str, str] = _CATALOGUE["classes"]
 TENSORS: Sequence[Sequence[str]] = _CATALOGUE["tensors"]
 PARTS: Sequence[Sequence[str]] = _CATALOGUE["parts"]
+SCHEDULERS: Mapping[str, str] = _CATALOGUE["schedulers"]
+NAMES: Mapping[str, Sequence[Sequence[str]]] = _CATALOGUE["names"]
 UNETS = {int(context): ModelKind(name) for context, name in _CATALOGUE["unets"].items()}
 CONTROLNET = re.compile(r"ControlNet\w*Model$")
 CROSS = re.compile(r"(input_blocks|down_blocks)\..*\.attn2\.to_k\.weight$")
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")  # people write vPred, VPRED, v_pred
 INPUT = re.compile(r"(^|\.)(input_blocks\.0\.0|conv_in)\.weight$")
 
 
@@ -109,6 +115,13 @@ def _last(named: Any) -> str:
     """The class of an entry of an index, which may name its library, too."""
     last = named[-1] if isinstance(named, list) and named else named
     return last if isinstance(last, str) else ""
+
+
+def named_kinds(family: str, name: str) -> list[Sequence[str]]:
+    """What words in the name of a file, folder or repository say of a model of the family, as `names` of the catalogue."""
+    last = name.rpartition("/")[2]
+    words = f"{last} {'-'.join(WORD.findall(last))}".lower()
+    return [kind for word, *kind in NAMES.get(family, ()) if re.search(rf"((?<![a-z])|xl|flux)({word})(?![a-z])", words)]
 
 
 class OfAnotherFamily(UserError):

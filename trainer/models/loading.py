@@ -79,12 +79,16 @@ class ModelSource:
         return Markers(v, zero_snr, edm, self.variant.name)
 
     @cached_property
-    def variant(self) -> variants.Variant:
-        """The one of the family's published models that this one is, or is made of."""
+    def place(self) -> variants.DenoiserOrigin:
+        """Where the denoiser is from."""
         name = self.root.name if self.repository is None else self.repository.hub_id
         override, embedded = self.overrides.get(self.family.denoiser), PUBLISHED in self.root.parents
-        place = variants.place_of(self.root, name, override, self.single_file, embedded=embedded)
-        return variants.variant_of(self.family, self.wanted.distillation, place, self.config(self.family.denoiser))
+        return variants.place_of(self.root, name, override, self.single_file, embedded=embedded)
+
+    @cached_property
+    def variant(self) -> variants.Variant:
+        """The one of the family's published models that this one is, or is made of."""
+        return variants.variant_of(self.family, self.wanted.distillation, self.place, self.config(self.family.denoiser))
 
     def config(self, name: str) -> dict[str, Any]:
         """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say."""
@@ -109,6 +113,8 @@ class ModelSource:
     def _config(self, name: str) -> dict[str, Any]:
         override, path = self.overrides.get(name), self.config_file(name)
         config = read_json(path)
+        if isinstance(text := config.get("text_config"), dict):  # a CLIPModel's: transformers takes that, too
+            config = {**text, **{key: config[key] for key in ("projection_dim",) if key in config}}
         if PUBLISHED in path.parents and (file := TensorFile(override) if override else self.single_file) is not None:
             component = self.family.component(name)
             prefix = component.prefix_in(file.entries) or ""

@@ -11,19 +11,12 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.base import LATENT_SIDE, Family
 from trainer.models.config_files import RESTORE, read_json
+from trainer.models.kinds import SCHEDULERS
 
 # Keys of a file's metadata. Not read of FLUX.2, where "klein-4b" is what all of that size are called there.
 NAMED_IN = ("modelspec.title", "modelspec.architecture")
 # Names of marker tensors. A prefix may stand before them.
 EDM_MARKERS = {"CosXL": ("edm_vpred.sigma_max", "edm_vpred.sigma_min"), "Playground 2.5": ("edm_mean", "edm_std")}
-# What the beginning of a scheduler's class name says.
-SCHEDULER_KINDS = {
-    "EDM": "of an EDM model (continuous noise levels, as CosXL and Playground 2.5 have)",
-    "FlowMatchLCM": "of a distilled model (latent consistency)",
-    "FlowM": "of a flow-matching model",
-    "LCM": "of a distilled model (latent consistency)",
-    "TCD": "of a distilled model (trajectory consistency)",
-}
 
 
 def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collection[str]) -> None:
@@ -31,8 +24,8 @@ def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collecti
     name = scheduler.get("_class_name")
     if isinstance(name, str) and name in allowed:
         return
-    own = {start for start in SCHEDULER_KINDS for known in allowed if known.startswith(start)}
-    kinds = (f", {kind}" for start, kind in SCHEDULER_KINDS.items() if start not in own and str(name).startswith(start))
+    own = {start for start in SCHEDULERS for known in allowed if known.startswith(start)}
+    kinds = (f", {kind}" for start, kind in SCHEDULERS.items() if start not in own and str(name).startswith(start))
     raise UserError(
         f"the model's scheduler_config.json has _class_name = {name!r}{next(kinds, '')}, which is not trained as {family}; "
         f"{family} has one of {', '.join(sorted(allowed))}"
@@ -69,7 +62,7 @@ def place_of(root: Path, name: str, override: Path | None, file: TensorFile | No
 @dataclass(frozen=True)
 class Variant:
     """One of `Family.distillations`. name: None where nothing says which. why: a phrase. certain: index, tensors or
-    `model.variant` say it, and no name alone. unlike: what tensors alone would be taken for. otherwise: a name that says
+    `model.variant` say it, and no name alone. unlike: whether tensors alone would say another. otherwise: a name that says
     another, with the words for it."""
 
     name: str | None = None

@@ -77,6 +77,10 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
     if plan.length.max_steps > 1 and not plan.saves_before_the_end:
         keys = f"checkpoint.every_steps = {kept.every_steps:g}, checkpoint.every_minutes = {kept.every_minutes:g}"
         lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
+    for table, what in (("export", "files are written"), ("validation", "samples are drawn before the first step and")):
+        every, steps = getattr(config, table).every_steps, plan.length.max_steps
+        if every > steps and (table == "export" or plan.data.requests):
+            lines.append(f"note: {table}.every_steps = {every}, and the run has {steps} steps: {what} at the end alone")
     return "\n".join(lines)
 
 

@@ -23,12 +23,25 @@ def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
         )
     if variant.otherwise:
         account.add(Heading.WARNING, f"the model is {variant.name}, as {variant.why}, and not {variant.otherwise}")
+    _add_named(account, source, options)
     _add_parts(account, source)
     if source.embedded and not source.fetched:
         account.add(Heading.ASSUMED, f"configs as embedded: nothing was fetched ({source.embedded})")
     if count := source.to_fetch():
         account.add(Heading.NOTE, f"to be downloaded {size_text(count)}, into {source.repository.blobs.parent}")
     return account
+
+
+def _add_named(account: Account, source: ModelSource, options: Mapping[str, Any]) -> None:
+    """What the name alone says of the model. What is predicted may be told by a key or a file, too."""
+    family, name = source.family.name, source.place.names[0]
+    told = source.markers.v_prediction or source.scheduler.get("prediction_type") == "v_prediction"
+    told = told or options.get("prediction", "auto") != "auto"
+    for kind, *of_prediction in kinds.named_kinds(family, name):
+        trained, remedy = of_prediction or (kinds.TRAINED[family], "train the model that it was made of")
+        if not (of_prediction and told):
+            reason = f"its name says {kind} ({name}), and it is trained as {trained}"
+            account.add(Heading.WARNING, reason, remedy=f"if the name is right, {remedy}")
 
 
 def _add_parts(account: Account, source: ModelSource) -> None:

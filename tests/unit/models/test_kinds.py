@@ -13,7 +13,7 @@ from tests.unit.models.test_beside import LABELS, put, shapes_of
 from trainer.base.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.config_files import PUBLISHED
-from trainer.models.kinds import kind_of
+from trainer.models.kinds import kind_of, named_kinds
 from trainer.models.names import Shape
 from trainer.models.opening import open_model
 
@@ -192,3 +192,22 @@ def test_a_folder_of_files_names_them(tmp_path: Path) -> None:
     put(tmp_path / "flux1-dev.safetensors", {"x": (1,)})
     with pytest.raises(UserError, match="it holds flux1-dev.safetensors; give the path of the file"):
         open_model(FAMILIES["flux"], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "word"),
+    [
+        ("sdxl", "noobaiXLNAIXL_vPred10Version", "predicts v"), ("sdxl", "NoobAI-XL-Vpred-v1.0", "predicts v"),
+        ("sdxl", "Laxhar/noobai-XL-v_prediction", "predicts v"), ("sdxl", "dreamshaperXL_v21TurboDPMSDE", "distilled"),
+        ("sdxl", "juggernautXL_v9Rdphoto2Lightning", "distilled"), ("sdxl", "Hyper-SDXL-8steps", "distilled"),
+        ("sdxl", "sdxlturbo", "distilled"), ("sdxl", "model_DMD2", "distilled"), ("sdxl", "lcmXL", "distilled"),
+        ("sdxl", "sd_xl_refiner_1.0", "refiner"), ("sdxl", "juggernautXL-inpainting", "inpainting"),
+        ("sdxl", "hyperrealisticXL", None), ("sdxl", "turbonator_v3", None), ("sdxl", "vpreds", None),
+        ("sdxl", "turbo/base", None), ("flux", "flux1-kontext-dev", "Kontext"), ("flux", "fluxFill_v1", "Fill"),
+        ("flux", "flux1-canny-dev", "control"), ("flux", "FLUX.1-Redux-dev", "Redux"), ("flux", "flux-depth-of-field", None),
+        ("flux", "controlled-dev", None), ("flux", "refill", None), ("flux2", "klein-turbo", None),
+    ],
+)  # fmt: skip
+def test_words_of_a_name_say_another_kind_as_people_write_them(family: str, name: str, word: str | None) -> None:
+    said = named_kinds(family, name)
+    assert word in said[0][0] if word else not said

@@ -127,12 +127,39 @@ def test_tokens_and_header_follow(tmp_path: Path) -> None:
     assert metadata(config, "")["modelspec.architecture"] == "flux-1-schnell/lora"
 
 
-def test_of_a_folder_the_account_names_its_pipeline_and_no_published_configs(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+def sdxl(folder: Path, **scheduler: Any) -> ModelSource:
+    """A diffusers folder, with these changes of its scheduler's config."""
     shutil.copytree(PUBLISHED / "sdxl", folder)
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionXLInpaintPipeline"}))
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionXLPipeline"}))
+    path = folder / "scheduler/scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | scheduler))
     for component in FAMILIES["sdxl"].components:
         stem = "model" if component.library == "transformers" else "diffusion_pytorch_model"
         put(folder / component.name / f"{stem}.safetensors", shapes_of("sdxl", component.name))
+    return open_model(FAMILIES["sdxl"], str(folder))
+
+
+def test_the_account_warns_of_a_name_that_says_another_kind_and_no_other_part_of_the_path_does(tmp_path: Path) -> None:
+    source = opened(tmp_path / "control", "my_flux-kontext.safetensors", DEV)
+    said = "its name says FLUX.1 Kontext (an editing model) (my_flux-kontext), and it is trained as a Flux model"
+    assert f"warning: {said}; if the name is right, train the model that it was made of" in lines(source)
+    assert "control model" not in lines(source)
+    assert "its name" not in lines(opened(tmp_path / "kontext", "mine.safetensors", DEV))
+
+
+def test_a_name_that_says_v_is_named_unless_a_key_or_a_file_says_what_is_predicted(tmp_path: Path) -> None:
+    said = "its name says a model that predicts v (x_vpred), and it is trained as one that predicts epsilon"
+    remedy = "if the name is right, set model.prediction = 'v', and mostly model.zero_terminal_snr = true"
+    source = sdxl(tmp_path / "turbo/x_vpred")
+    assert lines(source, prediction="auto") == f"warning: {said}; {remedy}"
+    assert lines(source, prediction="v") == lines(source, prediction="epsilon") == ""
+    assert lines(sdxl(tmp_path / "y_vpred", prediction_type="v_prediction")) == ""
+    assert "a distilled model" in lines(sdxl(tmp_path / "z-turbo"), prediction="v")
+
+
+def test_of_a_folder_the_account_names_its_pipeline_and_no_published_configs(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    sdxl(folder)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionXLInpaintPipeline"}))
     text = lines(open_model(FAMILIES["sdxl"], str(folder)))
     assert text == "its pipeline calls itself StableDiffusionXLInpaintPipeline, and is trained as StableDiffusionXLPipeline"

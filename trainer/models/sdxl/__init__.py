@@ -40,7 +40,11 @@ INPUTS = {
     8: "a model for editing images (latents and the image's, as InstructPix2Pix and CosXL-Edit)",
     9: "an inpainting model (latents, mask and the masked image's)",
 }
-TEXTS = {"cross_attention_dim": [("text_encoder", "hidden_size"), ("text_encoder_2", "hidden_size")]}
+TEXTS = {
+    "cross_attention_dim": [("text_encoder", "hidden_size"), ("text_encoder_2", "hidden_size")],
+    "projection_class_embeddings_input_dim": [("text_encoder_2", "projection_dim")]
+    + [("unet", "addition_time_embed_dim")] * 6,
+}
 
 
 def check_objective(scheduler: Mapping[str, Any], markers: Markers) -> None:

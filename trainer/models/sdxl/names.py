@@ -19,29 +19,14 @@ DEFAULTS = {
 # weights mean.
 HARMLESS = (
     # the objective's markers, read apart from the weights
-    "v_pred",
-    "*.v_pred",
-    "ztsnr",
-    "*.ztsnr",
+    "v_pred", "*.v_pred", "ztsnr", "*.ztsnr",
     # the training script's own: average, schedule, the autoencoder's discriminator
-    "model_ema.*",
-    "denoiser.sigmas",
-    "denoiser.log_sigmas",
-    "betas",
-    "alphas_cumprod*",
-    "sqrt_*alphas_cumprod",
-    "log_one_minus_alphas_cumprod",
-    "posterior_*",
-    "loss.*",
-    "first_stage_model.loss.*",
-    # buffers and contrastive heads of the text encoders
-    "*.position_ids",
-    "*.attn_mask",
-    "logit_scale",
-    "*.logit_scale",
-    "text_projection.weight",
-    "conditioner.embedders.0.transformer.text_projection*",
-)
+    "model_ema.*", "denoiser.sigmas", "denoiser.log_sigmas", "betas", "alphas_cumprod*", "sqrt_*alphas_cumprod",
+    "log_one_minus_alphas_cumprod", "posterior_*", "loss.*", "first_stage_model.loss.*",
+    # buffers and contrastive heads of the text encoders; a whole CLIP given as one
+    "*.position_ids", "*.attn_mask", "logit_scale", "*.logit_scale", "text_projection.weight",
+    "conditioner.embedders.0.transformer.text_projection*", "vision_model.*", "visual_projection.weight",
+)  # fmt: skip
 
 # Of adapter files. The first encoder's module has no inner `text_model.`, which files of diffusers and ComfyUI have; of the
 # second one it is part of the name.
@@ -57,6 +42,8 @@ KEY_STYLES = (
 
 def unet_names(config: ComponentConfig) -> Names:
     """UNet2DConditionModel of SDXL."""
+    if config.get("class_embed_type") == "identity":  # no tensor shows it
+        raise UserError("the unet's config.json has class_embed_type = 'identity': steps have no class labels; leave it out")
     unet = _UNet(config)
     names, channels, embedding = unet.names, unet.channels, unet.embedding
     names.layer("time_embed.0", "time_embedding.linear_1", (embedding, channels[0]))

@@ -101,7 +101,7 @@ def test_what_would_train_something_else_is_refused(tmp_path: Path, changes: dic
 
 
 def test_settings_without_a_network_train_a_whole_model(tmp_path: Path) -> None:
-    """Those of the tabs for Dreambooth and finetuning."""
+    """Configs that kohya_ss's tabs for Dreambooth and finetuning saved are refused: they train no LoRA."""
     settings = {name: value for name, value in WINDOW.items() if name not in ("LoRA_type", "network_dim", "network_alpha")}
     (file := tmp_path / "window.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="--set adapter.type="):
