@@ -57,8 +57,13 @@ def allocate(module: nn.Module, device: torch.device, stay: Collection[torch.Ten
 def shapes_of(component: Component, config: ComponentConfig, where: Path | str = "") -> dict[str, Shape]:
     """The shape of every tensor that the component's files have for its module, by the module's names. where: the config's
     file. Raises UserError for a config that the class does not take."""
-    shapes = _shapes(build(component, config, where))
-    return shapes if component.names is None else component.names(config).shapes
+    if component.names is None:
+        return _shapes(build(component, config, where))
+    try:
+        return component.names(config).shapes
+    except Exception:
+        build(component, config, where)  # raises UserError where the class does not take the config, either
+        raise  # it does: the mistake is in our table of names
 
 
 def _shapes(module: nn.Module) -> dict[str, Shape]:
