@@ -4,7 +4,6 @@ https://huggingface.co/docs/datasets/image_dataset#imagefolder
 """
 
 import csv
-import itertools
 import json
 import os
 import posixpath
@@ -47,12 +46,12 @@ class ImageTable:
                 self.rows[mine] = self.rows.pop(name)
 
 
-def looks_like_one(path: str) -> bool:
-    """Whether the first row of a file has the column of image names. False where it cannot be read."""
+def first_row(path: str) -> dict[str, Any]:
+    """The first row of a file; empty where it has none or cannot be read."""
     try:
-        return any(IMAGE_COLUMN in row for _, row in itertools.islice(_rows(Path(path)), 1))
+        return next((row for _, row in _rows(Path(path))), {})
     except (OSError, ValueError, csv.Error):
-        return False
+        return {}
 
 
 def read_table(root: str, name: str, source: Source) -> ImageTable:

@@ -177,6 +177,53 @@ def test_a_caption_of_several_photos_is_named(tmp_path: Path) -> None:
     assert "3 photos: one caption is that of three photos" in warnings(seen(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("0.png.txt", "its"), ("0.PNG.caption", "its"), ("0 .txt", "its"), ("0\u200b.txt", "its"), ("\u00a00.txt", "its")],
+)
+def test_a_caption_has_the_photo_s_whole_name_or_other_spaces(tmp_path: Path, file: str, text: str) -> None:
+    fill(tmp_path, "0.png", "1.png", "1.txt", "1.png.txt", file)
+    (tmp_path / file).write_text(text)
+    scanned = seen(tmp_path)
+    assert [photo.caption for photo in scanned.photos] == [text, "1.txt"] and not warnings(scanned)
+    assert scanned.left_out == ((f"{tmp_path}/1.png.txt", "1.txt is used instead"),)
+
+
+def test_spaces_of_a_photo_s_name_are_any(tmp_path: Path) -> None:
+    fill(tmp_path, "0\u00a0a.png", "0 a.txt", "0\u3000A.mask.png")
+    scanned = seen(tmp_path, masks="files")
+    assert [(photo.sample, photo.caption) for photo in scanned.photos] == [("0/0\u00a0a.png", "0 a.txt")]
+    assert scanned.photos[0].mask
+
+
+ROW = '{"image_path": "0.png", "caption": "a bear"}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "lost"),
+    [
+        (["captions/0.txt", "captions/1.txt"], 2),
+        (["0_words.caption", "meta_cap.json"], 2),
+        (["0.png.json"], 1),
+        (["data.jsonl"], 1),
+        (["10_bear/2.png", "data.jsonl"], 1),
+        (["0.txt", "1.txt", "captions/0.txt"], 0),
+        (["prices.jsonl", "notes.md", "0.npz"], 0),
+    ],
+)
+def test_captions_that_no_photo_gets_are_warned_of(tmp_path: Path, files: list[str], lost: int) -> None:
+    fill(tmp_path, "0.png", "1.png", *files)
+    for name, row in (("data.jsonl", ROW), ("prices.jsonl", '{"thing": 3}\n')):
+        if name in files:
+            (tmp_path / name).write_text(row)
+    without = 2 + ("10_bear/2.png" in files)
+    plural = "" if lost == 1 else "s"
+    said = f"{tmp_path}: {without} photos without a caption file, and {lost} caption file{plural} without a photo of the same"
+    assert (said in warnings(seen(tmp_path))) == bool(lost), warnings(seen(tmp_path))
+    assert not lost or f"{tmp_path}/{files[-1]}" in warnings(seen(tmp_path))
+    assert "caption file" not in warnings(seen(tmp_path, captions="filename"))
+
+
 def test_a_row_that_names_a_photo_of_a_folder_that_is_left_out_says_so(tmp_path: Path) -> None:
     fill(tmp_path, "a.png", "0_old/b.png", "reg/c.png")
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,a\n0_old/b.png,b\nreg/c.png,c\n")
