@@ -12,7 +12,7 @@ from PIL import Image
 
 from trainer.base.account import Account, Heading
 from trainer.data import layouts
-from trainer.data.scan import survey
+from trainer.data.scan import BLACK, WHITE, survey
 from trainer.data.sources import Scanned, Source
 
 
@@ -124,6 +124,23 @@ def test_masks_that_are_asked_for_and_nowhere_are_warned_of(tmp_path: Path) -> N
     for kind in ("files", "alpha"):
         assert f'masks = "{kind}", and no photo has a mask' in warnings(seen(tmp_path, masks=kind))
     assert not warnings(seen(tmp_path))
+
+
+def test_black_masks_are_warned_of_and_refused_where_there_are_no_others(tmp_path: Path) -> None:
+    fill(tmp_path / "own", "a.mask.png", "b.png", "b.mask.png", "c.png")
+    fill(tmp_path / "reg", "d.png")
+    Image.new("L", (64, 64)).save(tmp_path / "own/a.png")
+    scanned = seen(tmp_path / "own", masks="files")
+    said = f"1 photo: {BLACK} ({tmp_path}/own/a.png); {WHITE}"
+    assert f"warning: {said}" in scanned.notes and len(scanned.photos) == 3 and not scanned.damaged
+    assert not warnings(seen(tmp_path / "own", masks="files", unmasked_weight=0.1))
+    for name in ("b.png", "c.png"):
+        (tmp_path / "own" / name).unlink()
+    own = Source(0, str(tmp_path / "own"), resolutions=(64,), masks="files")
+    reg = Source(1, str(tmp_path / "reg"), resolutions=(64,), regularisation=True)
+    (problem,) = survey([own, reg]).damaged
+    assert problem.startswith("every photo's mask is black all over, so nothing would be learnt")
+    assert not survey([reg]).damaged
 
 
 def test_folders_beside_kohya_s_and_numbers_that_are_not_read_are_named(tmp_path: Path) -> None:
