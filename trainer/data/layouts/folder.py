@@ -18,7 +18,6 @@ from trainer.data.layouts.table import FILE_NAMES, IMAGE_COLUMN, ImageTable, fir
 from trainer.data.layouts.walk import NO_OWNERS, Folder, Tree
 from trainer.data.sources import CaptionPlace, FoundPhoto, Listing, Source
 
-MOVE_OUT = "move out what should not be trained"
 NO_CAPTION, OF_FILE, OF_FOLDER, OF_KOHYA = "no caption", "file names", "folder names", "kohya's folder names"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
 
@@ -96,11 +95,13 @@ class Reading:
         self.account.add(heading, why, [path], count=None if heading is Heading.WARNING else count, noun=noun)
 
     def _leave_out_folders_of_masks(self) -> None:
-        """Leave out an image without a caption of its own in a folder named like masks, if a photo elsewhere has its name."""
+        """Leave out an image without a caption of its own in a folder named like masks, if a photo elsewhere has its name:
+        not where the folder's name is the caption, and says what its photos show."""
         probable = {
             found.name
             for found in self.found
-            if any(map(apart.MASK_FOLDER.fullmatch, found.name.split("/")[:-1]))
+            if self.source.captions != "folder"
+            and any(map(apart.MASK_FOLDER.fullmatch, found.name.split("/")[:-1]))
             and (found.caption is None or isinstance(found.caption, str))
             and not (found.mask or found.references or self._table_of(_folder(found.name)))
         }
@@ -247,8 +248,9 @@ class Reading:
             warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
         self._warn_of_lost_captions(origins)
         for found in self.found:
-            if why := apart.looks_unintended(found.name):
-                warn(why, [str(found.image)], noun="photo", remedy=MOVE_OUT)
+            why, remedy = apart.looks_unintended(found.name, regularisation=self.source.regularisation)
+            if why:
+                warn(why, [str(found.image)], noun="photo", remedy=remedy)
         self._note_kohya()
 
     def _note_kohya(self) -> None:
@@ -258,8 +260,8 @@ class Reading:
             self.account.add(Heading.NOTE, f"{printable(name)}: {repeats} repeats of {count} images")
         rest = [folder for folder, around in self.around.items() if folder in photos and not around]
         if odd := [os.path.join(self.root, folder) for folder in rest if numbered or kohya.LARGE.search(folder)]:
-            why = "no number of repeats (up to three digits) before the name, so its photos count once"
-            remedy = "kohya's sd-scripts reads any number, and skips a folder without one"
+            why = "the name has no number of 1 to 999 before it, so its photos count once"
+            remedy = "for 10 repeats name it 10_NAME (kohya's sd-scripts reads any number, and skips a folder without one)"
             self.account.add(Heading.WARNING, why, odd, noun="folder", remedy=remedy)
 
     def _warn_of_lost_captions(self, origins: Counter[str]) -> None:

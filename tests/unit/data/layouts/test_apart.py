@@ -90,6 +90,7 @@ def test_what_a_system_a_bin_or_a_zero_keeps_is_left_out(tmp_path: Path, name: s
     scanned = seen(fill(tmp_path, "00.png", "00_thumbs/b.png", "10_x/c.png", name))
     assert samples(scanned) == ["0/00.png", "0/00_thumbs/b.png", "0/10_x/c.png"]
     assert items(scanned.account, Heading.LEFT_OUT) == 1
+    assert not name.startswith("0_") or scanned.left_out[0][1].endswith("to train it, name it 1_NAME")
 
 
 def test_a_folder_that_is_given_itself_is_read_whatever_its_name(tmp_path: Path) -> None:
@@ -117,6 +118,23 @@ def test_a_photo_that_is_only_named_like_a_mask_is_trained(tmp_path: Path, name:
     scanned = seen(tmp_path)
     assert f"0/{name}" in samples(scanned)
     assert ("named like a mask" in warnings(scanned)) == (name != "the mask.jpg")
+
+
+def test_a_folder_of_masks_whose_name_is_the_caption_is_trained(tmp_path: Path) -> None:
+    fill(tmp_path, "hats/0.png", "masks/0.png")
+    scanned = seen(tmp_path, captions="folder")
+    assert [photo.caption for photo in scanned.photos] == ["hats", "masks"] and "named like a mask" in warnings(scanned)
+    assert samples(seen(tmp_path)) == ["0/hats/0.png"]
+
+
+@pytest.mark.parametrize("name", ["reg", "reg/1_man", "Regularization", "class_images", "a/regularisation images/b"])
+def test_regularisation_images_among_the_photos_are_warned_of(tmp_path: Path, name: str) -> None:
+    fill(tmp_path, "img/10_bob man/0.png", f"{name}/1.png", "regal/2.png", "1st class/3.png")
+    said = "1 photo: in a folder whose name means regularisation images, and trained as photos of the subject"
+    said += f" ({tmp_path}/{name}/1.png)"
+    scanned = seen(tmp_path)
+    assert said in warnings(scanned) and "a source of its own with regularisation = true" in warnings(scanned)
+    assert len(scanned.photos) == 4 and "means regularisation" not in warnings(seen(tmp_path, regularisation=True))
 
 
 def test_masks_that_are_asked_for_and_nowhere_are_warned_of(tmp_path: Path) -> None:
@@ -147,13 +165,14 @@ def test_folders_beside_kohya_s_and_numbers_that_are_not_read_are_named(tmp_path
     fill(tmp_path, "10_a/1.png", "rejected/2.png", "1000_cat/3.png", "2023_trip/4.png")
     said = warnings(seen(tmp_path))
     assert (
-        "3 folders: no number of repeats" in said
+        "3 folders: the name has no number of 1 to 999 before it, so its photos count once" in said
+        and "for 10 repeats name it 10_NAME" in said
         and f"({tmp_path}/1000_cat/, {tmp_path}/2023_trip/, {tmp_path}/rejected/)" in said
     )
     assert "in a folder whose name means" in said
     fill(tmp_path / "years", "2023_trip/5.png", "01_first/6.png")
     assert not warnings(seen(tmp_path / "years"))
-    assert "no number of repeats" in warnings(seen(fill(tmp_path / "one", "1000_cat/7.png")))
+    assert "no number of 1 to 999" in warnings(seen(fill(tmp_path / "one", "1000_cat/7.png")))
 
 
 @pytest.mark.parametrize("way", ["inner", "inner/", "other/../inner", "link", "inner/metadata.csv"])
