@@ -89,9 +89,8 @@ def inode(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def looks_unintended(name: str, *, regularisation: bool) -> tuple[str, str]:
-    """(why a photo looks as if it should not be trained as it is, by its name within the source; the remedy); ("", "") if it
-    does not. regularisation: whether its source is that."""
+def looks_unintended(name: str, *, regularisation: bool) -> tuple[str, str] | None:
+    """(why a photo looks unintended, by its name within the source; the remedy), or None. regularisation: of the source."""
     *folders, file = name.split("/")
     if LOOKS_LIKE_MASK.fullmatch(os.path.splitext(file)[0]) or any(map(LOOKS_LIKE_MASK.fullmatch, folders)):
         return "named like a mask, a reference or an image for a ControlNet, and trained as a photo", MOVE_OUT
@@ -100,4 +99,4 @@ def looks_unintended(name: str, *, regularisation: bool) -> tuple[str, str]:
     if not regularisation and any(map(REGULARISATION.fullmatch, folders)):
         why = "in a folder whose name means regularisation images, and trained as photos of the subject"
         return why, "give the folder a source of its own with regularisation = true"
-    return "", ""
+    return None

@@ -126,8 +126,8 @@ class Companions:
 
 
 def folded(name: str) -> str:
-    """A name as it is compared with others. Any white space (a browser's NBSP, too) is one space, and none at the ends."""
-    return " ".join(text.folded(name).split())
+    """A name as it is compared with others."""
+    return text.spaced(text.folded(name))
 
 
 def _stem(name: str) -> str:

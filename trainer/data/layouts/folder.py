@@ -7,6 +7,7 @@ from functools import partial
 
 from trainer.base.account import Account, Heading, counted
 from trainer.base.console import printable
+from trainer.base.text import composed, spaced
 from trainer.data.images import plugins
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, TABLES
 from trainer.data.layouts import apart, beside, kohya
@@ -65,7 +66,8 @@ class Reading:
         for folder, files in self.tree.walk(self._leave_out, self.problems):
             self._read_folder(folder, files)
         self.found.sort(key=lambda found: found.name)
-        self._leave_out_folders_of_masks()
+        if self.source.captions != "folder":  # else the name of a folder of masks says what its photos show
+            self._leave_out_folders_of_masks()
         for table in self.tables.values():
             self.problems += table.problems
             self._refuse_rows(table)
@@ -95,13 +97,11 @@ class Reading:
         self.account.add(heading, why, [path], count=None if heading is Heading.WARNING else count, noun=noun)
 
     def _leave_out_folders_of_masks(self) -> None:
-        """Leave out an image without a caption of its own in a folder named like masks, if a photo elsewhere has its name:
-        not where the folder's name is the caption, and says what its photos show."""
+        """Leave out an image without a caption of its own in a folder named like masks, if a photo elsewhere has its name."""
         probable = {
             found.name
             for found in self.found
-            if self.source.captions != "folder"
-            and any(map(apart.MASK_FOLDER.fullmatch, found.name.split("/")[:-1]))
+            if any(map(apart.MASK_FOLDER.fullmatch, found.name.split("/")[:-1]))
             and (found.caption is None or isinstance(found.caption, str))
             and not (found.mask or found.references or self._table_of(_folder(found.name)))
         }
@@ -124,6 +124,10 @@ class Reading:
         rest, not_trained = contents.rest, contents.unread
         if table is not None:
             table.adopt([folder + image for image in contents.images])
+        forms = Counter(map(composed, contents.images))
+        if twins := [os.path.join(self.root, folder, image) for image in contents.images if forms[composed(image)] > 1]:
+            why = "names that look the same (Unicode's NFC and NFD): each is trained, with a caption of exactly its own name"
+            self.account.add(Heading.WARNING, why, twins, noun="photo", remedy="rename or remove one of them")
         for image in contents.images:
             name, row = folder + image, None
             if table is not None:
@@ -248,9 +252,8 @@ class Reading:
             warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
         self._warn_of_lost_captions(origins)
         for found in self.found:
-            why, remedy = apart.looks_unintended(found.name, regularisation=self.source.regularisation)
-            if why:
-                warn(why, [str(found.image)], noun="photo", remedy=remedy)
+            if odd := apart.looks_unintended(found.name, regularisation=self.source.regularisation):
+                warn(odd[0], [str(found.image)], noun="photo", remedy=odd[1])
         self._note_kohya()
 
     def _note_kohya(self) -> None:
@@ -276,9 +279,9 @@ class Reading:
                 return self.account.add(Heading.WARNING, what)
             lost += [path] if suffix in CAPTIONS or caption_field(row, self.source.caption_column) else []
         if lost and without and self.source.captions == "auto":
-            no_photo = f"{counted(len(lost), 'caption file')} without a photo of the same name beside it"
-            what = f"{self.title}: {counted(without, 'photo')} without a caption file, and {no_photo}"
+            both = f"{counted(without, 'photo')} without a caption file, and {counted(len(lost), 'caption file')}"
             remedy = "put NAME.txt beside NAME.png, or give a table as path, with image_column and caption_column"
+            what = f"{self.title}: {both} without a photo of the same name beside it"
             self.account.add(Heading.WARNING, what, sorted(lost), count=0, remedy=remedy)
 
 
@@ -304,4 +307,4 @@ def _stem(name: str) -> str:
 
 def _words(name: str) -> str:
     """A name as a caption: underscores are spaces."""
-    return " ".join(name.replace("_", " ").split())
+    return spaced(name.replace("_", " "))

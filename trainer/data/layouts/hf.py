@@ -34,7 +34,6 @@ SPELLINGS = (
 OF_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")  # a folder or a file that is of the split on purpose
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 IMAGE_COLUMN = "image"
-DATA = (*TABLES, ".json", ".arrow", ".tar", ".zip")
 
 
 def is_dataset(path: str) -> bool:
@@ -164,7 +163,7 @@ def _load(name: str, configuration: str | None, asked: str | None, account: Acco
     import datasets  # takes seconds and a hundred megabytes, so only if needed
 
     for path in [name] if os.path.isfile(name) else _paths(name) if local else ():
-        if _suffix(path) in DATA and os.access(path, os.R_OK):
+        if path.lower().endswith((*TABLES, ".json", ".arrow", ".tar", ".zip")) and os.access(path, os.R_OK):
             with reading(printable(path), remedy=""), open(path, "rb") as file:
                 refuse_stand_in(file.read(200))
     saved = [file for file in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(name, file))]
