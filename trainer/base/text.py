@@ -83,6 +83,11 @@ def composed(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
+def spaced(text: str) -> str:
+    """The text with one plain space for any white space (a browser's NBSP, too), and none at the ends."""
+    return " ".join(text.split())
+
+
 def folded(text: str) -> str:
     """The text as words are compared: in NFC, in any letter case, without what does not show."""
     return composed(SELECTORS.sub("", composed(visible(text)).casefold()))

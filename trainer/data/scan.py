@@ -28,6 +28,8 @@ from trainer.data.threads import in_threads
 
 # No text encoder reads a tenth of it, and a tokenizer takes seconds for a file that is no caption.
 LONGEST_CAPTION = 2**16
+BLACK = "the mask is black all over, so nothing is learnt from it"
+WHITE = "white marks what is learnt, and unmasked_weight lets black count, too"
 
 
 def scan(sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET) -> Scanned:
@@ -69,7 +71,11 @@ def survey(
     account = Account([*own, *(entry for each in listings for entry in each.account)])
     for photo in photos:
         for note in photo.notes:
-            account.add(Heading.NOTE, note, [str(photo.image)], noun="photo")
+            heading, remedy = (Heading.WARNING, WHITE) if note == BLACK else (Heading.NOTE, "")
+            account.add(heading, note, [str(photo.image)], noun="photo", remedy=remedy)
+    subject = [photo for photo in photos if not photo.source.regularisation]
+    if subject and all(BLACK in photo.notes for photo in subject):
+        problems.append(f"every photo's mask is black all over, so nothing would be learnt; {WHITE}")
     _warn(account, sources, photos)
     return Scanned(tuple(photos), account, tuple(problems))
 
@@ -204,7 +210,7 @@ def _is_utf8(text: str) -> bool:
 
 def _black(mask: Image.Image, source: Source) -> tuple[str, ...]:
     counts = mask.getextrema()[1] or source.unmasked_weight
-    return () if counts else ("its mask is black all over: nothing is learnt from it",)
+    return () if counts else (BLACK,)
 
 
 def _misnamed(name: str, kind: str) -> tuple[str, ...]:

@@ -494,7 +494,7 @@ def test_a_row_that_cannot_be_used_is_named(rows, said, tmp_path):
         ("metadata.jsonl", b'{"file_name": "a.png"}\n{"file_name": ', "row 2 is not JSON"),
         ("metadata.jsonl", b"[" * 100_000, "row 1 is not JSON"),
         ("metadata.jsonl", b"[1]\n", "row 1 is not a JSON object but [1]"),
-        ("metadata.jsonl", b'{"file_name": "a.png", "text": "caf\xe9"}', "not UTF-8 (at byte"),
+        ("metadata.jsonl", b'{"file_name": "a.png", "text": "caf\xe9"}', "line 1: 0xe9, \u00e9 in Windows-1252); save"),
         ("metadata.jsonl", b"", "no images in it"),
         (
             "metadata.csv",

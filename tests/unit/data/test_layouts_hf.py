@@ -16,6 +16,7 @@ from PIL import Image
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.data import layouts
+from trainer.data.layouts import hf
 from trainer.data.scan import scan
 from trainer.data.sources import Listing, Scanned, Source
 
@@ -280,7 +281,7 @@ def folder_of_photos(root: Path, *names: str, table: bool = True) -> Path:
 def test_words_in_names_of_photos_make_no_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
     scanned = scan([Source(0, f"hf:{folder_of_photos(tmp_path / 'set', *names)}", resolutions=(64,))])
     assert sorted(photo.caption for photo in scanned.photos) == sorted(Path(name).stem for name in names)
-    assert any("make no splits" in note for note in scanned.notes) and not scanned.left_out
+    assert any("the folder is read whole" in note for note in scanned.notes) and not scanned.left_out
 
 
 def test_splits_by_folders_stay_and_what_is_in_others_is_named(tmp_path: Path) -> None:
@@ -296,6 +297,34 @@ def test_splits_by_folders_stay_and_what_is_in_others_is_named(tmp_path: Path) -
     assert len(asked.photos) == 1 and len(asked.left_out) == 4
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_table_in_one_split_alone_does_not_touch_the_others(tmp_path: Path, split: str) -> None:
+    folder_of_photos(tmp_path, "train/a.png", "train/b.png", "test/c.png", table=False)
+    names = {"train": ["a.png", "b.png"], "test": ["c.png"]}
+    rows = (json.dumps({"file_name": name, "text": name}) + "\n" for name in names[split])
+    (tmp_path / split / "metadata.jsonl").write_text("".join(rows))
+    for each, captioned in names.items():
+        listing = listed(f"hf:{tmp_path}@{each}")
+        assert captions(listing) == (captioned if each == split else [None] * len(captioned)) and not listing.problems
+    assert len(listed(f"hf:{tmp_path}").found) == 2
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.csv", "metadata.jsonl", "data/train-00000-of-00001.arrow"])
+def test_what_was_not_fetched_by_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    folder_of_photos(tmp_path, "a.png", table=False)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 17\n")
+    for path in (tmp_path, tmp_path / name):
+        (problem,) = listed(f"hf:{path}").problems
+        assert problem.startswith(f"hf:{path}: {tmp_path}/{name}: a Git LFS pointer") and "`git lfs pull`" in problem
+
+
+def test_an_error_of_our_own_is_no_fault_of_the_dataset(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(hf, "_split_on_purpose", lambda *_: 1 + "")
+    with pytest.raises(TypeError):
+        listed(f"hf:{folder_of_photos(tmp_path, 'a.png')}")
+
+
 def test_a_folder_of_photos_without_such_words_is_read_as_ever(tmp_path: Path) -> None:
     scanned = scan([Source(0, f"hf:{folder_of_photos(tmp_path, 'a.png', 'b/c.png', 'b/thumbs/d.png')}", resolutions=(64,))])
     assert [photo.caption for photo in scanned.photos] == ["a", "c", "d"] and not scanned.left_out
@@ -308,6 +337,6 @@ def test_parquet_files_of_which_one_is_named_like_a_split_are_all_read(tmp_path:
         dataset = datasets.Dataset.from_dict({"image": encoded(2), "text": ["one", "two"]})
         dataset.cast_column("image", datasets.Image()).to_parquet(tmp_path / name)
     listing = listed(f"hf:{tmp_path}")
-    assert len(listing.found) == 4 and "make no splits" in "".join(told(listing).notes)
+    assert len(listing.found) == 4 and "does not divide it" in "".join(told(listing).notes)
     (problem,) = layouts.listing(Source(0, str(tmp_path))).problems
     assert problem.endswith(f"for the dataset in them give hf:{tmp_path}")

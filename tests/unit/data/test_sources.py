@@ -268,6 +268,7 @@ def test_what_belongs_to_a_photo_is_found_in_either_form_of_its_letters(tmp_path
     (photo, _) = scan([Source(0, str(tmp_path), masks="files", references="files")]).photos
     assert (photo.sample, photo.caption, photo.mask is not None) == (f"0/{theirs}.png", "a cup", True)
     assert len(photo.beside.references) == 1
+    assert not any("names that look the same" in note for note in scan([Source(0, str(tmp_path))]).notes)
     table = tmp_path / "table"
     write(table, f"{theirs}.png", encoded(flat("RGB", "red"), "PNG"))
     write(table, "metadata.jsonl", json.dumps({"file_name": f"{mine}.png", "text": "a cup"}))
@@ -284,11 +285,23 @@ def test_two_photos_whose_names_differ_in_form_alone_have_their_own(tmp_path):
         rows.append(json.dumps({"file_name": f"{form}.png", "text": caption}))
     write(tmp_path / "table", "metadata.jsonl", "\n".join(rows))
     for folder in ("beside", "table"):
-        photos = scan([Source(0, str(tmp_path / folder))]).photos
-        assert {photo.sample: photo.caption for photo in photos} == {
+        scanned = scan([Source(0, str(tmp_path / folder))])
+        assert any("2 photos: names that look the same (Unicode's NFC and NFD)" in note for note in scanned.notes)
+        assert {photo.sample: photo.caption for photo in scanned.photos} == {
             f"0/{forms[0]}.png": "composed",
             f"0/{forms[1]}.png": "decomposed",
         }
+
+
+@pytest.mark.parametrize(("own", "said"), [("0\u00a0a.png", "0 a.png"), ("0 a.png", "0\u202fa.png")])
+def test_a_row_finds_its_photo_with_other_spaces(tmp_path, own, said):
+    write(tmp_path, own, encoded(flat("RGB", "red"), "PNG"))
+    write(tmp_path, "S/a.png", encoded(flat("RGB", "red"), "PNG"))
+    write(tmp_path, "s/a.png", encoded(flat("RGB", "red"), "PNG"))
+    rows = [{"file_name": said, "text": "a cup"}, {"file_name": "s/a.png", "text": "a saucer"}]
+    write(tmp_path, "metadata.jsonl", "\n".join(map(json.dumps, rows)))
+    found = [(photo.sample, photo.caption) for photo in scan([Source(0, str(tmp_path))]).photos]
+    assert found == [(f"0/{own}", "a cup"), ("0/s/a.png", "a saucer")]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="file names are Unicode there")

@@ -18,6 +18,7 @@ SYSTEM_FOLDERS = frozenset({
 KOHYA_ZERO = re.compile(r"0_\s*\S.*", re.DOTALL)
 RUN = "the output of a training run"
 OWNED = "read as data.sources."
+MOVE_OUT = "move out what should not be trained"
 # What is trained and looks unintended, by the name of a folder or the end of a photo's name.
 COPIES = re.compile(
     r"(samples?|logs?|wandb|tensorboard|outputs?|grids?|previews?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|"
@@ -30,6 +31,7 @@ CONTROLS = (
     r"seg_?maps?|alpha"
 )
 MASK_FOLDER = re.compile(rf"_*({MASKS})[-_ ]?\d*", re.IGNORECASE)
+REGULARISATION = re.compile(r"(reg|regulari[sz]ation|class|prior)s?([-_ ]?(images?|data|dir|photos))?", re.IGNORECASE)
 LOOKS_LIKE_MASK = re.compile(rf"(.*[-_.])?({MASKS}|{CONTROLS})\d*|.*\.ref\d*", re.IGNORECASE | re.DOTALL)
 
 
@@ -68,7 +70,8 @@ def why(name: str, *, is_folder: bool) -> str:
         return ""
     if name.casefold() in SYSTEM_FOLDERS:
         return "thumbnails, settings or the bin of a system or a NAS"
-    return "the folder's number is 0: no repeats, as with kohya's sd-scripts" if KOHYA_ZERO.fullmatch(name) else ""
+    zero = "the folder's number is 0, which means no repeats (kohya's sd-scripts skips it, too); to train it, name it 1_NAME"
+    return zero if KOHYA_ZERO.fullmatch(name) else ""
 
 
 def why_path(path: str) -> str:
@@ -86,11 +89,14 @@ def inode(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def looks_unintended(name: str) -> str:
-    """Why a photo looks as if it should not be trained, by its name within the source; "" if it does not."""
+def looks_unintended(name: str, *, regularisation: bool) -> tuple[str, str] | None:
+    """(why a photo looks unintended, by its name within the source; the remedy), or None. regularisation: of the source."""
     *folders, file = name.split("/")
     if LOOKS_LIKE_MASK.fullmatch(os.path.splitext(file)[0]) or any(map(LOOKS_LIKE_MASK.fullmatch, folders)):
-        return "named like a mask, a reference or an image for a ControlNet, and trained as a photo"
+        return "named like a mask, a reference or an image for a ControlNet, and trained as a photo", MOVE_OUT
     if any(map(COPIES.fullmatch, folders)):
-        return "in a folder whose name means samples, copies or rejected photos, and trained"
-    return ""
+        return "in a folder whose name means samples, copies or rejected photos, and trained", MOVE_OUT
+    if not regularisation and any(map(REGULARISATION.fullmatch, folders)):
+        why = "in a folder whose name means regularisation images, and trained as photos of the subject"
+        return why, "give the folder a source of its own with regularisation = true"
+    return None

@@ -5,12 +5,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from trainer.base import text
 from trainer.base.console import printable
-from trainer.base.text import composed
 from trainer.data.images import plugins
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, UNREAD_IMAGES, VIDEOS
 
-NO_IMAGE = "not an image"
+NO_IMAGE, NO_NAMESAKE = "not an image", "no image has its name"
 # OneTrainer's further masks and its images of a condition: they belong to a photo, and are none.
 FURTHER = re.compile(r"(.+)[-_.](mask\d+|masklabel\d+|condlabel\d*)", re.IGNORECASE | re.DOTALL)
 
@@ -33,7 +33,7 @@ def sort_out(files: Collection[str], wanted: Collection[str] = ()) -> Contents:
     for name in files:
         suffix = _suffix(name)
         further = FURTHER.fullmatch(_stem(name)) if suffix in IMAGES else None
-        plain = name in wanted or folded(_stem(name)) in captioned
+        plain = name in wanted or not captioned.isdisjoint((folded(_stem(name)), folded(name)))
         if suffix in CAPTIONS:
             contents.captions.append(name)
         elif _is_mask(name) or not plain and folded(without_mask_ending(name)) in images:
@@ -82,8 +82,8 @@ def readable() -> str:
 
 
 class Companions:
-    """Finds the caption or mask of each image by its name, in any letter case and either form of its letters (a Mac's).
-    endings: of the companions' names; the first counts most."""
+    """Finds the caption or mask of each image by its name, in any letter case and either form of its letters (a Mac's): of
+    0.png it is 0.txt, else 0.png.txt. endings: of the companions' names; the first counts most."""
 
     def __init__(self, files: Iterable[str], images: Iterable[str], endings: tuple[str, ...]) -> None:
         self._by_stem: dict[str, list[tuple[str, str]]] = {}  # (name, ending), the preferred first
@@ -92,23 +92,24 @@ class Companions:
             for name in sorted(mine, key=lambda name: not name.endswith(ending)):
                 self._by_stem.setdefault(name[: -len(ending)], []).append((name, ending))
         # A companion whose image has exactly its name belongs to that image alone.
-        self._images = {_stem(image) for image in images}
+        self._images = {name for image in images for name in (image, _stem(image))}
         self._by_folded = {folded(stem): stem for stem in self._by_stem if stem not in self._images}
-        self._taken: dict[str, str] = {}  # by the image's name, the companion's; both without endings
+        self._taken: dict[str, str] = {}  # by the image's name, also without its suffix, the companion's without its ending
 
     def take(self, image: str) -> str | None:
         """The companion's name; None if there is none. Two images of one name share it."""
-        own = _stem(image)
-        stem = own if own in self._by_stem else self._by_folded.get(folded(own), own)
-        if stem not in self._by_stem:
-            return None
-        self._taken[own] = stem
-        return self._by_stem[stem][0][0]
+        for name in (_stem(image), image):
+            files = self._by_stem.get(stem := name if name in self._by_stem else self._by_folded.get(folded(name), ""))
+            # Programs that download photos write 0.png.json about each: it is seldom a caption.
+            if files and not (name == image and files[0][1] == ".json"):
+                self._taken |= {_stem(image): stem, image: stem}
+                return files[0][0]
+        return None
 
     def rest(self, left_out: Iterable[str], why: str = "") -> list[tuple[str, str]]:
         """(name, reason) of all companions that are not used. left_out: images that are not trained on. why: the reason for
         companions of other images, for which none was taken."""
-        unused = {folded(_stem(image)) for image in left_out}
+        unused = {folded(name) for image in left_out for name in (image, _stem(image))}
         taken = {folded(image): self._by_stem[stem][0][0] for image, stem in self._taken.items()}
         used, done, found = {folded(stem) for stem in self._images}, set(self._taken.values()), []
         for stem, files in self._by_stem.items():
@@ -119,14 +120,14 @@ class Companions:
             elif own in unused:
                 reason = "its image is left out"
             else:
-                reason = why if own in used else "no image has its name"
+                reason = (own in used and why) or NO_NAMESAKE
             found += [(name, reason) for name, _ in files[stem in done :]]
         return found
 
 
 def folded(name: str) -> str:
     """A name as it is compared with others."""
-    return composed(composed(name).casefold())
+    return text.spaced(text.folded(name))
 
 
 def _stem(name: str) -> str:

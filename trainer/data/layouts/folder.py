@@ -5,20 +5,20 @@ import sys
 from collections import Counter
 from functools import partial
 
-from trainer.base.account import Account, Heading
+from trainer.base.account import Account, Heading, counted
 from trainer.base.console import printable
+from trainer.base.text import composed, spaced
 from trainer.data.images import plugins
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, TABLES
-from trainer.data.layouts import apart, kohya
+from trainer.data.layouts import apart, beside, kohya
 from trainer.data.layouts.apart import Apart
-from trainer.data.layouts.beside import NO_IMAGE, Companions, folded, readable, sort_out, why_no_photo, without_mask_ending
-from trainer.data.layouts.records import JsonCaption
+from trainer.data.layouts.beside import Companions, folded, readable, sort_out, why_no_photo, without_mask_ending
+from trainer.data.layouts.records import JsonCaption, caption_field
 from trainer.data.layouts.references import BESIDE, References, refuse_differing, unused
-from trainer.data.layouts.table import FILE_NAMES, ImageTable, looks_like_one, read_table
+from trainer.data.layouts.table import FILE_NAMES, IMAGE_COLUMN, ImageTable, first_row, read_table
 from trainer.data.layouts.walk import NO_OWNERS, Folder, Tree
 from trainer.data.sources import CaptionPlace, FoundPhoto, Listing, Source
 
-MOVE_OUT = "move out what should not be trained"
 NO_CAPTION, OF_FILE, OF_FOLDER, OF_KOHYA = "no caption", "file names", "folder names", "kohya's folder names"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
 
@@ -66,7 +66,8 @@ class Reading:
         for folder, files in self.tree.walk(self._leave_out, self.problems):
             self._read_folder(folder, files)
         self.found.sort(key=lambda found: found.name)
-        self._leave_out_folders_of_masks()
+        if self.source.captions != "folder":  # else the name of a folder of masks says what its photos show
+            self._leave_out_folders_of_masks()
         for table in self.tables.values():
             self.problems += table.problems
             self._refuse_rows(table)
@@ -114,15 +115,19 @@ class Reading:
     def _read_folder(self, folder: str, files: list[str]) -> None:
         files, table = self._find_table(folder, files)
         references = References(self.source, self.tree, folder, files)
-        beside = references.beside
+        own = references.beside
         wanted = {name for name in files if folder + name in table.rows} if table else ()
-        contents = sort_out([name for name in files if name not in beside], wanted)
+        contents = sort_out([name for name in files if name not in own], wanted)
         around = self.around[folder] = kohya.folder_of(self.root, folder)
         captions = Companions(contents.captions, contents.images, CAPTIONS)
         masks = Companions(contents.masks, contents.images, MASK_ENDINGS + PROBABLE_MASK_ENDINGS)
         rest, not_trained = contents.rest, contents.unread
         if table is not None:
             table.adopt([folder + image for image in contents.images])
+        forms = Counter(map(composed, contents.images))
+        if twins := [os.path.join(self.root, folder, image) for image in contents.images if forms[composed(image)] > 1]:
+            why = "names that look the same (Unicode's NFC and NFD): each is trained, with a caption of exactly its own name"
+            self.account.add(Heading.WARNING, why, twins, noun="photo", remedy="rename or remove one of them")
         for image in contents.images:
             name, row = folder + image, None
             if table is not None:
@@ -167,10 +172,10 @@ class Reading:
             return None, NO_CAPTION
         if text is not None:
             return text, ""
-        beside = captions.take(image)
-        if beside is None:
+        taken = captions.take(image)
+        if taken is None:
             return (around[2], OF_KOHYA) if around else (None, NO_CAPTION)
-        file, suffix = self.tree.place(folder + beside), sys.intern(os.path.splitext(beside)[1].lower())
+        file, suffix = self.tree.place(folder + taken), sys.intern(os.path.splitext(taken)[1].lower())
         return JsonCaption(file, self.source.caption_column) if suffix == ".json" else file, suffix
 
     def _find_table(self, folder: str, files: list[str]) -> tuple[list[str], ImageTable | None]:
@@ -205,7 +210,7 @@ class Reading:
                 why = "its folder is left out; remove the row"
             elif os.path.exists(path):
                 why = why_no_photo(name, plugins.lacking()) or "no file of exactly this name"
-                why += f" ({readable()})" if why == NO_IMAGE else ""
+                why += f" ({readable()})" if why == beside.NO_IMAGE else ""
             else:
                 why = "no such file; correct or remove the row"
             self.problems.append(f"{printable(os.path.join(self.root, table.name))}: row {number} names {name!r}: {why}")
@@ -245,11 +250,10 @@ class Reading:
             self.account.add(Heading.USED, "", count=len(items), noun=noun)
         if shared := [str(found.image) for found in self.found if files[found.caption] > 1]:
             warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
-        if misnamed := self._misnamed_tables():
-            warn(misnamed)
+        self._warn_of_lost_captions(origins)
         for found in self.found:
-            if why := apart.looks_unintended(found.name):
-                warn(why, [str(found.image)], noun="photo", remedy=MOVE_OUT)
+            if odd := apart.looks_unintended(found.name, regularisation=self.source.regularisation):
+                warn(odd[0], [str(found.image)], noun="photo", remedy=odd[1])
         self._note_kohya()
 
     def _note_kohya(self) -> None:
@@ -259,18 +263,26 @@ class Reading:
             self.account.add(Heading.NOTE, f"{printable(name)}: {repeats} repeats of {count} images")
         rest = [folder for folder, around in self.around.items() if folder in photos and not around]
         if odd := [os.path.join(self.root, folder) for folder in rest if numbered or kohya.LARGE.search(folder)]:
-            why = "no number of repeats (up to three digits) before the name, so its photos count once"
-            remedy = "kohya's sd-scripts reads any number, and skips a folder without one"
+            why = "the name has no number of 1 to 999 before it, so its photos count once"
+            remedy = "for 10 repeats name it 10_NAME (kohya's sd-scripts reads any number, and skips a folder without one)"
             self.account.add(Heading.WARNING, why, odd, noun="folder", remedy=remedy)
 
-    def _misnamed_tables(self) -> str:
-        """What to rename, where there is no table of images, but files that look like one by their first row; else ""."""
-        left_out = [] if self.tables or self.only_table else self.account.entries(Heading.LEFT_OUT)
-        for path in (name for entry in left_out for name in entry.names):
+    def _warn_of_lost_captions(self, origins: Counter[str]) -> None:
+        """Warn of files that look like the captions of photos that have none. origins: the counts, by where captions are."""
+        reasons, left_out = (beside.NO_IMAGE, beside.NO_NAMESAKE), self.account.entries(Heading.LEFT_OUT)
+        lost, without = [], origins[""] + origins[OF_KOHYA]
+        for path in (name for entry in left_out if entry.reason in reasons for name in entry.names):
             suffix = os.path.splitext(path)[1].lower()
-            if suffix in TABLES and looks_like_one(path):
-                return f"{printable(path)} is not read; rename it to metadata{suffix}, and its rows give the captions"
-        return ""
+            row = first_row(path) if suffix in TABLES else {}
+            if IMAGE_COLUMN in row and not (self.tables or self.only_table):
+                what = f"{printable(path)} is not read; rename it to metadata{suffix}, and its rows give the captions"
+                return self.account.add(Heading.WARNING, what)
+            lost += [path] if suffix in CAPTIONS or caption_field(row, self.source.caption_column) else []
+        if lost and without and self.source.captions == "auto":
+            both = f"{counted(without, 'photo')} without a caption file, and {counted(len(lost), 'caption file')}"
+            remedy = "put NAME.txt beside NAME.png, or give a table as path, with image_column and caption_column"
+            what = f"{self.title}: {both} without a photo of the same name beside it"
+            self.account.add(Heading.WARNING, what, sorted(lost), count=0, remedy=remedy)
 
 
 def captions_note(title: str, captions: str, origins: Counter[str], looked: str) -> str:
@@ -295,4 +307,4 @@ def _stem(name: str) -> str:
 
 def _words(name: str) -> str:
     """A name as a caption: underscores are spaces."""
-    return " ".join(name.replace("_", " ").split())
+    return spaced(name.replace("_", " "))

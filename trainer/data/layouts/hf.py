@@ -6,14 +6,15 @@ https://huggingface.co/docs/datasets/image_dataset
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.base.account import Account, Entry, Heading
 from trainer.base.console import printable
-from trainer.base.errors import one_line
-from trainer.data.images.kinds import IMAGES
+from trainer.base.errors import one_line, reading
+from trainer.base.text import refuse_stand_in
+from trainer.data.images.kinds import IMAGES, TABLES
 from trainer.data.layouts import apart
 from trainer.data.layouts.folder import captions_note
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
@@ -161,27 +162,39 @@ def _load(name: str, configuration: str | None, asked: str | None, account: Acco
         raise ValueError("no such folder or file, and not a valid name of a dataset on the hub")
     import datasets  # takes seconds and a hundred megabytes, so only if needed
 
+    for path in [name] if os.path.isfile(name) else _paths(name) if local else ():
+        if path.lower().endswith((*TABLES, ".json", ".arrow", ".tar", ".zip")) and os.access(path, os.R_OK):
+            with reading(printable(path), remedy=""), open(path, "rb") as file:
+                refuse_stand_in(file.read(200))
     saved = [file for file in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(name, file))]
+    if saved and configuration:
+        raise ValueError(f"was written by save_to_disk, which knows no configurations; leave out :{configuration}")
+    if saved:
+        return _called(local, datasets.load_from_disk, name), {}
+    if os.path.isfile(name):
+        folder, file = os.path.split(os.path.abspath(name))
+        return _called(local, datasets.load_dataset, folder, configuration, data_files=file), {}
+    if not local:
+        return _called(local, datasets.load_dataset, name, configuration), {}
+    config = _called(local, datasets.load_dataset_builder, name, configuration).config
+    theirs, root = config.data_files or {}, os.path.abspath(name)
+    files = {split: [path for path in mine if not _is_apart(path, root)] for split, mine in theirs.items()}
+    if asked is None and config.name == "default" and not _split_on_purpose(root, files):
+        # The library takes "test tubes.png" for one of a split "test", and loses what has no such word.
+        kinds = {_suffix(path) for mine in files.values() for path in mine}
+        files = {"train": [path for path in _paths(root) if path.lower().endswith((*kinds, *FILE_NAMES))]}
+        whole = "the folder is read whole: 'train' or 'test' in a file name does not divide it"
+        account.add(Heading.NOTE, f"{printable(name)}: {whole}; {PREFIX}{printable(name)}@train reads one split")
+    split = asked or "train"
+    # Of photos one split is read alone: the library takes a table of captions in all of them, or in none.
+    read = {split: files[split]} if any(map(_is_image, files.get(split, ()))) else files
+    return _called(local, datasets.load_dataset, name, configuration, data_files=None if read == theirs else read), files
+
+
+def _called(local: bool, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """What a function of the library gives. Raises ValueError with the reason for what it raises."""
     try:
-        if saved:
-            if configuration:
-                raise ValueError(f"was written by save_to_disk, which knows no configurations; leave out :{configuration}")
-            return datasets.load_from_disk(name), {}
-        if os.path.isfile(name):
-            folder, file = os.path.split(os.path.abspath(name))
-            return datasets.load_dataset(folder, configuration, data_files=file), {}
-        if not local:
-            return datasets.load_dataset(name, configuration), {}
-        config = datasets.load_dataset_builder(name, configuration).config
-        theirs, root = config.data_files or {}, os.path.abspath(name)
-        files = {split: [path for path in mine if not _is_apart(path, root)] for split, mine in theirs.items()}
-        if asked is None and config.name == "default" and not _split_on_purpose(root, files):
-            # The library takes "test tubes.png" for one of a split "test", and loses what has no such word.
-            kinds = {_suffix(path) for mine in files.values() for path in mine}
-            files = {"train": [path for path in _paths(root) if path.lower().endswith((*kinds, *FILE_NAMES))]}
-            why = "words such as train or test in some file names make no splits, all is read; @SPLIT reads one of them"
-            account.add(Heading.NOTE, f"{printable(name)}: {why}")
-        return datasets.load_dataset(name, configuration, data_files=None if files == theirs else files), files
+        return call(*values, **named)
     except MemoryError:
         raise
     # Any exception: the readers of a dozen formats raise many kinds, also AttributeError for a malformed file.

@@ -4,7 +4,6 @@ https://huggingface.co/docs/datasets/image_dataset#imagefolder
 """
 
 import csv
-import itertools
 import json
 import os
 import posixpath
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.console import printable
-from trainer.base.text import composed, opened, refuse_stand_in, visible
+from trainer.base.text import composed, decoded, opened, refuse_stand_in, spaced, visible
 from trainer.data.images.kinds import TABLES
 from trainer.data.layouts.records import caption_field, caption_in, shortened
 from trainer.data.sources import Source
@@ -26,12 +25,13 @@ IMAGE_COLUMN = "file_name"
 @dataclass
 class ImageTable:
     """A table that gives images their captions. name: within the source. rows: by the image's name within the source,
-    (number of the row, caption or None)."""
+    (number of the row, caption or None). forms: the names in the form in which `adopt` compares them, once that is needed."""
 
     name: str
     rows: dict[str, tuple[int, str | None]] = field(default_factory=dict)
     caption_column: str | None = None
     problems: list[str] = field(default_factory=list)
+    forms: dict[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
@@ -39,20 +39,20 @@ class ImageTable:
         return self.name[: self.name.rfind("/") + 1]
 
     def adopt(self, names: list[str]) -> None:
-        """Give rows the names of files from which only the form of the letters differs (a Mac's)."""
-        forms = {composed(name): name for name in names if name not in self.rows and not name.isascii()}
-        own = set(names) if forms else set(self.rows)
-        for name in [each for each in self.rows.keys() - own if composed(each) in forms]:
-            if mine := forms.pop(composed(name), None):
-                self.rows[mine] = self.rows.pop(name)
+        """Give rows the names of files from which only the form of the letters (a Mac's) or of spaces differs."""
+        own, lacking = set(names), [name for name in names if name not in self.rows]
+        self.forms = self.forms or ({spaced(composed(row)): row for row in self.rows} if lacking else {})
+        for name in lacking:
+            if (row := self.forms.get(spaced(composed(name)))) in self.rows and row not in own:
+                self.rows[name] = self.rows.pop(row)
 
 
-def looks_like_one(path: str) -> bool:
-    """Whether the first row of a file has the column of image names. False where it cannot be read."""
+def first_row(path: str) -> dict[str, Any]:
+    """The first row of a file; empty where it has none or cannot be read."""
     try:
-        return any(IMAGE_COLUMN in row for _, row in itertools.islice(_rows(Path(path)), 1))
+        return next((row for _, row in _rows(Path(path))), {})
     except (OSError, ValueError, csv.Error):
-        return False
+        return {}
 
 
 def read_table(root: str, name: str, source: Source) -> ImageTable:
@@ -82,8 +82,6 @@ def read_table(root: str, name: str, source: Source) -> ImageTable:
                 refuse(f"row {number} names {image!r} again, after row {first}; keep one of them")
     except OSError as error:
         refuse(f"cannot be read ({error.strerror or error})")
-    except UnicodeDecodeError as error:
-        refuse(f"not UTF-8 (at byte {error.start}); save it as UTF-8")
     except (ValueError, csv.Error) as error:
         refuse(str(error))
     if source.caption_column and table.rows and table.caption_column is None:
@@ -103,7 +101,11 @@ def _image_name(value: Any) -> str:
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number from 1, row). Raises OSError, and ValueError or csv.Error for what is not a table."""
-    yield from {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}[path.suffix.lower()](path)
+    try:
+        yield from {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}[path.suffix.lower()](path)
+    except UnicodeDecodeError:
+        decoded(path.read_bytes())  # says where, and how to save it
+        raise
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

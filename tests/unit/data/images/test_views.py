@@ -25,7 +25,7 @@ from trainer.data.examples import Example, examples
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
-from trainer.data.scan import scan
+from trainer.data.scan import BLACK, scan
 from trainer.data.sources import File, Photo, Source
 from trainer.models.base import collate
 from trainer.objectives import sample_losses
@@ -224,7 +224,7 @@ def test_what_is_wrong_with_masks_is_told(tmp_path):
         (folder / f"{number}.mask.png").unlink()
     photos = scan([Source(0, str(folder), masks="files")]).photos
     assert [photo.mask is None for photo in photos] == [i in (1, 2, 3) for i in range(9)]
-    assert photos[0].notes == ("its mask is black all over: nothing is learnt from it",)
+    assert photos[0].notes == (BLACK,)
     assert photos[5].contents[0] == photos[5].sha256 and photos[5].contents[1].startswith("mask ")
 
 

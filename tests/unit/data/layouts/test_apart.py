@@ -12,7 +12,7 @@ from PIL import Image
 
 from trainer.base.account import Account, Heading
 from trainer.data import layouts
-from trainer.data.scan import survey
+from trainer.data.scan import BLACK, WHITE, survey
 from trainer.data.sources import Scanned, Source
 
 
@@ -90,6 +90,7 @@ def test_what_a_system_a_bin_or_a_zero_keeps_is_left_out(tmp_path: Path, name: s
     scanned = seen(fill(tmp_path, "00.png", "00_thumbs/b.png", "10_x/c.png", name))
     assert samples(scanned) == ["0/00.png", "0/00_thumbs/b.png", "0/10_x/c.png"]
     assert items(scanned.account, Heading.LEFT_OUT) == 1
+    assert not name.startswith("0_") or scanned.left_out[0][1].endswith("to train it, name it 1_NAME")
 
 
 def test_a_folder_that_is_given_itself_is_read_whatever_its_name(tmp_path: Path) -> None:
@@ -119,6 +120,23 @@ def test_a_photo_that_is_only_named_like_a_mask_is_trained(tmp_path: Path, name:
     assert ("named like a mask" in warnings(scanned)) == (name != "the mask.jpg")
 
 
+def test_a_folder_of_masks_whose_name_is_the_caption_is_trained(tmp_path: Path) -> None:
+    fill(tmp_path, "hats/0.png", "masks/0.png")
+    scanned = seen(tmp_path, captions="folder")
+    assert [photo.caption for photo in scanned.photos] == ["hats", "masks"] and "named like a mask" in warnings(scanned)
+    assert samples(seen(tmp_path)) == ["0/hats/0.png"]
+
+
+@pytest.mark.parametrize("name", ["reg", "reg/1_man", "Regularization", "class_images", "a/regularisation images/b"])
+def test_regularisation_images_among_the_photos_are_warned_of(tmp_path: Path, name: str) -> None:
+    fill(tmp_path, "img/10_bob man/0.png", f"{name}/1.png", "regal/2.png", "1st class/3.png")
+    said = "1 photo: in a folder whose name means regularisation images, and trained as photos of the subject"
+    said += f" ({tmp_path}/{name}/1.png)"
+    scanned = seen(tmp_path)
+    assert said in warnings(scanned) and "a source of its own with regularisation = true" in warnings(scanned)
+    assert len(scanned.photos) == 4 and "means regularisation" not in warnings(seen(tmp_path, regularisation=True))
+
+
 def test_masks_that_are_asked_for_and_nowhere_are_warned_of(tmp_path: Path) -> None:
     fill(tmp_path, "a.png", "b.png")
     for kind in ("files", "alpha"):
@@ -126,17 +144,35 @@ def test_masks_that_are_asked_for_and_nowhere_are_warned_of(tmp_path: Path) -> N
     assert not warnings(seen(tmp_path))
 
 
+def test_black_masks_are_warned_of_and_refused_where_there_are_no_others(tmp_path: Path) -> None:
+    fill(tmp_path / "own", "a.mask.png", "b.png", "b.mask.png", "c.png")
+    fill(tmp_path / "reg", "d.png")
+    Image.new("L", (64, 64)).save(tmp_path / "own/a.png")
+    scanned = seen(tmp_path / "own", masks="files")
+    said = f"1 photo: {BLACK} ({tmp_path}/own/a.png); {WHITE}"
+    assert f"warning: {said}" in scanned.notes and len(scanned.photos) == 3 and not scanned.damaged
+    assert not warnings(seen(tmp_path / "own", masks="files", unmasked_weight=0.1))
+    for name in ("b.png", "c.png"):
+        (tmp_path / "own" / name).unlink()
+    own = Source(0, str(tmp_path / "own"), resolutions=(64,), masks="files")
+    reg = Source(1, str(tmp_path / "reg"), resolutions=(64,), regularisation=True)
+    (problem,) = survey([own, reg]).damaged
+    assert problem.startswith("every photo's mask is black all over, so nothing would be learnt")
+    assert not survey([reg]).damaged
+
+
 def test_folders_beside_kohya_s_and_numbers_that_are_not_read_are_named(tmp_path: Path) -> None:
     fill(tmp_path, "10_a/1.png", "rejected/2.png", "1000_cat/3.png", "2023_trip/4.png")
     said = warnings(seen(tmp_path))
     assert (
-        "3 folders: no number of repeats" in said
+        "3 folders: the name has no number of 1 to 999 before it, so its photos count once" in said
+        and "for 10 repeats name it 10_NAME" in said
         and f"({tmp_path}/1000_cat/, {tmp_path}/2023_trip/, {tmp_path}/rejected/)" in said
     )
     assert "in a folder whose name means" in said
     fill(tmp_path / "years", "2023_trip/5.png", "01_first/6.png")
     assert not warnings(seen(tmp_path / "years"))
-    assert "no number of repeats" in warnings(seen(fill(tmp_path / "one", "1000_cat/7.png")))
+    assert "no number of 1 to 999" in warnings(seen(fill(tmp_path / "one", "1000_cat/7.png")))
 
 
 @pytest.mark.parametrize("way", ["inner", "inner/", "other/../inner", "link", "inner/metadata.csv"])
@@ -175,6 +211,53 @@ def test_a_caption_of_several_photos_is_named(tmp_path: Path) -> None:
     for name in ("d.jpg", "d.png"):
         (tmp_path / name).unlink()
     assert "3 photos: one caption is that of three photos" in warnings(seen(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("0.png.txt", "its"), ("0.PNG.caption", "its"), ("0 .txt", "its"), ("0\u200b.txt", "its"), ("\u00a00.txt", "its")],
+)
+def test_a_caption_has_the_photo_s_whole_name_or_other_spaces(tmp_path: Path, file: str, text: str) -> None:
+    fill(tmp_path, "0.png", "1.png", "1.txt", "1.png.txt", file)
+    (tmp_path / file).write_text(text)
+    scanned = seen(tmp_path)
+    assert [photo.caption for photo in scanned.photos] == [text, "1.txt"] and not warnings(scanned)
+    assert scanned.left_out == ((f"{tmp_path}/1.png.txt", "1.txt is used instead"),)
+
+
+def test_spaces_of_a_photo_s_name_are_any(tmp_path: Path) -> None:
+    fill(tmp_path, "0\u00a0a.png", "0 a.txt", "0\u3000A.mask.png")
+    scanned = seen(tmp_path, masks="files")
+    assert [(photo.sample, photo.caption) for photo in scanned.photos] == [("0/0\u00a0a.png", "0 a.txt")]
+    assert scanned.photos[0].mask
+
+
+ROW = '{"image_path": "0.png", "caption": "a bear"}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "lost"),
+    [
+        (["captions/0.txt", "captions/1.txt"], 2),
+        (["0_words.caption", "meta_cap.json"], 2),
+        (["0.png.json"], 1),
+        (["data.jsonl"], 1),
+        (["10_bear/2.png", "data.jsonl"], 1),
+        (["0.txt", "1.txt", "captions/0.txt"], 0),
+        (["prices.jsonl", "notes.md", "0.npz"], 0),
+    ],
+)
+def test_captions_that_no_photo_gets_are_warned_of(tmp_path: Path, files: list[str], lost: int) -> None:
+    fill(tmp_path, "0.png", "1.png", *files)
+    for name, row in (("data.jsonl", ROW), ("prices.jsonl", '{"thing": 3}\n')):
+        if name in files:
+            (tmp_path / name).write_text(row)
+    without = 2 + ("10_bear/2.png" in files)
+    plural = "" if lost == 1 else "s"
+    said = f"{tmp_path}: {without} photos without a caption file, and {lost} caption file{plural} without a photo of the same"
+    assert (said in warnings(seen(tmp_path))) == bool(lost), warnings(seen(tmp_path))
+    assert not lost or f"{tmp_path}/{files[-1]}" in warnings(seen(tmp_path))
+    assert "caption file" not in warnings(seen(tmp_path, captions="filename"))
 
 
 def test_a_row_that_names_a_photo_of_a_folder_that_is_left_out_says_so(tmp_path: Path) -> None:
