@@ -153,7 +153,7 @@ def test_every_changed_value_is_read_or_named(roots: dict[str, Path], family: st
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("place", ["trainer.models.loading.check_values", "trainer.models.tokenizers._made"])
+@pytest.mark.parametrize("place", ["trainer.models.config_files.check_values", "trainer.models.tokenizers._made"])
 def test_a_mistake_of_ours_is_not_blamed_on_a_file(roots: dict[str, Path], place: str, monkeypatch) -> None:
     """It keeps its traceback, and status 1."""
 

@@ -17,7 +17,7 @@ from tests.harness import DENOISER, Workbench, built
 from tests.integration.test_errors import refused
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
-from trainer.models import FAMILIES, loading
+from trainer.models import FAMILIES, config_files
 from trainer.models.base import Markers
 from trainer.models.sdxl import BETAS
 from trainer.plan.requirements import family_options
@@ -151,7 +151,7 @@ def test_a_vae_of_normalised_channels_is_refused(bench: Workbench, capsys, monke
 @pytest.mark.parametrize("variant", ["sdxl", "flux-dev", "flux-schnell"])
 def test_the_published_models_are_accepted(variant: str) -> None:
     family = FAMILIES[variant.partition("-")[0]]
-    read = lambda path: json.loads((loading.PUBLISHED / variant / path).read_text())  # noqa: E731
+    read = lambda path: json.loads((config_files.PUBLISHED / variant / path).read_text())  # noqa: E731
     configs = {component.name: read(f"{component.name}/config.json") for component in family.components}
     family.check(configs, configs[family.denoiser]["in_channels"])
     assert family.objective(read("scheduler/scheduler_config.json"), Markers(), **CHOICES)

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -20,6 +21,7 @@ from trainer.models.names import ComponentConfig
 
 PUBLISHED = Path(__file__).parent / "published"
 RESTORE = "restore the file, as the model's repository has it"
+NO_SIZE = re.compile(r"^_|_ids?$|^(architectures|model_type|torch_dtype|dtype)$")  # keys that no tensor's shape depends on
 MOST = 2**31  # of any whole number: no model counts so far
 
 
@@ -67,6 +69,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a text encoder, out of that of a whole CLIP; any other as it is. transformers reads both alike."""
+    text = config.get("text_config")
+    return {**text, **{k: config[k] for k in ("projection_dim",) if k in config}} if isinstance(text, dict) else config
+
+
 def read_of(family: Family, repository: Repository) -> list[str]:
     """The files of a repository that are read besides weights."""
     configs = ["model_index.json", *(f"{component.name}/config.json" for component in family.components)]
@@ -90,6 +98,13 @@ def published_config(labels: tuple[str, ...], component: str) -> dict[str, Any]:
     """A component's config.json in the first of these embedded folders that has one; empty where none has."""
     places = (PUBLISHED / label / component / "config.json" for label in labels)
     return next((read_json(place) for place in places if place.is_file()), {})
+
+
+def described(path: Path, config: ComponentConfig, usual: ComponentConfig) -> str:
+    """The file of a component's config, and where it differs from the published one, for weights that it does not fit."""
+    odd = [key for key in usual if key in config and config[key] != usual[key] and not NO_SIZE.search(key)]
+    values = ", ".join(f"{key} = {shown(config[key])} (there {shown(usual[key])})" for key in odd)
+    return f"the config is {path}" + (f", which differs from the published one: {values}" if odd else "")
 
 
 @cache

@@ -7,7 +7,6 @@ size plus the largest tensor.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -17,18 +16,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from trainer.base.errors import UserError, shown
+from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import PICKLES, TensorFile, is_safetensors
 from trainer.base.types import HeldWeight, Link
-from trainer.models import hub, kinds, tokenizers, variants
+from trainer.models import config_files, hub, kinds, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import Swap, allocate, build, shapes_of
-from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
 from trainer.models.weight_sets import WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
 from trainer.models.weights import Headers, Read, Recognise, Weights, plan_reads
-
-NO_SIZE = re.compile(r"^_|_ids?$|^(architectures|model_type|torch_dtype|dtype)$")  # keys that no tensor's shape depends on
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,8 @@ class ModelSource:
     def scheduler(self) -> dict[str, Any]:
         """The scheduler's config."""
         path = self.beside("scheduler/scheduler_config.json")
-        config = read_json(path)
-        check_values(path, config, "diffusers", config.get("_class_name"))
+        config = config_files.read_json(path)
+        config_files.check_values(path, config, "diffusers", config.get("_class_name"))
         return config
 
     @cached_property
@@ -80,9 +76,9 @@ class ModelSource:
 
     @cached_property
     def place(self) -> variants.DenoiserOrigin:
-        """Where the denoiser is from."""
+        """The folder, repository or file that the denoiser is from."""
         name = self.root.name if self.repository is None else self.repository.hub_id
-        override, embedded = self.overrides.get(self.family.denoiser), PUBLISHED in self.root.parents
+        override, embedded = self.overrides.get(self.family.denoiser), config_files.PUBLISHED in self.root.parents
         return variants.place_of(self.root, name, override, self.single_file, embedded=embedded)
 
     @cached_property
@@ -90,14 +86,14 @@ class ModelSource:
         """The one of the family's published models that this one is, or is made of."""
         return variants.variant_of(self.family, self.wanted.distillation, self.place, self.config(self.family.denoiser))
 
-    def config(self, name: str) -> dict[str, Any]:
-        """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say."""
+    def config(self, name: str, *, whole: bool = False) -> dict[str, Any]:
+        """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say. whole:
+        whether what the library's class alone reads is checked, too, which imports it."""
         component, path = self.family.component(name), self.config_file(name)
         config = {**component.defaults, **self._config(name)}
         usual, needed = self._published(name), component.defaults
-        # What neither has is read by the library's class alone, which is imported for the module (`_whole_config`).
-        known = {key: value for key, value in config.items() if key in usual or key in needed}
-        check_values(path, known, component.library, component.class_name, usual=usual, needed=needed)
+        known = {key: value for key, value in config.items() if whole or key in usual or key in needed}
+        config_files.check_values(path, known, component.library, component.class_name, usual=usual, needed=needed)
         return config
 
     def config_file(self, name: str) -> Path:
@@ -112,10 +108,9 @@ class ModelSource:
 
     def _config(self, name: str) -> dict[str, Any]:
         override, path = self.overrides.get(name), self.config_file(name)
-        config = read_json(path)
-        if isinstance(text := config.get("text_config"), dict):  # a CLIPModel's: transformers takes that, too
-            config = {**text, **{key: config[key] for key in ("projection_dim",) if key in config}}
-        if PUBLISHED in path.parents and (file := TensorFile(override) if override else self.single_file) is not None:
+        config = config_files.text_part(config_files.read_json(path))
+        own = config_files.PUBLISHED not in path.parents
+        if not own and (file := TensorFile(override) if override else self.single_file) is not None:
             component = self.family.component(name)
             prefix = component.prefix_in(file.entries) or ""
             entries = {k.removeprefix(prefix): e for k, e in file.entries.items() if k.startswith(prefix)}
@@ -125,9 +120,8 @@ class ModelSource:
                     f"{file.path}: the quantised tensor {prefix + packed[0]!r} does not show its shape, by which the model "
                     "is told; use a model in diffusers' layout, or the 16-bit file"
                 )
-            shapes = {key: entry.shape for key, entry in entries.items()}
-            with blamed_on(file.path, component):
-                config |= component.inferred(shapes, config)
+            with config_files.blamed_on(file.path, component):
+                config |= component.inferred({key: entry.shape for key, entry in entries.items()}, config)
         return config
 
     @property
@@ -152,7 +146,7 @@ class ModelSource:
         folder = self._folder(name)
         if folder is not None:
             files = self._choose(name, folder).files
-            names = files.names if files.index is None else shards(folder / files.index)
+            names = files.names if files.index is None else config_files.shards(folder / files.index)
             return tuple(TensorFile(folder / file) for file in names), "", None
         file = TensorFile(override) if override is not None else self.single_file
         assert file is not None
@@ -193,8 +187,7 @@ class ModelSource:
 
     def check_kind(self) -> None:
         """Refuse a model that is trained for something else, and parts that do not belong together, if they are here."""
-        names = [component.name for component in self.family.components]
-        configs = {name: self.config(name) | {"_assumed": self.lacks(name)} for name in names}
+        configs = {c.name: self.config(c.name) | {"_assumed": self.lacks(c.name)} for c in self.family.components}
         for name in (self.family.denoiser, self.family.vae):
             kinds.refuse_part(self.config_file(name), configs[name], self.family.component(name))
         shape = self.shape(self.family.denoiser, self.family.input_layer)
@@ -246,7 +239,7 @@ class ModelSource:
             return self
         if self.repository.unreachable is not None:
             raise self.repository.refusal()
-        names = [*read_of(self.family, self.repository), *self.weight_names()]
+        names = [*config_files.read_of(self.family, self.repository), *self.weight_names()]
         root = self.repository.fetch(names, phases=phases)
         return replace(self, root=root, fetched=True, embedded=None, _headers=Headers())
 
@@ -282,16 +275,8 @@ class ModelSource:
         shapes = self._headers.shapes
         if name not in shapes:
             component = self.family.component(name)
-            config = self._whole_config(name) if component.names is None else self.config(name)
-            shapes[name] = shapes_of(component, config, self.config_file(name))
+            shapes[name] = shapes_of(component, self.config(name, whole=component.names is None), self.config_file(name))
         return shapes[name]
-
-    def _whole_config(self, name: str) -> dict[str, Any]:
-        """`config`, of which the library's class takes every value."""
-        component, config = self.family.component(name), self.config(name)
-        where, usual = self.config_file(name), self._published(name)
-        check_values(where, config, component.library, component.class_name, usual=usual)
-        return config
 
     def fingerprint(self, name: str, digest: Callable[[Path], str]) -> str:
         """SHA-256 over the component's file contents (`digest` of each) and its config."""
@@ -343,7 +328,7 @@ class ModelSource:
 
     def build(self, name: str) -> nn.Module:
         """The component in eval mode, its parameters on the meta device."""
-        return build(self.family.component(name), self._whole_config(name), self.config_file(name))
+        return build(self.family.component(name), self.config(name, whole=True), self.config_file(name))
 
     def check_tokenizers(self) -> None:
         """Refuse a model that lacks a tokenizer. Of a hub id they are here with the configs, if it could be asked."""
@@ -399,17 +384,11 @@ class ModelSource:
         try:
             return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
         except UserError as error:
-            raise UserError(f"{error}; {self._config_said(name)}") from error
-
-    def _config_said(self, name: str) -> str:
-        """What the component's config is and how it differs from the published one, for files that it does not fit."""
-        path, own, usual = self.config_file(name), self.config(name), self._published(name)
-        odd = [key for key in usual if own.get(key) != usual[key] and key in own and not NO_SIZE.search(key)]
-        values = ", ".join(f"{key} = {shown(own[key])} (there {shown(usual[key])})" for key in odd)
-        return f"the config is {path}" + (f", which differs from the published one: {values}" if odd else "")
+            said = config_files.described(self.config_file(name), self.config(name), self._published(name))
+            raise UserError(f"{error}; {said}") from error
 
     def _published(self, name: str) -> dict[str, Any]:
-        return published_config(tuple(self.family.hub_ids.values()), name)
+        return config_files.published_config(tuple(self.family.hub_ids.values()), name)
 
 
 def _json_sha256(tree: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from trainer.adapters import Method, Target, inject
 from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
-from trainer.ema.running import Average
+from trainer.ema import Average
 from trainer.kernels import dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 from trainer.runtime.precision import ScalerState

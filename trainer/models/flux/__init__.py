@@ -208,14 +208,8 @@ FAMILY = Family(
     follows=follows,
     published=published,
     hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
-    objective=objective,
-    encode_images=encode_images,
-    tokens=tokens,
-    encode_text=encode_text,
-    count_tokens=count_tokens,
-    predict=predict,
-    attention=joint_attention.processor,
-    sample=sample,
+    objective=objective, encode_images=encode_images, tokens=tokens, encode_text=encode_text, count_tokens=count_tokens,
+    predict=predict, attention=joint_attention.processor, sample=sample,
     adjust=lambda component, module: (
         keep_time_exact(module, module.time_text_embed) if component == "transformer" else None
     ),

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainer.base.errors import UserError
 from trainer.base.types import KeyStyle, Link
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
+from trainer.models.shared import flow
 
 # What a config.json leaves out, as the class takes it.
 DEFAULTS = {
@@ -112,29 +112,9 @@ def transformer_names(config: ComponentConfig) -> Names:
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the transformer's config that its tensors' shapes tell; {} where they are of something else."""
-    norm = "double_blocks.0.img_attn.norm.query_norm.scale"
-    if norm not in shapes:
-        return {}
-    (head,) = shapes[norm]
-    if head != sum(base["axes_dims_rope"]):
-        raise UserError(
-            f"the transformer of this file has heads of {head} (the published models: {sum(base['axes_dims_rope'])}), "
-            "and how its rotary embedding divides them is written nowhere in it; give its config with model.config"
-        )
-    width, inputs = shapes["img_in.weight"]
-    outputs = shapes["final_layer.linear.weight"][0]
-    return {
-        "attention_head_dim": head,
-        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
-        "in_channels": inputs,
-        "joint_attention_dim": shapes["txt_in.weight"][1],
-        "num_attention_heads": width // head,
-        "num_layers": how_many(shapes, "double_blocks."),
-        "num_single_layers": how_many(shapes, "single_blocks."),
-        "out_channels": None if outputs == inputs else outputs,
-        "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
-    }
+    """The values of `flow.infer_transformer`, and those that FLUX.1 alone has."""
+    found = flow.infer_transformer(shapes, base)
+    return found and found | {"pooled_projection_dim": shapes["vector_in.in_layer.weight"][1]}
 
 
 def infer_t5(shapes: Mapping[str, Shape], base: dict) -> dict:

@@ -233,15 +233,9 @@ FAMILY = Family(
         f"black-forest-labs/FLUX.2-klein-{kind}{size.upper()}": f"flux2-klein-{size}"
         for size in SIZES.values() for kind in ("base-", "")
     },
-    objective=objective,
-    encode_images=encode_images,
-    tokens=tokens,
-    encode_text=encode_text,
-    count_tokens=count_tokens,
+    objective=objective, encode_images=encode_images, tokens=tokens, encode_text=encode_text, count_tokens=count_tokens,
     predict=predict,
-    attention=attention.processor,
-    sample=sample,
-    adjust=adjust,
+    attention=attention.processor, sample=sample, adjust=adjust,
     blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
     unread=("*.ff.linear_out", "*.ff_context.linear_out", "single_transformer_blocks.*.attn.to_out"),
     gates=("transformer.time_guidance_embed.*", "transformer.*_modulation*.linear"),

@@ -1,13 +1,14 @@
-"""What rectified-flow families share: the objective, its shift by the resolution, and times that stay exact."""
+"""What Flux and FLUX.2 share: the objective, its shift by the resolution, times that stay exact, a transformer's sizes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from trainer.base.errors import UserError
 from trainer.models import variants
-from trainer.models.names import ComponentConfig
+from trainer.models.names import ComponentConfig, Shape, how_many
 from trainer.objectives import KEYS, Flow, Loss, Noise, Times, from_choices
 
 SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"})
@@ -42,6 +43,32 @@ def flow(
         noise=from_choices(Noise, choices),
         stratified=stratified,
     )
+
+
+def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values of the transformer's config that its tensors' shapes tell, by Flux's original names; {} where they are of
+    something else."""
+    norm = "double_blocks.0.img_attn.norm.query_norm.scale"
+    if norm not in shapes:
+        return {}
+    (head,) = shapes[norm]
+    if head != sum(base["axes_dims_rope"]):
+        raise UserError(
+            f"the transformer of this file has heads of {head} (the published models: {sum(base['axes_dims_rope'])}), "
+            "and how its rotary embedding divides them is written nowhere in it; give its config with model.config"
+        )
+    width, inputs = shapes["img_in.weight"]
+    outputs = shapes["final_layer.linear.weight"][0]
+    return {
+        "attention_head_dim": head,
+        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
+        "in_channels": inputs,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+        "num_attention_heads": width // head,
+        "num_layers": how_many(shapes, "double_blocks."),
+        "num_single_layers": how_many(shapes, "single_blocks."),
+        "out_channels": None if outputs == inputs else outputs,
+    }
 
 
 def keep_time_exact(transformer: nn.Module, embedding: nn.Module) -> None:
