@@ -64,6 +64,23 @@ def test_with_another_rate_every_draw_is_the_same_and_the_page_shows_both(bench:
     assert "optimizer.lr: 0.0001" in page
 
 
+def test_where_its_loss_measures_something_else_the_log_and_the_page_say_so(bench: Workbench, original: Path, capsys) -> None:
+    """Here, and in a fork of the fork, whose own is the only other level."""
+    new, later, what = bench.tmp / "huber", bench.tmp / "later", "objective.loss: 'mse' -> 'huber'"
+    capsys.readouterr()
+    assert fork(original, "objective.loss=huber", f"run.output_dir={new}", "checkpoint.every_steps=1") == 0
+    assert "from step 3 on the loss measures something else: its level begins anew there" in capsys.readouterr().out
+    assert [line.get("loss_changed") for line in metrics_of(new)] == [None, None, what, None, None]
+    page = Layout(new).report.read_text()
+    assert "Its loss of a step is not compared: it measures something else" in page and "Its held-out loss is" in page
+    assert fork(new / "checkpoints" / "step-00000004", "objective.huber_c=0.5", f"run.output_dir={later}") == 0
+    lines = metrics_of(later)
+    assert [line.get("loss_changed") for line in lines] == [None, None, what, None, "objective.huber_c: 0.1 -> 0.5"]
+    assert {line["measured_photos"] for line in [*lines, *metrics_of(new)] if "measured_photos" in line} == {
+        lines[-1]["measured_photos"]
+    }, "the held-out loss has none of these keys"
+
+
 @pytest.mark.parametrize("at", ["the first page", "its config", "its first checkpoint"])
 def test_the_same_command_goes_on_after_a_kill_before_its_first_checkpoint(
     bench: Workbench, original: Path, capsys, monkeypatch, at: str

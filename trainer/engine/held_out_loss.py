@@ -78,7 +78,7 @@ class HeldOutLoss:
 
     measured: examples by kind. seed: of the draws. errors: (batch, shares of time, noise) -> each draw's. copies: how many of
     the held-out photos have a near duplicate that is trained on. evaluating: a context in which the adapter has the weights
-    to be used. name: of the phase.
+    to be used. changed: what --allow changed of how they are measured. name: of the phase.
     """
 
     measured: Mapping[str, Sequence[Example]]
@@ -90,13 +90,18 @@ class HeldOutLoss:
     processes: Processes
     phases: Phases
     copies: int = 0
+    changed: Sequence[str] = ()
     name: str = "held-out loss"
 
     @staticmethod
     def of(
-        plan: RunPlan, components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]
+        plan: RunPlan,
+        components: Components,
+        reader: Reader,
+        evaluating: Callable[[], AbstractContextManager[None]],
+        changed: Sequence[str] = (),
     ) -> HeldOutLoss:
-        """The held-out loss of a run. evaluating: the block in which it is measured."""
+        """The held-out loss of a run. evaluating: the block in which it is measured. changed: as the field."""
         still = {example.sample: example for examples in plan.data.measured.values() for example in examples}
         return HeldOutLoss(
             measured=plan.data.measured,
@@ -108,6 +113,7 @@ class HeldOutLoss:
             processes=components.processes,
             phases=components.phases,
             copies=copies(plan.data),
+            changed=changed,
         )
 
     @property
@@ -117,12 +123,13 @@ class HeldOutLoss:
 
     @cached_property
     def mark(self) -> str:
-        """The digest of photos, captions and draws."""
+        """The digest of photos, captions and draws, and of what was changed in mid-run of how they are measured."""
         photos = {
             kind: [[e.photo.sha256, e.photo.caption, *(each.photo.sha256 for each in e.references)] for e in examples]
             for kind, examples in self.measured.items()
         }
-        return sha256(json_bytes({"seed": self.seed, "photos": photos})).hexdigest()[:16]
+        changed = {"changed": self.changed} if self.changed else {}
+        return sha256(json_bytes({"seed": self.seed, "photos": photos} | changed)).hexdigest()[:16]
 
     def measure(self) -> Fields:
         """Fields of the log; none where another process was kept from its share. Raises what kept this one from its own, once

@@ -26,6 +26,8 @@ LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # The field that tells on which photos, captions and draws a held-out loss was measured: of others it is another curve.
 PHOTOS = "measured_photos"
+# The field of the first step whose loss measures something else than before, by what was changed: its level begins anew.
+CHANGED = "loss_changed"
 # How many photos are held out and measured, and how many of them have a near duplicate among those that are trained on.
 COUNT, COPIES = "held_out_photos", "held_out_copies"
 # A held-out loss decides nothing that was measured less often, or on fewer photos.
@@ -86,6 +88,8 @@ class Course:
         self.step, self.images = step, row["images"]
         self.updates += not row.get("skipped", False)
         self.scaled = self.scaled or "loss_scale" in row
+        if CHANGED in row:
+            self._begin_level()
         rate = row.get("highest_lr", row["lr"]) * (row.get("d") or 1.0)
         if rate > self.rate:
             self.rate, self.rate_step = rate, step
@@ -100,6 +104,15 @@ class Course:
         if what := self._out_of_range(row, images):
             return self._spoils(step, what, step - len(self._window)) or said
         return said
+
+    def _begin_level(self) -> None:
+        """Losses and gradient norms before are of another kind: neither a level, nor an alarm that another one could end."""
+        self.first = self.now = None
+        self._window.clear()
+        self._before.clear()
+        self._within = self._told = 0
+        if self.not_finite is None:
+            self.spoilt = None
 
     def measured(self, step: int, fields: Line) -> str | None:
         """Take what was measured after a step whose line was there already; returns what `add` returns."""

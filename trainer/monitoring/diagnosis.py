@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Literal
 
 from trainer.monitoring.course import (
+    CHANGED,
     COPIES,
     COUNT,
     FIXED,
@@ -81,7 +82,7 @@ def is_line(found: object) -> bool:
         and all(is_number(found.get(name)) for name in NEEDED)
         and is_number(found.get("highest_lr", 0))
         and all(fields.get(name) is None or is_number(fields[name]) for fields in (found, start) for name in OPTIONAL)
-        and all(isinstance(fields.get(PHOTOS, ""), str) for fields in (found, start))
+        and all(isinstance(fields.get(name, ""), str) for fields in (found, start) for name in (PHOTOS, CHANGED))
     )
 
 
@@ -114,7 +115,7 @@ def judge(
     change = largest(blocks.values()) if blocks else changes[-1] if changes else None
     far = change is not None and change > TOO_FAR
     useless = [field for field in FIXED if (mark_of(rows), field) in course.unusable]
-    known = [] if "held_out_loss" in useless else _finite(_series(rows, "held_out_loss"))
+    known = [] if "held_out_loss" in useless else _finite(series(rows, "held_out_loss"))
     few = _too_few(rows, known)
     doubtful = f"; too few to tell by the held-out loss: {few}" if few else ""
     decides = bool(known) and not few
@@ -142,7 +143,7 @@ def judge(
     elif few:
         found = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
     else:
-        trained = {} if "trained_loss" in useless else dict(_finite(_series(rows, "trained_loss")))
+        trained = {} if "trained_loss" in useless else dict(_finite(series(rows, "trained_loss")))
         found = _by_held_out(known, trained, changed, levers, kept)
     beside = _leak(rows) + _useless(useless)
     return replace(found, sentence=found.sentence + beside, doubt=found.doubt or far or bool(beside))
@@ -155,7 +156,7 @@ def _not_finite(rows: Sequence[Line], blocks: Mapping[str, float] | None, course
     if course.not_finite is None:
         return ""
     step, what = course.not_finite
-    later = [(at, loss) for at, loss in _finite(_series(rows, "held_out_loss")) if at > step]
+    later = [(at, loss) for at, loss in _finite(series(rows, "held_out_loss")) if at > step]
     since = f", though the held-out loss of step {later[-1][0]} is: {later[-1][1]:.4g}" if later else ""
     return f"at step {step} {what}{since}"
 
@@ -204,7 +205,7 @@ def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], cours
     if len(known) > 1 and known[-1][0] > alarm.step:
         (_, start), (last, now) = known[0], known[-1]
         return f"the held-out loss of step {last} is {now:.4g}, that of the start {start:.4g}" if now > start else ""
-    losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+    losses = [(step, loss) for step, loss in series(rows, "loss") if loss is not None]
     early = [loss for step, loss in losses if step <= alarm.before][: max(TOLD, len(losses) // 5)]
     late = [loss for step, loss in losses[-max(TOLD, len(losses) // 3) :] if step > alarm.step]
     if not late:
@@ -278,7 +279,9 @@ def _take(best: int, last: int, kept: Iterable[int] | None) -> str:
 
 def _by_steps(rows: Sequence[Line], changed: str, useless: bool) -> Verdict:
     """As `_by_held_out`, where that was not measured. useless: it was, and tells nothing."""
-    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    losses = [loss for _, loss in series(rows, "loss") if loss is not None]
+    if begun := [row for row in rows if CHANGED in row]:
+        changed += f"; before step {begun[-1]['step']} the loss measured something else ({begun[-1][CHANGED]})"
     early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]
     if len(losses) >= 2 * TOLD and _fall(early, late) > ERRORS:
         measured = f"the loss of the steps fell by {_share(1 - fmean(late) / fmean(early))}"
@@ -301,8 +304,11 @@ def _fall(early: Sequence[float], late: Sequence[float]) -> float:
     return (above - n * m / 2) / math.sqrt(n * m * (n + m + 1) / 12)
 
 
-def _series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
-    """(step, value), of the photos that were measured last."""
+def series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
+    """(step, value) of those that measure what the last one does: on the same photos, or what the loss of a step measures."""
+    if field not in FIXED:
+        first = max((row["step"] for row in rows if CHANGED in row), default=0)
+        return [(row["step"], row[field]) for row in rows if field in row and row["step"] >= first]
     every = [(step, found) for step, found in _measured(rows) if field in found]
     return [(step, found[field]) for step, found in every if found.get(PHOTOS) == every[-1][1].get(PHOTOS)]
 

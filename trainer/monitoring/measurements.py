@@ -14,7 +14,7 @@ from trainer.base.console import width
 from trainer.base.errors import NonFiniteError
 from trainer.base.progress import Phases
 from trainer.monitoring import weight_change
-from trainer.monitoring.course import BLOCKS, Course
+from trainer.monitoring.course import BLOCKS, CHANGED, Course
 from trainer.monitoring.diagnosis import is_line, largest, mark_of
 from trainer.monitoring.metrics import Metrics, read_lines
 from trainer.runtime.jobs import Fields, Job, Position, run_jobs
@@ -32,13 +32,14 @@ class Measurements:
     has the first one of a start that measures on other photos. A stop is obeyed in the middle. Then the line is written
     without, and the next start, which stands at that step, adds what it lacks.
 
-    jobs: those that give fields.
+    jobs: those that give fields. changed: what --allow changed here of what the loss of a step measures; "" where nothing.
     """
 
     jobs: Sequence[Job]
     log: Metrics
     levers: str
     processes: Processes
+    changed: str = ""
     at_start: Fields = field(default_factory=dict, init=False)
     course: Course = field(default_factory=Course, init=False)
 
@@ -51,8 +52,11 @@ class Measurements:
         starts = [job for job in self.jobs if job.due(first) and self._agreed(last is None or job.mark != before)]
         if before and any(job.mark != before for job in starts):
             self.processes.say(
-                "warning: other photos, captions or draws are measured than before: the held-out loss begins a new curve here"
+                "warning: other photos, captions or draws are measured than before, or at another size or guidance: "
+                "the held-out loss begins a new curve here"
             )
+        if self.changed and not at.at_end:
+            self.processes.say(f"from step {at.step + 1} on the loss measures something else: its level begins anew there")
         self.at_start, failure = run_jobs(starts, first, self.processes)
         lacking = [
             job for job in self.jobs
@@ -69,6 +73,8 @@ class Measurements:
         fields, failure = run_jobs(self.jobs, at, self.processes)
         if self.at_start:
             fields["at_start"], self.at_start = self.at_start, {}
+        if self.changed:
+            fields[CHANGED], self.changed = self.changed, ""
         self.log.log(entry | fields)
         if said := self.course.add(entry | fields):
             self.processes.say(said)

@@ -14,6 +14,7 @@ import psutil
 
 from trainer.base.files import naming, write_atomic
 from trainer.base.progress import QUIET, Fields, Phases
+from trainer.monitoring.course import CHANGED, PHOTOS
 from trainer.monitoring.trackers import Tracker
 
 SMOOTHED = 20  # steps over which the loss that is shown is averaged, and whose images a second are shown
@@ -78,7 +79,8 @@ class Metrics:
         training = phases("training", total_steps, "step", before=initial_step, obey=False, keep=False)
         self.phase, self._phases = self._open.enter_context(training), phases
         self._last: deque[dict[str, Any]] = deque(maxlen=SMOOTHED)
-        self._held_out: list[float] = []
+        self._held_out: list[float] = []  # on the photos of _mark
+        self._mark: object = None
         for entry in read_lines(path) if enabled else ():
             self._follow(entry)
 
@@ -96,12 +98,16 @@ class Metrics:
 
     def _follow(self, entry: dict[str, Any]) -> None:
         """What the lines for people say of more than one step."""
+        if CHANGED in entry:
+            self._last.clear()
         self._last.append(entry)
         self._measured(entry["step"] - 1, entry.get("at_start", {}))
         self._measured(entry["step"], entry)
 
     def _measured(self, step: int, fields: dict[str, Any]) -> None:
         if (held_out := fields.get("held_out_loss")) is not None:
+            if fields.get(PHOTOS) != self._mark:
+                self._mark, self._held_out = fields.get(PHOTOS), []
             best = "best, " if held_out < min(self._held_out, default=held_out) else ""
             self._held_out.append(held_out)
             self._phases.made(f"held-out loss {held_out:.4f} ({best}step {step})")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trainer.monitoring.course import PHOTOS
+from trainer.monitoring.course import CHANGED, PHOTOS
 from trainer.report import curves
 from trainer.report.curves import Curve
 from trainer.report.history import NOTHING, Events, History, Series
@@ -25,7 +27,11 @@ def draw_all(history: History, events: Events = NOTHING) -> list[str]:
         series: Series = history.series(field)
         if scale != 1.0:
             series = [(step, None if value is None else value * scale) for step, value in series]
-        lines = smoothed(series) if smooth else [Curve(title.lower(), series, "line0")]
+        lines = (
+            smoothed(series, levels(history) if field == "grad_norm" else ())
+            if smooth
+            else [Curve(title.lower(), series, "line0")]
+        )
         return curves.draw(title, unit, lines, events=marks, range_of=whole, about=about)
 
     figures = [
@@ -53,13 +59,20 @@ def remaining(costs: Mapping[str, Sequence[float]]) -> str:
     return curves.draw("Change of the prediction", "%", lines, about=about, wide=True)
 
 
-def smoothed(series: Series) -> list[Curve]:
-    """The values, faint, with their moving average over them."""
-    window = curves.smoothing_window(len(series))
+def smoothed(series: Series, cuts: Sequence[int] = ()) -> list[Curve]:
+    """The values, faint, with their moving average over them, which begins anew after each of the steps `cuts`."""
+    window, raw = curves.smoothing_window(len(series)), curves.broken(series, cuts)
     if not window:
-        return [Curve("each step", series, "line0")]
-    average = curves.last_of_slices(curves.smooth(series, window))
-    return [Curve("each step", series, "raw"), Curve(f"moving average, {window} steps", average, "line0")]
+        return [Curve("each step", raw, "line0")]
+    parts = itertools.pairwise([-math.inf, *cuts, math.inf])
+    averages = [curves.smooth([at for at in series if first < at[0] <= last], window) for first, last in parts]
+    average = curves.broken(curves.last_of_slices(list(itertools.chain(*averages))), cuts)
+    return [Curve("each step", raw, "raw"), Curve(f"moving average, {window} steps", average, "line0")]
+
+
+def levels(history: History) -> list[int]:
+    """The steps after which the loss of a step measures something else than before."""
+    return [row["step"] - 1 for row in history.rows if CHANGED in row]
 
 
 def breaks(history: History) -> list[int]:
@@ -78,7 +91,9 @@ def _loss(history: History, events: Events) -> str:
     about = "The loss of a step jitters: other photos, noise and times each time."
     if held_out:
         about += " That of held-out photos does not. Where it rises while that of trained photos falls, photos are memorised."
-    lines = [*smoothed(history.series("loss")), *fixed]
+    if levels(history):
+        about += " Where its line is broken, what it measures was changed: the parts are no one curve."
+    lines = [*smoothed(history.series("loss"), levels(history)), *fixed]
     return curves.draw("Loss", "", lines, events=events, about=about, wide=True)
 
 

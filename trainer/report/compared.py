@@ -13,6 +13,7 @@ from trainer.base.errors import NonFiniteError
 from trainer.base.progress import duration
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import PHOTOS, moved_by
+from trainer.monitoring.diagnosis import series
 from trainer.report import curves
 from trainer.report.curves import Curve
 from trainer.report.history import History, Series, Standing, read_standing
@@ -190,13 +191,14 @@ def _state(run: Seen, state: State, now: float) -> str:
 
 
 def _numbers(history: History) -> list[str]:
-    held_out, losses = history.values("held_out_loss"), history.series("loss")
+    held_out = [value for _, value in series(history.rows, "held_out_loss") if value is not None]
+    losses = series(history.rows, "loss")
     window = curves.smoothing_window(len(losses))
-    averaged = curves.smooth(losses, window)[-1][1] if window else history.last("loss")
+    averaged = [value for _, value in (curves.smooth(losses, window) if window else losses) if value is not None]
     change, seconds, peaks = history.last("weight_change"), history.values("seconds")[-200:], history.values("peak_bytes")
     return [
         f"{held_out[-1]:.4g}, lowest {min(held_out):.4g}" if held_out else "-",
-        "-" if averaged is None else f"{averaged:.4g}",
+        f"{averaged[-1]:.4g}" if averaged else "-",
         "-" if change is None else moved_by(change),
         f"{sorted(seconds)[len(seconds) // 2]:.3g} s" if seconds else "-",
         size(int(max(peaks))) if peaks else "-",
@@ -212,9 +214,9 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
         title: str, unit: str, field: str, about: str = "", *, smooth: bool = False, scale: float = 1.0, wide: bool = False
     ) -> str:
         def of(run: Seen) -> Series:
-            series = run.history.series(field)
-            window = curves.smoothing_window(len(series)) if smooth else 0
-            return curves.smooth(series, window) if window else [(step, value and value * scale) for step, value in series]
+            found = run.history.series(field)
+            window = curves.smoothing_window(len(found)) if smooth else 0
+            return curves.smooth(found, window) if window else [(step, value and value * scale) for step, value in found]
 
         lines = []
         for place, group in enumerate(groups[:DRAWN]):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from trainer.base.progress import duration
 from trainer.monitoring.course import MEASUREMENTS, moved_by
-from trainer.monitoring.diagnosis import BAD, LOOK, Kind, Verdict, judge
+from trainer.monitoring.diagnosis import BAD, LOOK, Kind, Verdict, judge, series
 from trainer.report import curves
 from trainer.report.history import History
 from trainer.report.tables import shown, size
@@ -98,7 +98,7 @@ def judged(
         return Judgement("open", "Too early to tell.", "No step had been made when this page was written.", "")
     kept = sorted(kept)
     found = judge(history.rows, blocks, levers, kept)
-    known = [(step, value) for step, value in history.series("held_out_loss") if value is not None]
+    known = [(step, value) for step, value in series(history.rows, "held_out_loss") if value is not None]
     if found.kind == "learned":
         # Whether it is good no number tells: what was measured is said, and nothing more.
         title = _capital(found.measured)
@@ -168,12 +168,12 @@ def _best(found: Verdict, known: Mapping[float, float], kept: list[int], state: 
 def figures(history: History, blocks: Mapping[str, float | None]) -> dict[str, str]:
     """What is looked at most, by name. blocks: the change of each block."""
     found: dict[str, str] = {}
-    losses = history.series("loss")
-    if history.values("loss"):
+    losses = series(history.rows, "loss")
+    if known := [value for _, value in losses if value is not None]:
         window = curves.smoothing_window(len(losses))
-        loss = curves.smooth(losses, window)[-1][1] if window else history.values("loss")[-1]
+        loss = curves.smooth(losses, window)[-1][1] if window else known[-1]
         found["Loss, averaged" if window else "Loss"] = f"{loss:.4g}"
-    if known := history.values("held_out_loss"):
+    if known := [value for _, value in series(history.rows, "held_out_loss") if value is not None]:
         found["Held-out loss (lowest)"] = f"{known[-1]:.4g} ({min(known):.4g})"
     if (rate := history.last("lr")) is not None:
         found["Learning rate"] = f"{rate:.3g}"

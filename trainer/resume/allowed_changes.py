@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from trainer import config as configs
 from trainer.base.errors import UserError
@@ -32,6 +33,13 @@ NEVER = {
 }
 # With another value of these, other photos come next: the present epoch ends.
 ORDER = ("run.seed", "data.batch_size", "data.short_batches")
+# Under another value of these a loss measures something else: that of a step, and that at fixed draws (held_out_loss.py),
+# which has neither weights nor a range of times. objective.stratified only spreads the times more evenly.
+LOSS = ("objective.[!s]*", "objective.shift", "photos")
+FIXED_LOSS = (
+    "objective.guidance", "data.resolution*", "data.sources.*.resolution*", "data.bucket_step", "data.enlarge",
+    "data.background", "data.text_length", "data.clip_chunks",
+)  # fmt: skip
 PHOTOS, SHARE = "data", "step.accumulation"  # what allows other photos, and another number of micro-batches
 
 
@@ -85,6 +93,12 @@ def never(key: str, optimizer: str | None = None) -> str:
     if fnmatchcase(key, "optimizer.betas*") and optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].modes:
         return "the weights for use follow from them and from what was trained so far"
     return next((reason for pattern, reason in NEVER.items() if fnmatchcase(key, pattern)), "")
+
+
+def noted(changes: Iterable[Mapping[str, Any]], patterns: Sequence[str], after: int | None = None) -> list[str]:
+    """Lines of what --allow changed of these keys. changes: those of a Progress. after: this step; None: whenever."""
+    lines = [line for change in changes if after in (None, change["step"]) for line in change["what"]]
+    return [line for line in lines if any(fnmatchcase(line.partition(":")[0], pattern) for pattern in patterns)]
 
 
 def _whole(key: str) -> str:

@@ -46,7 +46,7 @@ from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
 from trainer.report import LiveReport, first_page
 from trainer.resume import pins
-from trainer.resume.allowed_changes import Allowance
+from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.mirroring import ask_mirror, mirrored
@@ -249,7 +249,8 @@ def build_state(
 def jobs_of(run: Run) -> tuple[Job, ...]:
     """What the run does beside training, in this order; those that give fields before the checkpoint of the step."""
     config, artifacts, go_on = run.plan.config, run.artifacts(), "go on with --resume_from auto"
-    held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating)
+    changed = noted(run.progress.changes, FIXED_LOSS)
+    held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating, changed)
 
     def change(at: Position) -> Fields:
         with run.state.evaluating():
@@ -338,7 +339,13 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         stop_after=min(config.run.stop_after or plan.length.max_steps, plan.length.max_steps),
         saves=saves,
         jobs=[job for job in jobs if not job.fields],
-        measurements=Measurements([job for job in jobs if job.fields], log, optim.levers(config.optimizer.name), peers),
+        measurements=Measurements(
+            [job for job in jobs if job.fields],
+            log,
+            optim.levers(config.optimizer.name),
+            peers,
+            changed="; ".join(noted(state.progress.changes, LOSS, state.progress.step)),
+        ),
         non_finite=run.non_finite,
         context=context,
         signals=signals,

@@ -241,6 +241,49 @@ def test_other_photos_make_another_curve() -> None:
     assert "measured twice, and went from 0.6 to 0.57" in judge(rows[:35], SMALL).sentence
 
 
+CHANGE = "objective.loss: 'huber' -> 'mse'"
+
+
+def changed(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    return [row | ({"loss_changed": CHANGE} if row["step"] == step else {}) for row in rows]
+
+
+@pytest.mark.parametrize("times", [0.1, 10.0])
+def test_where_the_loss_measures_something_else_a_new_level_begins(times: float) -> None:
+    """As from huber to mse and back: neither learning nor divergence, in loss and in gradient norm."""
+    for seed in range(10):
+        rows = [
+            row | ({"loss": times * row["loss"], "grad_norm": times**2} if row["step"] > 60 else {})
+            for row in jitter(seed, 8, 130)
+        ]
+        assert judge(rows, SMALL).kind == ("learned" if times < 1 else "diverged"), "as one curve"
+        told = changed(rows, 61)
+        found = judge(told, SMALL)
+        assert not warnings(told) and found.kind == "unclear", seed
+        assert f"before step 61 the loss measured something else ({CHANGE})" in found.sentence
+
+
+def test_a_new_level_is_judged_like_any_other() -> None:
+    fell = changed([row | {"loss": row["loss"] * (0.3 if row["step"] > 160 else 1)} for row in jitter(1, 4)], 101)
+    found = judge(fell, SMALL)
+    assert found.kind == "learned" and found.sentence.startswith("the loss of the steps fell by ")
+    rows = changed(log([0.2] * 20 + [2.0] * 40 + [30.0] * 20), 21)
+    (said,) = warnings(rows)
+    assert said.startswith("warning: step 61: the run is diverging: ") and judge(rows).kind == "diverged"
+    before = changed(log([0.2] * 20 + [2.0] * 20 + [0.1] * 40), 41)
+    assert judge(before[:40]).kind == "diverged" and judge(before).kind == "unclear", "whether it came back, nothing tells"
+    before[30]["loss"] = None
+    assert (judge(before).kind, judge(before).step) == ("diverged", 22), "what is not finite is so in every unit"
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=60), st.data())
+def test_no_loss_before_a_new_level_has_a_part_in_what_is_said_of_it(losses: list[float], data) -> None:
+    first = data.draw(st.integers(2, len(losses)))
+    other = data.draw(st.lists(st.floats(0.01, 100), min_size=first - 1, max_size=first - 1))
+    rows, others = (changed(log(each), first) for each in (losses, other + losses[first - 1 :]))
+    assert judge(rows, SMALL) == judge(others, SMALL)
+
+
 def test_of_a_value_that_is_not_finite_the_rate_is_named() -> None:
     assert Course().blame() == "", "before any update no rate can be the cause"
     assert "optimizer.lr was 2 at step 1" in Course(log([0.2], lr=2.0)).blame()

@@ -21,12 +21,14 @@ def entry(step: int, loss: float) -> dict[str, Any]:
     return {"step": step, "loss": loss, "lr": 0.02, "grad_norm": 0.5, "images": 8 * step, "skipped": False}
 
 
-def start(folder: Path, losses: Sequence[float], first: int, last: int, error: Exception | None = None) -> list[str]:
-    """One start of a run, of the steps from `first` to `last`: what it says. error: what ends it."""
+def start(
+    folder: Path, losses: Sequence[float], first: int, last: int, error: Exception | None = None, changed: str = ""
+) -> list[str]:
+    """One start of a run, of the steps from `first` to `last`: what it says. error: what ends it. changed: as it takes it."""
     said: list[str] = []
     processes: Any = SimpleNamespace(say=said.append, largest=lambda *numbers: numbers, is_main=True)
     log = Metrics(folder / "metrics.jsonl", total_steps=99, initial_step=first - 1, enabled=True)
-    measured = Measurements([], log, "optimizer.lr", processes)
+    measured = Measurements([], log, "optimizer.lr", processes, changed=changed)
     assert measured.begin(Position(first - 1, 99, fresh=False)) is None
     for step in range(first, last + 1):
         assert measured.step(entry(step, losses[step - 1]), Position(step, 99)) is None
@@ -45,6 +47,19 @@ def test_a_resumed_run_goes_on_from_what_its_log_tells(tmp_path: Path, cut: int)
     parts = start(tmp_path, losses, 1, cut), start(tmp_path, losses, cut + 1, 40)
     assert [*parts[0], *parts[1]] == whole and len(whole) == 1
     assert whole[0].startswith("warning: step 22: the run is diverging: ") and bool(parts[0]) == (cut >= 22)
+
+
+def test_the_first_line_after_a_changed_loss_says_so_also_where_its_start_was_killed(tmp_path: Path) -> None:
+    """A start that left no line is made again, and says it again; the next one has nothing to say."""
+    what = "objective.loss: 'huber' -> 'mse'"
+    assert start(tmp_path, [0.2] * 9, 1, 3) == start(tmp_path, [0.2] * 9, 7, 9) == []
+    (tmp_path / "metrics.jsonl").unlink()
+    start(tmp_path, [0.2] * 9, 1, 3)
+    new = ["from step 4 on the loss measures something else: its level begins anew there"]
+    assert start(tmp_path, [0.2] * 9, 4, 3, changed=what) == start(tmp_path, [0.2] * 9, 4, 6, changed=what) == new
+    assert start(tmp_path, [0.2] * 9, 7, 9) == []
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"]: line["loss_changed"] for line in lines if "loss_changed" in line} == {4: what}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from trainer import config as configs
 from trainer import optim
 from trainer.base.errors import UserError
 from trainer.checkpoint.state import Progress
+from trainer.config.training_tables import ObjectiveTable
 from trainer.resume import pins
-from trainer.resume.allowed_changes import NEVER, Allowance, never, parse
+from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, NEVER, Allowance, never, noted, parse
 
 TREE: dict[str, Any] = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 4},
@@ -229,3 +230,16 @@ def test_betas_of_an_optimizer_with_modes_never_change() -> None:
         pins.refuse_changes(tree, other, "the checkpoint", allowed=Allowance(("optimizer.betas",)))
     assert never("optimizer.betas.0", "schedulefree_adamw") and not never("optimizer.betas.0", "adamw")
     assert not never("optimizer.lr", "schedulefree_adamw")
+
+
+def test_every_key_of_the_objective_changes_what_the_loss_measures_but_for_how_evenly_times_are_drawn() -> None:
+    keys = [f"objective.{name}" for name in ObjectiveTable.model_fields]
+    others = ["optimizer.lr", "step.accumulation", "adapter.dropout", "run.seed", "data.batch_size", "schedule.name"]
+    changes = [{"step": 3, "what": [f"{key}: 1 -> 2" for key in [*keys, "objective.t_range.1", *others]]}]
+    told = [line.partition(":")[0] for line in noted(changes, LOSS, 3)]
+    assert told == [*(key for key in keys if key != "objective.stratified"), "objective.t_range.1"]
+    assert [line.partition(":")[0] for line in noted(changes, FIXED_LOSS)] == ["objective.guidance"]
+    assert noted(changes, LOSS, 4) == [] and noted(changes, LOSS) == noted(changes, LOSS, 3)
+    photos = [{"step": 5, "what": ["photos: 5 photos then, 6 now", "added: 0/05.jpg", "data.resolution: 64 -> 128"]}]
+    assert noted(photos, LOSS) == ["photos: 5 photos then, 6 now"]
+    assert noted(photos, FIXED_LOSS) == ["data.resolution: 64 -> 128"]
