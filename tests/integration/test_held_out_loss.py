@@ -40,7 +40,7 @@ LENGTH = 5
 TARGETS = {"sdxl": ["*attn1.to_q", "conv_in"], "flux": ["*attn.to_q"]}
 FIELDS = {
     *("held_out_loss", "held_out_quarters", "trained_loss", "trained_quarters"),
-    *("measured_photos", "held_out_photos", "held_out_copies"),
+    *("measured_photos", "held_out_photos", "held_out_copies", "held_out_by_photo"),
 }
 ON = {"validation__loss_every_steps": 2}
 
@@ -111,6 +111,7 @@ def test_it_is_the_plain_mean_squared_error_of_every_quarter(bench: Workbench, f
     assert [len(quarter) for quarter in quarters] == [count / 4] * 4
     assert found["held_out_quarters"] == pytest.approx(means, rel=1e-5)
     assert found["held_out_loss"] == pytest.approx(sum(means) / 4, rel=1e-5)
+    assert found["held_out_by_photo"] == {example.photo.sha256[:16]: pytest.approx(found["held_out_loss"])}
     assert found.keys() == FIELDS and found["trained_loss"] != found["held_out_loss"]
 
 
@@ -286,7 +287,7 @@ def test_average_tells_the_losses_that_the_runs_logged(bench: Workbench, capsys)
     assert alone == losses(dora[0]["at_start"])
     assert one == losses(dora[-1]) and other == losses(lora[-1]) and one != pytest.approx(other, rel=1e-3)
     assert said.startswith(f"diffusers: {out}: DoRA of rank 6 at most, the mean of 2\n  of the mean's change of the weights ")
-    assert "fewer than 4 photos decides nothing" in said and "1 held-out photos" in said
+    assert "the held-out loss of one photo decides nothing" in said and "1 held-out photos" in said
     assert said.count("\n") == 2 + 2 + 1 + len(found), "nothing of what a run says when it starts"
     assert {path: path.read_bytes() for path in bench.tmp.rglob("*") if path.is_file() and path != out} == before
     # The mean of a file with itself is the file; its loss is what was told of the mean before.

@@ -101,4 +101,4 @@ def test_held_out_photos_are_told_and_not_trained_on(bench: Workbench) -> None:
 def test_too_few_held_out_photos_to_tell_by_are_warned_of(bench: Workbench, held_out: int) -> None:
     said = describe(planned(bench, data__held_out=held_out, validation__loss_every_steps=5), sizes=False)
     assert ("warning: no photo is held out" in said) == (held_out == 0)
-    assert ("warning: a held-out loss of fewer than 4 photos decides nothing" in said) == (held_out in (1, 3))
+    assert ("warning: the held-out loss of one photo decides nothing" in said) == (held_out in (1, 3))

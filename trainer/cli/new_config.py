@@ -30,8 +30,8 @@ from trainer.data.sources import Photo
 from trainer.memory_plan.step_time import slow_in
 from trainer.models import family_named
 from trainer.models.weight_sets import Wanted
-from trainer.monitoring.course import HELD_OUT_PHOTOS
 from trainer.plan.data_sources import read_sources
+from trainer.plan.fixed_draws import ENOUGH
 from trainer.plan.run_plan import DataPlan, Length, open_source, plan_data, resolve
 from trainer.runtime.device import Memory, check_device
 from trainer.runtime.precision import COMPUTE_DTYPES
@@ -227,7 +227,7 @@ def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, fou
         source["trigger"].comment(told)
     images = len({photo.sha256 for photo in found})
     if images >= HELD_OUT_FROM:
-        apart = max(HELD_OUT_PHOTOS, images // 10)
+        apart = max(ENOUGH, images // 10)
         _set(document, "data", "held_out", apart, "not trained on: their loss tells learning from memorising")
     _set(document, "validation", "prompts", prompts(captions, trigger), "better: something that no photo shows")
     return document

@@ -25,7 +25,7 @@ from trainer.base.types import Batch, Occurrence, each_tensor
 from trainer.data.batches.loader import Reader
 from trainer.data.examples import Example
 from trainer.engine.components import Components
-from trainer.monitoring.course import COPIES, COUNT, PHOTOS
+from trainer.monitoring.course import BY_PHOTO, COPIES, COUNT, PHOTOS
 from trainer.plan.fixed_draws import QUARTERS, at_once, copies, draws_of
 from trainer.plan.run_plan import RunPlan
 from trainer.runtime.jobs import Fields
@@ -134,8 +134,9 @@ class HeldOutLoss:
     def measure(self) -> Fields:
         """Fields of the log; none where another process was kept from its share. Raises what kept this one from its own, once
         the others know."""
-        kinds = [kind for kind, examples in self.measured.items() for _ in range(len(examples) * draws_of(len(examples)))]
-        found = torch.zeros(len(kinds), dtype=torch.float32, device=self.processes.device)
+        each = [(kind, examples, example) for kind, examples in self.measured.items() for example in examples]
+        owners = [(kind, example.photo.sha256[:16]) for kind, all, example in each for _ in range(draws_of(len(all)))]
+        found = torch.zeros(len(owners), dtype=torch.float32, device=self.processes.device)
         work, cut_off = self._share(), 1
         try:
             with (
@@ -155,7 +156,7 @@ class HeldOutLoss:
         if cut_off:
             return {}
         self.processes.sum(found)
-        return {PHOTOS: self.mark} | self._counted() | _fields(kinds, found.tolist())
+        return {PHOTOS: self.mark} | self._counted() | _fields(owners, found.tolist())
 
     def _counted(self) -> Fields:
         photos = len({example.photo.sample for example in self.measured.get("held_out", ())})
@@ -183,17 +184,22 @@ def _loss(kind: str) -> str:
     return f"{kind}_loss"
 
 
-def _fields(kinds: Sequence[str], errors: Sequence[float]) -> Fields:
-    """Of each kind its loss, and its loss in each quarter of time, the one with the least noise (time 0) first.
+def _fields(owners: Sequence[tuple[str, str]], errors: Sequence[float]) -> Fields:
+    """Of each kind its loss, and its loss in each quarter of time, the one with the least noise (time 0) first; and that of
+    each held-out photo, in all its sizes. owners: (kind, photo) of each error.
 
     None where one is not finite. The draws of a photo go round the quarters, and each photo has a multiple of four.
     """
     fields: Fields = {}
-    for kind in dict.fromkeys(kinds):
-        own = [error for error, its in zip(errors, kinds, strict=True) if its == kind]
+    for kind in dict.fromkeys(kind for kind, _ in owners):
+        own = [error for error, (its, _) in zip(errors, owners, strict=True) if its == kind]
         fields[_loss(kind)] = _mean(own)
         fields[f"{kind}_quarters"] = [_mean(own[quarter::QUARTERS]) for quarter in range(QUARTERS)]
-    return fields
+    by_photo: dict[str, list[float]] = {}
+    for error, (kind, photo) in zip(errors, owners, strict=True):
+        if kind == "held_out":
+            by_photo.setdefault(photo, []).append(error)
+    return fields | ({BY_PHOTO: {photo: _mean(own) for photo, own in by_photo.items()}} if by_photo else {})
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -30,8 +30,8 @@ PHOTOS = "measured_photos"
 CHANGED = "loss_changed"
 # How many photos are held out and measured, and how many of them have a near duplicate among those that are trained on.
 COUNT, COPIES = "held_out_photos", "held_out_copies"
-# A held-out loss decides nothing that was measured less often, or on fewer photos.
-MEASUREMENTS, HELD_OUT_PHOTOS = 3, 4
+# Each held-out photo's mean, by what its SHA-256 begins with: the draws are the same each time, so the changes are paired.
+BY_PHOTO = "held_out_by_photo"
 # Losses at fixed draws: the field, and whose it is.
 FIXED = {"held_out_loss": "held-out", "trained_loss": "trained"}
 
@@ -176,11 +176,10 @@ class Course:
 
     def weights_tell(self) -> bool:
         """Whether a run has diverged whose weights moved too far. Not where a held-out loss decides, or will once it was
-        measured often enough: unless that rose out of all range, too. Nor where one of fewer photos fell."""
+        measured again: unless that rose out of all range, too. Nor where that of one photo, which decides nothing, fell."""
         if (times := self._held_out_times()) is None:
             return True
-        few = self._photos is not None and self._photos < HELD_OUT_PHOTOS
-        return times > LOSS_TIMES or (few and times >= 1)
+        return times > LOSS_TIMES or (self._photos == 1 and times >= 1)
 
     @property
     def alarm(self) -> Alarm | None:

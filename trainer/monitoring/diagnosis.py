@@ -12,17 +12,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.monitoring.course import (
+    BY_PHOTO,
     CHANGED,
     COPIES,
     COUNT,
     FIXED,
-    HELD_OUT_PHOTOS,
     LOSS_TIMES,
     LR,
-    MEASUREMENTS,
     PHOTOS,
     TOO_FAR,
     TOO_LITTLE,
@@ -32,10 +31,11 @@ from trainer.monitoring.course import (
     is_finite,
     moved_by,
 )
+from trainer.monitoring.student import interval
 
-# A fall of the held-out loss is learning, a rise from its lowest value is memorising: shares. Draws are fixed, so neither is
-# noise. Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and for a rise after an alarm.
-FALLEN, RISEN, ERRORS, ABOVE = 0.01, 0.05, 3.5, 2.0
+# A held-out loss that moved by such a share tells that weights did, however little. Whether it fell or rose its interval says
+# (student.py). Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and a rise after an alarm.
+MOVED, ERRORS, ABOVE = 0.01, 3.5, 2.0
 
 LOOK = "look at the samples, which no number replaces"
 
@@ -82,8 +82,13 @@ def is_line(found: object) -> bool:
         and all(is_number(found.get(name)) for name in NEEDED)
         and is_number(found.get("highest_lr", 0))
         and all(fields.get(name) is None or is_number(fields[name]) for fields in (found, start) for name in OPTIONAL)
+        and all(_by_photo(fields.get(BY_PHOTO, {})) for fields in (found, start))
         and all(isinstance(fields.get(name, ""), str) for fields in (found, start) for name in (PHOTOS, CHANGED))
     )
+
+
+def _by_photo(value: object) -> bool:
+    return isinstance(value, dict) and all(each is None or is_number(each) for each in value.values())
 
 
 def is_number(value: object) -> bool:
@@ -111,15 +116,16 @@ def judge(
 
     if said := _not_finite(rows, blocks, course):
         return diverged(f"the training has diverged: {said}")
-    changes = [row["weight_change"] for row in rows if "weight_change" in row]
-    change = largest(blocks.values()) if blocks else changes[-1] if changes else None
+    moves = [row["weight_change"] for row in rows if "weight_change" in row]
+    change = largest(blocks.values()) if blocks else moves[-1] if moves else None
     far = change is not None and change > TOO_FAR
     useless = [field for field in FIXED if (mark_of(rows), field) in course.unusable]
     known = [] if "held_out_loss" in useless else _finite(series(rows, "held_out_loss"))
-    few = _too_few(rows, known)
+    changes = _changes(rows, known)
+    few = _too_few(rows, known) if known and not changes else ""
     doubtful = f"; too few to tell by the held-out loss: {few}" if few else ""
-    decides = bool(known) and not few
-    if decides and known[-1][1] > LOSS_TIMES * known[0][1]:
+    tells = interval(changes[0])[0] > 0 if changes else _newest(rows, COUNT) != 1
+    if known and known[-1][1] > LOSS_TIMES * known[0][1] and tells:
         return diverged(f"the training has diverged: the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}")
     if far and course.weights_tell():
         return diverged(f"the training has probably diverged: {_beyond(change or 0, blocks)}{doubtful}")
@@ -129,7 +135,7 @@ def judge(
             return diverged(f"the training has diverged: {since}; {above}")
         said = f"the training came back: {since}; look at the samples; {course.remedy()}"
         return Verdict("recovered", said, alarm.step)
-    moved = decides and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > FALLEN
+    moved = bool(changes) and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > MOVED
     if change is not None and change < TOO_LITTLE and not moved:
         it = "it" if course.rate_of == levers else course.rate_of
         said = (
@@ -144,7 +150,7 @@ def judge(
         found = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
     else:
         trained = {} if "trained_loss" in useless else dict(_finite(series(rows, "trained_loss")))
-        found = _by_held_out(known, trained, changed, levers, kept)
+        found = _by_held_out(known, changes, trained, changed, levers, kept)
     beside = _leak(rows) + _useless(useless)
     return replace(found, sentence=found.sentence + beside, doubt=found.doubt or far or bool(beside))
 
@@ -182,18 +188,25 @@ def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
     return f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} by {change:.0%}"
 
 
+def _changes(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> list[list[float]]:
+    """Of each measurement before the last one, what the loss of each photo changed by since then. None where the log does not
+    have that of two photos or more."""
+    every = dict(series(rows, BY_PHOTO))
+    looks: list[Any] = [every.get(step) or {} for step, _ in known]
+    if any(len(look) < 2 or look.keys() != looks[-1].keys() or not all(map(is_finite, look.values())) for look in looks):
+        return []
+    return [[looks[-1][photo] - loss for photo, loss in look.items()] for look in looks[:-1]]
+
+
 def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
-    """In words, how little was held out or measured; "" where it is enough, or where nothing was."""
-    photos = _newest(rows, COUNT)
-    if not known or (len(known) >= MEASUREMENTS and (photos is None or photos >= HELD_OUT_PHOTOS)):
-        return ""
-    times = {1: "once", 2: "twice"}.get(len(known), f"{len(known)} times")
-    on = "" if photos is None else f" on {photos:g} photo{'' if photos == 1 else 's'}"
+    """In words, why a held-out loss has no interval."""
     (_, start), (_, now) = known[0], known[-1]
-    said = f"the held-out loss was measured {times}{on}"
-    if len(known) > 1:
-        said += f", and went from {start:.4g} to {now:.4g}"
-    return f"{said}; {MEASUREMENTS} times and {HELD_OUT_PHOTOS} photos are the least that can tell (data.held_out)"
+    if len(known) == 1:
+        return f"the held-out loss was measured once, {start:.4g}, so no change is known"
+    why = "this log, begun by an earlier version, has no losses by photo"
+    if 1 in (_newest(rows, COUNT), len(_newest(rows, BY_PHOTO) or ())):
+        why = "one photo never tells; hold out more (data.held_out)"
+    return f"the held-out loss went from {start:.4g} to {now:.4g}, and {why}"
 
 
 def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course, alarm: Alarm) -> str:
@@ -231,35 +244,53 @@ def _leak(rows: Sequence[Line]) -> str:
 
 
 def _by_held_out(
-    known: Sequence[tuple[int, float]], trained: Mapping[int, float], changed: str, levers: str, kept: Iterable[int] | None
+    known: Sequence[tuple[int, float]],
+    changes: Sequence[Sequence[float]],
+    trained: Mapping[int, float],
+    changed: str,
+    levers: str,
+    kept: Iterable[int] | None,
 ) -> Verdict:
-    """What a run is called that has not diverged, and changed something or may have. known, trained: losses by step."""
+    """What a run is called that has not diverged, and changed something or may have. known, trained: losses by step. changes:
+    of each photo, since each measurement but the last.
+
+    Whether the loss fell or rose since the start is one question, asked of one interval. But the lowest of several may be low
+    by chance alone: of a rise since then the intervals since all of them hold at once.
+    """
     (first, start), (last, now), (best, lowest) = known[0], known[-1], min(known, key=lambda pair: pair[1])
-    fell = lowest < start * (1 - FALLEN)
-    best = best if fell else first
+    low, high = interval(changes[0])
+    by = f" (95 % interval of the change {low:.3g} to {high:.3g}, {len(changes[0])} photos)"
+    place = known.index((best, lowest))
+    rise = interval(changes[place], len(changes)) if place < len(changes) else (0.0, 0.0)
+    since = f" (95 % interval of the rise {rise[0]:.3g} to {rise[1]:.3g}, all {len(changes)} measurements before it at once)"
+    fell = best != first
     was = f"the held-out loss fell from {start:.4g} to {lowest:.4g} at step {best}"
     by_heart = "the loss of the trained photos falls on: the adapter learns the photos by heart"
-    if now > lowest * (1 + RISEN) and trained.get(last, math.inf) < trained.get(best, -math.inf):
+    if rise[0] > 0 and trained.get(last, math.inf) < trained.get(best, -math.inf):
         if not fell:
-            said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell, while {by_heart}"
+            said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell{since}, while {by_heart}"
             return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
-        said = f"{was}, and rose to {now:.4g} since, while {by_heart}; {_take(best, last, kept)}"
+        said = f"{was}, and rose to {now:.4g} since{since}, while {by_heart}; {_take(best, last, kept)}"
         return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
     of = "the loss on photos it never saw"
-    if now < start * (1 - FALLEN):
+    if high < 0:
         measured = f"{of} fell by {_share(1 - now / start)}"
         ended = f" at step {last}" if now == lowest else f", and was {lowest:.4g} at step {best}"
-        said = f"{measured}, from {start:.4g} to {now:.4g}{ended}{changed}; {LOOK}"
+        said = f"{measured}, from {start:.4g} to {now:.4g}{ended}{by}{changed}; {LOOK}"
         return Verdict("learned", said, best, measured=measured)
-    if fell:
-        said = f"{was}, and has got worse since: {now:.4g} at step {last}{changed}; {_take(best, last, kept)}"
+    if fell and rise[0] > 0:
+        said = f"{was}, and has got worse since: {now:.4g} at step {last}{since}{changed}; {_take(best, last, kept)}"
         return Verdict("worse", f"{said}; or start a new run with a lower {levers}", best)
-    if now > start * (1 + FALLEN):
-        said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell: the adapter makes the model worse"
-        return Verdict("worse", f"{said}{changed}; start a new run with a lower {levers}, a tenth for a start")
-    by = f"fell by less than {_share(FALLEN)}" if now < start else f"rose by less than {_share(FALLEN)}"
-    went = f"{by}, from {start:.4g} to {now:.4g}" if now != start else f"is where it began, at {now:.4g}"
-    return Verdict("unclear", f"{of} {went}{changed}; train longer or raise {levers}")
+    if low > 0:
+        said = f"the held-out loss rose from {start:.4g} to {now:.4g}{'' if fell else ' and never fell'}{by}"
+        said += f": the adapter makes the model worse{changed}; start a new run with a lower {levers}, a tenth for a start"
+        return Verdict("worse", said)
+    went = f"{'fell' if now < start else 'rose'} by {_share(abs(1 - now / start))}" if start else "changed"
+    went = (
+        f"{went}, from {start:.4g} to {now:.4g}{by}: that may be chance" if now != start else f"is where it began, {now:.4g}"
+    )
+    said = f"too few photos to tell: {of} {went}{changed}; hold out more photos, train longer or raise {levers}"
+    return Verdict("unclear", said)
 
 
 def _share(part: float) -> str:
@@ -306,7 +337,7 @@ def _fall(early: Sequence[float], late: Sequence[float]) -> float:
 
 def series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
     """(step, value) of those that measure what the last one does: on the same photos, or what the loss of a step measures."""
-    if field not in FIXED:
+    if field not in (*FIXED, BY_PHOTO):
         first = max((row["step"] for row in rows if CHANGED in row), default=0)
         return [(row["step"], row[field]) for row in rows if field in row and row["step"] >= first]
     every = [(step, found) for step, found in _measured(rows) if field in found]
@@ -317,7 +348,7 @@ def _finite(series: Iterable[tuple[int, float | None]]) -> list[tuple[int, float
     return [(step, value) for step, value in series if is_finite(value)]
 
 
-def _newest(rows: Sequence[Line], field: str) -> float | None:
+def _newest(rows: Sequence[Line], field: str) -> Any:
     """What was told last under this name."""
     return next((found[field] for _, found in reversed(list(_measured(rows))) if found.get(field) is not None), None)
 

@@ -15,7 +15,6 @@ from trainer.data.buckets import REFERENCE_AREA, named, reference_bucket
 from trainer.data.captions import prompts
 from trainer.data.examples import Example
 from trainer.data.sources import Photo, Source
-from trainer.monitoring.course import HELD_OUT_PHOTOS
 from trainer.plan import fixed_draws, optimizer_rules
 from trainer.plan.data_sources import sources_of
 from trainer.plan.model_account import model_account
@@ -204,9 +203,8 @@ def _held_out(config: Config, data: DataPlan) -> list[str]:
 
 def too_few(apart: int) -> str:
     """The warning for a held-out loss of so few photos; "" where they are enough."""
-    enough = HELD_OUT_PHOTOS
-    why = f"a held-out loss of fewer than {enough} photos decides nothing; set data.held_out = {enough} or more"
-    return f"warning: {why}" if apart < enough else ""
+    why = "the held-out loss of one photo decides nothing, and that of two or three little; set data.held_out = 4 or more"
+    return f"warning: {why}" if apart < fixed_draws.ENOUGH else ""
 
 
 def _times(photos: Sequence[Photo]) -> str:

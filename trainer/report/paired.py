@@ -12,37 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, variance
 
+from trainer.monitoring.student import critical, interval
 from trainer.report.curves import Curve, draw
 from trainer.report.history import Series
 
-LEVEL = 0.95
 MOST_SEEDS = 1000  # beyond which no number of seeds is named
 
 BySeed = Mapping[int, Series]  # held-out losses by step, of each seed
-
-
-def within(t: float, freedom: int) -> float:
-    """The probability that Student's t lies within -t and t. freedom: its degrees, at least 1.
-
-    The finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for power in range(odd, freedom - 1, 2):
-        total += term
-        term *= cosine * cosine * (power + 1) / (power + 2)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-
-def critical(freedom: int, level: float = LEVEL) -> float:
-    """The t within which Student's t lies with that probability. freedom: its degrees, at least 1."""
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(math.sqrt(freedom) * math.tan(middle), freedom) < level else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
 
 
 @dataclass(frozen=True)
@@ -77,8 +53,7 @@ class Difference:
     @property
     def interval(self) -> tuple[float, float]:
         """The bounds between which the difference lies with probability LEVEL, by these seeds."""
-        half = critical(len(self.each) - 1) * self.error
-        return self.mean - half, self.mean + half
+        return interval(self.each)
 
     @property
     def told_apart(self) -> bool:

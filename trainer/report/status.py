@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.base.progress import duration
-from trainer.monitoring.course import MEASUREMENTS, moved_by
+from trainer.monitoring.course import moved_by
 from trainer.monitoring.diagnosis import BAD, LOOK, Kind, Verdict, judge, series
 from trainer.report import curves
 from trainer.report.history import History
@@ -135,10 +135,10 @@ def _not_yet(found: Verdict, history: History) -> str:
     )
     if found.kind == "nothing":
         return f"The weights have hardly moved{told}"
-    if 0 < (measured := len(history.values("held_out_loss"))) < MEASUREMENTS:
-        return f"The held-out loss was measured {('once', 'twice')[measured - 1]} so far: too few to tell"
+    if (measured := len(history.values("held_out_loss"))) == 1:
+        return "The held-out loss was measured once so far: too few to tell"
     if measured:
-        return _capital(found.sentence.partition("; train longer")[0].partition(f"; {LOOK}")[0])
+        return _capital(found.sentence.partition("; hold out more")[0].partition(f"; {LOOK}")[0])
     return "The loss of the steps jitters more than it has fallen so far. The samples may tell more"
 
 

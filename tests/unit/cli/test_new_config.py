@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tomlkit
 
+from tests.harness import by_photo
 from trainer.cli import new_config
 from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
@@ -86,7 +87,15 @@ def test_the_verdict_can_tell_by_the_photos_that_are_held_out(count: int) -> Non
     assert held_out == {19: 0, 60: 6}.get(count, 4)
     _, apart = split(photos[:-1], held_out)
     rows = [
-        {"step": step, "images": step, "lr": 1e-4, "held_out_loss": loss, "held_out_photos": len(apart), "weight_change": 0.1}
-        for step, loss in ((1, 1.0), (50, 0.9), (100, 0.8))
+        {
+            "step": step,
+            "images": step,
+            "lr": 1e-4,
+            "held_out_loss": loss,
+            "held_out_photos": len(apart),
+            "weight_change": 0.1,
+            "held_out_by_photo": by_photo(loss, step, len(apart) or 1),
+        }
+        for step, loss in ((1, 1.0), (50, 0.97), (100, 0.95))
     ]
     assert not held_out or judge(rows).kind == "learned"

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from trainer.report.paired import Difference, Pair, critical, within
+from trainer.monitoring.student import critical, within
+from trainer.report.paired import Difference, Pair
 
 
 # Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
