@@ -95,13 +95,9 @@ class HeldOutLoss:
 
     @staticmethod
     def of(
-        plan: RunPlan,
-        components: Components,
-        reader: Reader,
-        evaluating: Callable[[], AbstractContextManager[None]],
-        changed: Sequence[str] = (),
+        plan: RunPlan, components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]
     ) -> HeldOutLoss:
-        """The held-out loss of a run. evaluating: the block in which it is measured. changed: as the field."""
+        """The held-out loss of a run. evaluating: the block in which it is measured."""
         still = {example.sample: example for examples in plan.data.measured.values() for example in examples}
         return HeldOutLoss(
             measured=plan.data.measured,
@@ -113,7 +109,6 @@ class HeldOutLoss:
             processes=components.processes,
             phases=components.phases,
             copies=copies(plan.data),
-            changed=changed,
         )
 
     @property
@@ -195,11 +190,9 @@ def _fields(owners: Sequence[tuple[str, str]], errors: Sequence[float]) -> Field
         own = [error for error, (its, _) in zip(errors, owners, strict=True) if its == kind]
         fields[_loss(kind)] = _mean(own)
         fields[f"{kind}_quarters"] = [_mean(own[quarter::QUARTERS]) for quarter in range(QUARTERS)]
-    by_photo: dict[str, list[float]] = {}
-    for error, (kind, photo) in zip(errors, owners, strict=True):
-        if kind == "held_out":
-            by_photo.setdefault(photo, []).append(error)
-    return fields | ({BY_PHOTO: {photo: _mean(own) for photo, own in by_photo.items()}} if by_photo else {})
+    apart = [(photo, error) for (kind, photo), error in zip(owners, errors, strict=True) if kind == "held_out"]
+    by_photo = {photo: _mean([error for its, error in apart if its == photo]) for photo in dict(apart)}
+    return fields | ({BY_PHOTO: by_photo} if by_photo else {})
 
 
 def _mean(values: Sequence[float]) -> float | None:

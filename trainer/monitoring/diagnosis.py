@@ -41,6 +41,8 @@ LOOK = "look at the samples, which no number replaces"
 
 TOLD = 10  # losses of steps: of fewer nothing can be said
 
+Known, Changes = Sequence[tuple[int, float]], Sequence[Sequence[float]]
+
 Kind = Literal["learned", "memorising", "worse", "diverged", "recovered", "nothing", "unclear"]
 BAD: tuple[Kind, ...] = ("worse", "diverged", "nothing")
 
@@ -82,13 +84,10 @@ def is_line(found: object) -> bool:
         and all(is_number(found.get(name)) for name in NEEDED)
         and is_number(found.get("highest_lr", 0))
         and all(fields.get(name) is None or is_number(fields[name]) for fields in (found, start) for name in OPTIONAL)
-        and all(_by_photo(fields.get(BY_PHOTO, {})) for fields in (found, start))
+        and all(isinstance(fields.get(BY_PHOTO, {}), dict) for fields in (found, start))
+        and all(v is None or is_number(v) for fields in (found, start) for v in fields.get(BY_PHOTO, {}).values())
         and all(isinstance(fields.get(name, ""), str) for fields in (found, start) for name in (PHOTOS, CHANGED))
     )
-
-
-def _by_photo(value: object) -> bool:
-    return isinstance(value, dict) and all(each is None or is_number(each) for each in value.values())
 
 
 def is_number(value: object) -> bool:
@@ -244,12 +243,7 @@ def _leak(rows: Sequence[Line]) -> str:
 
 
 def _by_held_out(
-    known: Sequence[tuple[int, float]],
-    changes: Sequence[Sequence[float]],
-    trained: Mapping[int, float],
-    changed: str,
-    levers: str,
-    kept: Iterable[int] | None,
+    known: Known, changes: Changes, trained: Mapping[int, float], changed: str, levers: str, kept: Iterable[int] | None
 ) -> Verdict:
     """What a run is called that has not diverged, and changed something or may have. known, trained: losses by step. changes:
     of each photo, since each measurement but the last.
@@ -285,12 +279,9 @@ def _by_held_out(
         said = f"the held-out loss rose from {start:.4g} to {now:.4g}{'' if fell else ' and never fell'}{by}"
         said += f": the adapter makes the model worse{changed}; start a new run with a lower {levers}, a tenth for a start"
         return Verdict("worse", said)
-    went = f"{'fell' if now < start else 'rose'} by {_share(abs(1 - now / start))}" if start else "changed"
-    went = (
-        f"{went}, from {start:.4g} to {now:.4g}{by}: that may be chance" if now != start else f"is where it began, {now:.4g}"
-    )
-    said = f"too few photos to tell: {of} {went}{changed}; hold out more photos, train longer or raise {levers}"
-    return Verdict("unclear", said)
+    went = f"{'rose' if now > start else 'fell'} by {_share(abs(1 - now / start) if start else 0)}"
+    said = f"too few photos to tell: {of} {went}, from {start:.4g} to {now:.4g}{by}: that may be chance{changed}"
+    return Verdict("unclear", f"{said}; hold out more photos, train longer or raise {levers}")
 
 
 def _share(part: float) -> str:

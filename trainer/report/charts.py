@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trainer.monitoring.course import CHANGED, PHOTOS
+from trainer.monitoring.course import PHOTOS
 from trainer.report import curves
 from trainer.report.curves import Curve
 from trainer.report.history import NOTHING, Events, History, Series
@@ -21,17 +21,14 @@ NOT_CURVES = {"step", "epoch", "images", "time", "skipped", "images_per_second",
 def draw_all(history: History, events: Events = NOTHING) -> list[str]:
     """One <figure> for each that has a value, the loss first."""
     marks = Events(events.marks)
-    whole = history.series("step")
+    whole, levels = history.series("step"), [step - 1 for step in history.levels]
 
     def single(field: str, title: str, unit: str, about: str = "", *, smooth: bool = False, scale: float = 1.0) -> str:
         series: Series = history.series(field)
         if scale != 1.0:
             series = [(step, None if value is None else value * scale) for step, value in series]
-        lines = (
-            smoothed(series, levels(history) if field == "grad_norm" else ())
-            if smooth
-            else [Curve(title.lower(), series, "line0")]
-        )
+        cuts = levels if field == "grad_norm" else ()
+        lines = smoothed(series, cuts) if smooth else [Curve(title.lower(), series, "line0")]
         return curves.draw(title, unit, lines, events=marks, range_of=whole, about=about)
 
     figures = [
@@ -70,11 +67,6 @@ def smoothed(series: Series, cuts: Sequence[int] = ()) -> list[Curve]:
     return [Curve("each step", raw, "raw"), Curve(f"moving average, {window} steps", average, "line0")]
 
 
-def levels(history: History) -> list[int]:
-    """The steps after which the loss of a step measures something else than before."""
-    return [row["step"] - 1 for row in history.rows if CHANGED in row]
-
-
 def breaks(history: History) -> list[int]:
     """The steps after which other photos or draws are measured than before."""
     marks = [(row["step"], row["at_start"][PHOTOS]) for row in history.rows if PHOTOS in row.get("at_start", {})]
@@ -91,9 +83,9 @@ def _loss(history: History, events: Events) -> str:
     about = "The loss of a step jitters: other photos, noise and times each time."
     if held_out:
         about += " That of held-out photos does not. Where it rises while that of trained photos falls, photos are memorised."
-    if levels(history):
+    if history.levels:
         about += " Where its line is broken, what it measures was changed: the parts are no one curve."
-    lines = [*smoothed(history.series("loss"), levels(history)), *fixed]
+    lines = [*smoothed(history.series("loss"), [step - 1 for step in history.levels]), *fixed]
     return curves.draw("Loss", "", lines, events=events, about=about, wide=True)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from trainer.base.run_layout import Layout
-from trainer.monitoring.course import CHANGED
 from trainer.monitoring.diagnosis import mark_of
 from trainer.report import curves
 from trainer.report.curves import Curve
@@ -35,7 +34,7 @@ def forked(history: History, layout: Layout) -> Fork | None:
     said, charts = [], []
     for field, name in (("held_out_loss", "held-out loss"), ("loss", "loss of a step")):
         if field == "loss":  # up to where one of the two changed what it measures, and not the other
-            until = min((at - 1 for at, _ in levels(history) ^ levels(original) if at > step), default=math.inf)
+            until = min((at - 1 for at, _ in history.levels.items() ^ original.levels.items() if at > step), default=math.inf)
         else:
             until = math.inf if mark_of(history.rows) == mark_of(original.rows) else step
         apart = [pair for pair in difference(history.series(field), original.series(field), step) if pair[0] <= until]
@@ -63,11 +62,6 @@ def difference(series: Series, original: Series, after: int) -> Series:
     known = dict(original)
     both = ((step, value, known.get(step)) for step, value in series if step > after)
     return [(step, value - other) for step, value, other in both if value is not None and other is not None]
-
-
-def levels(history: History) -> set[tuple[int, str]]:
-    """(step, what was changed) of each step from which on the loss measures something else."""
-    return {(row["step"], row[CHANGED]) for row in history.rows if CHANGED in row}
 
 
 def _smooth(series: Series) -> Series:

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.base.files import open_regular
 from trainer.base.progress import PACE_UNITS, duration, pace_of
+from trainer.monitoring.course import CHANGED
 from trainer.monitoring.diagnosis import is_line, is_number
 
 # The entry of phases.jsonl that says where a start went on from, in its "done": steps.
@@ -103,6 +104,11 @@ class History:
         are known."""
         last = self.rows[-PACE_UNITS:]
         return pace_of([row["time"] for row in last if row["step"] > after and _finite(row.get("time")) is not None])
+
+    @property
+    def levels(self) -> dict[int, str]:
+        """What was changed, by the first step whose loss measures something else than before."""
+        return {row["step"]: row[CHANGED] for row in self.rows if CHANGED in row}
 
     def skipped(self) -> list[int]:
         """Steps without an update."""

@@ -249,8 +249,8 @@ def build_state(
 def jobs_of(run: Run) -> tuple[Job, ...]:
     """What the run does beside training, in this order; those that give fields before the checkpoint of the step."""
     config, artifacts, go_on = run.plan.config, run.artifacts(), "go on with --resume_from auto"
-    changed = noted(run.progress.changes, FIXED_LOSS)
-    held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating, changed)
+    held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating)
+    held_out.changed = noted(run.progress.changes, FIXED_LOSS)
 
     def change(at: Position) -> Fields:
         with run.state.evaluating():
@@ -305,6 +305,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         enabled=peers.is_main,
         phases=context.phases,
     )
+    changed = "; ".join(noted(state.progress.changes, LOSS, state.progress.step))
 
     def saved(step: int) -> None:
         context.phases.made(f"checkpoint step {step}")
@@ -340,11 +341,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         saves=saves,
         jobs=[job for job in jobs if not job.fields],
         measurements=Measurements(
-            [job for job in jobs if job.fields],
-            log,
-            optim.levers(config.optimizer.name),
-            peers,
-            changed="; ".join(noted(state.progress.changes, LOSS, state.progress.step)),
+            [job for job in jobs if job.fields], log, optim.levers(config.optimizer.name), peers, changed
         ),
         non_finite=run.non_finite,
         context=context,
