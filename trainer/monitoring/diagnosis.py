@@ -20,6 +20,7 @@ from trainer.monitoring.course import (
     FIXED,
     HELD_OUT_PHOTOS,
     LOSS_TIMES,
+    LOST,
     LR,
     MEASUREMENTS,
     PHOTOS,
@@ -68,7 +69,7 @@ class Verdict:
 
 # What a line must have, and what it may have: numbers; of those that it may have, null is one, too.
 NEEDED = ("images", "lr")
-OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss", COUNT, COPIES)
+OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss", COUNT, COPIES, LOST)
 
 
 def is_line(found: object) -> bool:
