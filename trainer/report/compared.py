@@ -108,7 +108,7 @@ def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None =
         charts=charts,
         pairs=pairs,
         asked=asked,
-        diverged=not_judged(groups) if any(run.variant for run in runs) else [],
+        diverged=not_judged(groups),
         intervals=[chart for pair in pairs if len(pair.by_step) > 1 and (chart := pair.chart())],
         notes=notes,
         several=[card for card in cards.items() if len(card[1]) > 1],
@@ -167,9 +167,9 @@ def _units(first: Sequence[Seen], second: Sequence[Seen]) -> list[str]:
 
 
 def not_judged(groups: Sequence[Sequence[Seen]]) -> list[str]:
-    """A sentence on each group of which a run met a value that is not finite, and on each two whose losses have no common
-    unit."""
-    counts = [(group, sum(map(_left_the_numbers, group))) for group in groups]
+    """A sentence on each variant of which a run met a value that is not finite, and on each two groups that measured the same
+    photos and whose losses have no common unit."""
+    counts = [(group, sum(map(_left_the_numbers, group))) for group in groups if group[0].variant]
     lost = [
         f"{_called(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
         for group, count in counts
@@ -178,8 +178,8 @@ def not_judged(groups: Sequence[Sequence[Seen]]) -> list[str]:
     return lost + [
         f"{_called(one)} and {_called(other)} are not judged by the held-out loss, which is another quantity where "
         f"{', '.join(keys)} differs; compare their samples, times and memory."
-        for one, other in combinations(groups, 2)
-        if (keys := _units(one, other))
+        for one, other in combinations((group for group in groups if _mark(group[0].history) is not None), 2)
+        if _mark(one[0].history) == _mark(other[0].history) and (keys := _units(one, other))
     ]
 
 
@@ -191,7 +191,7 @@ def record(runs: Sequence[Seen], pairs: Sequence[Pair]) -> dict[str, Any]:
             {
                 "variant": run.variant, "seed": run.config.get("run.seed"), "folder": run.name,
                 "held_out_loss": run.history.series("held_out_loss"),
-                "seconds": median(run.history.values("seconds") or [0]),
+                "seconds": median(times) if (times := run.history.values("seconds")) else None,
                 "peak_bytes": max(run.history.values("peak_bytes"), default=None),
             }
             for run in runs

@@ -45,14 +45,15 @@ def critical(freedom: int, level: float = LEVEL) -> float:
 
 
 @cache
-def detectable(seeds: int) -> float:
+def detectable(seeds: int, pairs: int = 1) -> float:
     """The true difference, in standard deviations of the paired differences, that so many seeds tell apart with probability
-    POWER if the differences are normally distributed. seeds: two at least.
+    POWER if the differences are normally distributed. seeds: two at least. pairs: of the page; it is the first of them to be
+    told apart (`corrected`).
 
     t is then the noncentral one: a normal variable over sqrt(chi squared / degrees), whose density is summed here.
     """
     freedom, count = seeds - 1, 4000
-    limit, width = critical(freedom), (1 + 12 / math.sqrt(2 * freedom)) / count
+    limit, width = critical(freedom, 1 - (1 - LEVEL) / pairs), (1 + 12 / math.sqrt(2 * freedom)) / count
     log = math.log(2) + freedom / 2 * math.log(freedom / 2) - math.lgamma(freedom / 2)
     spreads = [(place + 0.5) * width for place in range(count)]
     weights = [math.exp(log + (freedom - 1) * math.log(s) - freedom * s * s / 2) * width for s in spreads]
@@ -63,18 +64,20 @@ def detectable(seeds: int) -> float:
         )
         return sum(weight * tail / 2 for weight, tail in zip(weights, tails, strict=True))
 
-    low, high = 0.0, 100.0
+    low, high = 0.0, 1000.0
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if told_apart(middle) < POWER else (low, middle)
     return low / math.sqrt(seeds)
 
 
-def before_the_runs(seeds: int) -> str:
-    """What that many seeds can tell, in words."""
+def before_the_runs(seeds: int, variants: int) -> str:
+    """What that many seeds can tell of that many variants, in words."""
+    pairs = math.comb(variants, 2)
+    among = f", the first of {pairs} pairs," if pairs > 1 else ""
     return (
-        f"{seeds} seeds tell two variants apart in {POWER:.0%} of all cases where their true difference is "
-        f"{detectable(seeds):.1f} standard deviations of the paired differences, if these are normally distributed."
+        f"{seeds} seeds tell two variants apart{among} in {POWER:.0%} of all cases where their true difference is "
+        f"{detectable(seeds, pairs):.1f} standard deviations of the paired differences, if these are normally distributed."
     )
 
 

@@ -121,7 +121,7 @@ def _go_on_later(error: Interrupted, name: str) -> NoReturn:
 def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
     """The comparison's page, as far as its runs are, and beside it what it says as data. Returns the page's place."""
     page = Path(asked.output_dir) / PAGE
-    there = [run.seen() for run in runs if run.folder.exists()]
+    there = list({run.folder: run.seen() for run in runs if run.folder.exists()}.values())
     data = record(there, pairs_of(grouped(there)))
     write_atomic(page.with_suffix(".json"), [json_bytes(data)])
     write_atomic(page.with_suffix(".csv"), [_csv(data).encode()])
@@ -130,7 +130,7 @@ def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
 
 
 def _power(asked: Variations) -> str:
-    return before_the_runs(len({each.seed for each in asked.runs}))
+    return before_the_runs(len({each.seed for each in asked.runs}), len({each.variant for each in asked.runs}))
 
 
 def _csv(data: dict[str, Any]) -> str:
