@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3RMSNorm
 
 from pocket import flux, flux2, sdxl, vae
 from scripts.make_model import clip_tokenizer_files, to_json, write_texts
@@ -47,14 +48,26 @@ def write_flux2(out: Path, module: flux2.Denoiser, autoencoder: AutoencoderKLFlu
     """The pipeline, without its card."""
     autoencoder.to(torch.bfloat16).save_pretrained(out / "vae")
     module.transformer.to(torch.bfloat16).save_pretrained(out / "transformer")
-    # The whole class has a norm behind its last layer, which is not read.
-    module.text_encoder.model.norm = Qwen3RMSNorm(module.text_encoder.config.hidden_size)
+    module.text_encoder = with_a_last_layer(module.text_encoder)
     write_text_encoders(out, module, ("text_encoder",))
     texts = {f"tokenizer/{name}": text for name, text in flux2.tokenizer_files().items()}
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", **flux2.SCHEDULER}
     texts["scheduler/scheduler_config.json"] = to_json(scheduler)
     texts["model_index.json"] = (PUBLISHED / "flux2-klein-4b" / "model_index.json").read_text()
     write_texts(out, texts)
+
+
+def with_a_last_layer(encoder: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The Qwen3 with the norm that the whole class has, and with a layer before it, both of which are not read.
+
+    transformers gives what the last layer makes behind the norm, so a reader of hidden states needs a layer behind the
+    last one that was trained with.
+    """
+    config = encoder.config
+    config.num_hidden_layers, config.layer_types = config.num_hidden_layers + 1, [*config.layer_types, config.layer_types[-1]]
+    encoder.model.layers.append(copy.deepcopy(encoder.model.layers[-1]))
+    encoder.model.norm = Qwen3RMSNorm(config.hidden_size)
+    return encoder
 
 
 def write_text_encoders(

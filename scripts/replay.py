@@ -95,6 +95,7 @@ def shares(judgements: Sequence[JudgedStep]) -> dict[str, list[float]]:
         "loss": [each.loss.share for each in judgements],
         "gradient norm": [each.norm.share for each in judgements],
         "gradient of the worst layer": [worst_layer(each).share if each.layers else 0.0 for each in judgements],
+        "update": [each.update.share for each in judgements],
     }
 
 
@@ -106,6 +107,7 @@ def step_told(judgement: JudgedStep, layers: int) -> list[str]:
         error = "overflow" if part.logged is None else f"{part.logged - part.exact:.2g}"
         numbers = " ".join(f"{number(each):>13}" for each in (part.logged, part.here, part.exact))
         lines.append(f"{name:<14} {numbers} {error:>11} {part.bound:>11.2g}")
+    lines += ["", *update_told(judgement)]
     ordered: list[LayerGradient] = sorted(judgement.layers, key=lambda layer: -layer.share)
     if not ordered:
         return [*lines, "no gradient: the step overflowed at its loss scale, and changed nothing"]
@@ -119,6 +121,16 @@ def step_told(judgement: JudgedStep, layers: int) -> list[str]:
     return lines
 
 
+def update_told(judgement: JudgedStep) -> list[str]:
+    """What the step did with its gradients, held against the formulas."""
+    update = judgement.update
+    lines = [f"update: the optimizer's part is not judged: {update.unjudged}"] if update.unjudged else []
+    if update.worst:
+        parts = ", ".join(f"{what} {share:.2g}" for what, (share, _) in update.worst.items())
+        lines.append(f"update, largest error / bound: {parts}")
+    return lines
+
+
 def verdict(span: Span, found: Replay) -> list[str]:
     """What it comes to."""
     lines, count = [], span.last - span.first + 1
@@ -126,15 +138,15 @@ def verdict(span: Span, found: Replay) -> list[str]:
         lines.append(found.environment)
     lines.append(f"done again here, {count - len(found.unequal)} of {count} steps have the very numbers of the log")
     if found.strangers is not None and not found.strangers:
-        lines.append(f"the adapter after them is that of {span.following}, bit for bit")
+        lines.append(f"adapter, optimizer and any average after them are those of {span.following}, bit for bit")
     elif found.strangers:
         said = f"{len(found.strangers)} tensors differ, {found.strangers[0]} first"
-        lines.append(f"the adapter after them is not that of {span.following}: {said}")
+        lines.append(f"what is there after them is not what {span.following} holds: {said}")
     if found.broken is not None:
         why = "the environment is the checkpoint's, where roundings repeat, and the numbers are others than the log's"
         lines.append(f"step {found.broken} is NOT EXPLAINED by rounding: {why}")
     if found.forged:
-        lines.append(f"NOT EXPLAINED: every step is as logged, and {span.following} holds another adapter than they make")
+        lines.append(f"NOT EXPLAINED: every step is as logged, and {span.following} holds other tensors than they make")
     for each in (each for each in found.judgements if not each.explained):
         lines.append(f"step {each.number} is NOT EXPLAINED by rounding: {'; '.join(reasons(each))}")
     judged = len(found.judgements)
@@ -154,6 +166,9 @@ def reasons(judgement: JudgedStep) -> list[str]:
         worst = worst_layer(judgement)
         most = f"{worst.part} of {worst.name} by {worst.share:.3g} bounds"
         found.append(f"here {len(beyond)} gradients of layers are off, most that of {most}")
+    for what, (share, name) in judgement.update.worst.items():
+        if share > 1:
+            found.append(f"here the update's {what} is off, most in {name} by {share:.3g} bounds")
     return found
 
 
@@ -174,7 +189,7 @@ def plot(found: Replay, path: Path) -> None:
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for (label, values), marker in zip(shares(found.judgements).items(), "osx", strict=True):
+    for (label, values), marker in zip(shares(found.judgements).items(), "osx+", strict=True):
         axes.plot(steps, values, marker, label=label)
     axes.axhline(1.0, color="black", linewidth=1, label="bound")
     axes.set_yscale("log")

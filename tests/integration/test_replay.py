@@ -17,6 +17,7 @@ from tests.harness import PHOTOS, Workbench, built, pairs
 from tests.integration.test_compiled import traced_only
 from trainer import config as configs
 from trainer import kernels
+from trainer.adapters.layers import AdaptedLayer
 from trainer.base import files
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.checkpoint import store
@@ -70,11 +71,12 @@ def ran(capsys, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_what_a_run_logged_is_explained_and_tampering_is_named(bench: Workbench, capsys, monkeypatch) -> None:
-    folder = trained(bench)
+    folder = trained(bench, ema__kind="constant")
     before = contents(folder.parent.parent)
     status, said = ran(capsys, str(folder), "--all", "--plot", str(bench.tmp / "steps.png"))
     assert status == 0 and "3 of 3 steps explained by rounding" in said, said
     assert "3 of 3 steps have the very numbers of the log" in said and "step-00000005, bit for bit" in said
+    assert "average 0." in said and "is not judged" not in said
     assert contents(folder.parent.parent) == before, "nothing of the run is written"
     assert Image.open(bench.tmp / "steps.png").size[0] > 400
 
@@ -105,12 +107,30 @@ def test_what_a_run_logged_is_explained_and_tampering_is_named(bench: Workbench,
     # Of the next one: the steps are as logged, and it does not hold what they make.
     shutil.copytree(folder, forged, dirs_exist_ok=True)
     following = forged.with_name(store.folder_name(STEPS))
-    adapter = TensorFile(following / "adapter.safetensors")
-    tensors = adapter.read_all()
-    write_tensors(adapter.path, tensors | {name: tensors[name] * 1.1}, adapter.metadata)
-    reseal(following)
-    status, said = ran(capsys, str(forged), "--step", str(STEPS))
-    assert status == replay.NOT_EXPLAINED and f"1 tensors differ, {name} first" in said, said
+    for piece, ending in (("adapter", "lora_B.weight"), ("optimizer", "exp_avg_sq"), ("ema", "lora_A.weight")):
+        shutil.copytree(folder.with_name(following.name), following, dirs_exist_ok=True)
+        file = TensorFile(following / f"{piece}.safetensors")
+        tensors = file.read_all()
+        name = sorted(name for name in tensors if name.endswith(ending))[0]
+        write_tensors(file.path, tensors | {name: tensors[name] * 1.1}, file.metadata)
+        reseal(following)
+        status, said = ran(capsys, str(forged), "--step", str(STEPS))
+        shown = name if piece == "adapter" else f"{piece} {name}"
+        assert status == replay.NOT_EXPLAINED and f"1 tensors differ, {shown} first" in said, said
+
+
+@pytest.mark.slow
+def test_a_scale_that_is_wrong_in_run_and_replay_is_named(bench: Workbench, capsys, monkeypatch) -> None:
+    right = AdaptedLayer.update_layer
+
+    def wrong(self, name, *given, **more):
+        right(self, name, *given, **more)
+        self.scaling[name] *= 2
+
+    monkeypatch.setattr(AdaptedLayer, "update_layer", wrong)
+    status, said = ran(capsys, str(trained(bench, adapter__targets=["*attn.to_q"], steps=BEGUN + 1)))
+    assert status == replay.NOT_EXPLAINED and "gradients of layers are off" in said, said
+    assert "done again here, 1 of 1 steps have the very numbers of the log" in said
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainer.adapters.dora import LARGE_BIAS, Part, is_drowned, scale_rows
+from trainer.adapters.dora import LARGE_BIAS, SMALL_MAGNITUDE, Part, is_drowned, is_lost, scale_rows
 from trainer.adapters.dora import adapted as adapted_layers
 from trainer.kernels import dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, Geometry
@@ -341,6 +341,31 @@ def test_no_bias_drowns_the_gradient_of_m(times: float, conv: bool, compute: tor
     assert error <= 1.2 * min(0.43 * (2 + of_y) ** 0.5, 1.7), "more than LARGE_BIAS promises"
     if times == 0.97 * LARGE_BIAS:
         assert error > 0.43, "that much there is"
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("times", [1.0, 2.0])
+def test_a_magnitude_whose_gradient_is_lost_is_known(times: float, compute: torch.dtype) -> None:
+    """Of rows whose bias is that many times their norm, m falls: dm against fp64 is wrong by a tenth once m is at the limit
+    that `is_lost` has, and about 0 far below it. Rows that save z0 have the right one."""
+    g = torch.Generator().manual_seed(0)
+    layer, x = frozen_linear(96, 128, True, "bf16", compute, g), torch.randn(400, 128, generator=g)
+    layer.bias.data.copy_((times * layer.row_norms() * (torch.arange(96) % 2 * 2 - 1)).to(compute))
+    a, b = factors(layer, 4, g)
+    c, dy = norm_of(layer, a, b, 1.0), torch.randn(400, 96, generator=g).to(compute)
+    limit_N = SMALL_MAGNITUDE * ROUNDOFF[compute] * layer.bias_N.abs()
+
+    def error(m_N: torch.Tensor, z_rows: torch.Tensor | None = None) -> tuple[float, set[bool]]:
+        leaves = [x.to(compute).requires_grad_(), a, b, m_N.clone().requires_grad_()]
+        got, expected = ours(layer, leaves, 1.0, dy, c, z_rows)[4].double(), oracle(layer, leaves, 1.0, dy)[4]
+        return float((got - expected).norm() / expected.norm()), set(is_lost(m_N, layer.bias_N, z_rows, compute).tolist())
+
+    (above, told_above), (at, told), (below, told_below) = (error(share * limit_N) for share in (2.0, 1.0, 0.02))
+    assert 0.03 < above < 0.1 and told_above == {False}
+    assert 0.07 < at < 0.15 and told == {True}, at
+    assert below > 0.7 and told_below == {True}, below
+    saved, told_saved = error(0.02 * limit_N, torch.arange(96))
+    assert saved < 0.01 and told_saved == {False}
 
 
 @pytest.mark.parametrize("bias", [None, 0.0, 8.0])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.adapters.adapter import ADAPTER_NAME
-from trainer.adapters.dora import scale_rows
+from trainer.adapters.dora import is_lost, scale_rows
 from trainer.kernels.decode import squares_and_product
 from trainer.kernels.dora_torch import TINY
 
@@ -34,7 +34,7 @@ class StartFactors:
 @dataclass(frozen=True)
 class LayerChange:
     """How far one layer is from its start. moved: ||V - V'||. size: ||V'||. Frobenius norms. drift: the largest |m / m' - 1|
-    of a row; 0 for a LoRA.
+    of a row; lost: how many rows have a wrong dm (`is_lost`). Both are 0 for a LoRA.
 
     A row of zeros has no magnitude to be compared with, so it has no drift.
     """
@@ -42,6 +42,7 @@ class LayerChange:
     moved: float
     size: float
     drift: float
+    lost: int = 0
 
 
 @torch.no_grad()
@@ -63,10 +64,11 @@ def change(layer, start: StartFactors | None = None) -> LayerChange:
         return terms_N.clamp_min(0)
 
     g_N = g_then_N = torch.ones_like(w_sq_N)
-    drift = 0.0
+    drift, lost = 0.0, 0
     if layer.use_dora[ADAPTER_NAME]:
         m_N = layer.lora_magnitude_vector[ADAPTER_NAME].weight
         m_then_N = layer.base_norm_sq.sqrt()
+        lost = int(is_lost(m_N, base.bias_N, layer.z_rows, base.compute_dtype).sum())
         g_N = scale_rows(m_N, layer.norm_with(a, b, scaling)).double()
         if start is not None:
             assert start.m is not None
@@ -78,4 +80,4 @@ def change(layer, start: StartFactors | None = None) -> LayerChange:
     now, then = scaling * g_N[:, None] * b.double(), scaling * g_then_N[:, None] * b_then.double()
     moved = rows_sq(g_N - g_then_N, torch.cat([now, -then], 1)).sum().sqrt()
     size = rows_sq(g_then_N, torch.cat([torch.zeros_like(now), then], 1)).sum().sqrt()
-    return LayerChange(float(moved), float(size), drift)
+    return LayerChange(float(moved), float(size), drift, lost)

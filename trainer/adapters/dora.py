@@ -36,6 +36,9 @@ from trainer.kernels.dora_torch import TINY
 # rms of 0.4 u, and G, z0 and y have one each: where signs are random, dm errs by 0.4 u sqrt(3 + 4^2) = 1.7 u of itself,
 # without a bias by 0.7 u. With inputs a quarter as large it is 6.5 u, or 2.5 %, the rms of a weight's rounding to float8.
 LARGE_BIAS = 4.0
+# How small a magnitude may become beside a bias, in roundoffs of it: at |m| = 4 u |b| the rounding of y, 0.4 u |b| beside
+# |g z| = |m|, is a tenth of dm, and dm is 0 where y rounds to the bias.
+SMALL_MAGNITUDE = 4.0
 
 
 def is_drowned(w_sq_N: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -45,6 +48,14 @@ def is_drowned(w_sq_N: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tenso
     """
     size_N = torch.zeros_like(w_sq_N) if bias_N is None else bias_N.abs()
     return size_N >= LARGE_BIAS * w_sq_N.sqrt()
+
+
+def is_lost(m_N: torch.Tensor, bias_N: torch.Tensor | None, z_rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The rows whose dm is wrong by a tenth or more, bool [N]: |m| <= SMALL_MAGNITUDE u |b|, u the roundoff of the compute
+    dtype, and the row saves no z0. It depends on what is trained, so no step asks for it."""
+    size_N = torch.zeros_like(m_N) if bias_N is None else bias_N.abs()
+    lost_N = m_N.abs() <= SMALL_MAGNITUDE * torch.finfo(dtype).eps / 2 * size_N
+    return lost_N if z_rows is None else lost_N.index_fill(0, z_rows, False)
 
 
 def scale_rows(m_N: torch.Tensor, c_N: torch.Tensor) -> torch.Tensor:

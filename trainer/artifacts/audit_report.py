@@ -12,11 +12,12 @@ from trainer.base.tensorfile import size_text
 from trainer.engine.storage_cost import Audit, Effect, FormatCost, LayerCost
 
 MIB = 2**20
+BAND = "with 95 %, other noises and times on these photos give a loss at most that far away; other photos are not in it"
 COLUMNS = ("layer", "prediction", "share", "loss", "band", "MiB more", "share per MiB", "measured")
 NOTES = (
     "prediction: the root mean square of its change, relative to that of the prediction. share: of the format's whole mean "
-    "squared change, which layers add up to nearly. loss: the change of the loss. band: the loss of other noises and times "
-    "lies that far away at most, with 95 %. MiB more: what the layer takes beyond the format where it is excluded.",
+    f"squared change, which layers add up to nearly. loss: the change of the loss. band: {BAND}. MiB more: what the layer "
+    "takes beyond the format where it is excluded.",
     "measured: computed with this one layer stored so. The others are estimates of first order, whose band has the second "
     "order in it.",
 )
@@ -47,6 +48,7 @@ def text(found: Audit) -> str:
                 f"{mib:7.3g} MiB  {layer.name}{'' if layer.alone else ' (estimated)'}"
             )
     lines += ["", "columns: share of the format's change, change of the prediction, of the loss, memory if excluded, layer"]
+    lines.append(f"+-: {BAND}")
     for cost in found.costs:
         lines += ["", excluded(found, cost)]
     return "\n".join(lines)

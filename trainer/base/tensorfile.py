@@ -128,8 +128,10 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
     start = file.read(32)
     length = int.from_bytes(start[:8], "little")
     if total < 8 or length > min(MAX_HEADER_BYTES, total - 8):
+        text = start.removeprefix(codecs.BOM_UTF8).lstrip()
         for beginning, what in _FORMATS["beginnings"].items():
-            if start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(beginning.encode()):
+            # A length of a truncated file may begin with "{" or "<" by chance, and has a NUL behind it, as no text has.
+            if text.startswith(beginning.encode()) and (len(beginning) > 1 or b"\0" not in start[:8]):
                 raise UserError(f"{path} is not a safetensors file: {what}")
         if total >= 8 and start.isascii() and (said := " ".join(start.decode().split())).isprintable():
             raise broken(f"it begins with the text {said!r}")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trainer.adapters import Adapter
 from trainer.base.types import Batch, Occurrence, each_tensor
+from trainer.engine.formulas import Update, sample_losses
 from trainer.engine.rounding import InFp64, rounded_to
 from trainer.engine.step import Losses, Step, StepResult, backward
 
@@ -47,7 +48,7 @@ class WatchedStep(Step):
 @dataclass(frozen=True)
 class Made:
     """A step done again in the run's own precision. number: of the step. before: the adapter's parameters, by name. given,
-    occurrences: what it saw. gradients: by name; of an update that was refused perhaps not finite."""
+    occurrences: what it saw. gradients: by name, before clipping; of an update that was refused perhaps not finite."""
 
     number: int
     result: StepResult
@@ -97,17 +98,19 @@ class LayerGradient:
 
 @dataclass(frozen=True)
 class JudgedStep:
-    """A step in three ways. layers: of each A, B and magnitude; none where the step done again has no finite gradient."""
+    """A step in three ways. layers: of each A, B and magnitude; none where the step done again has no finite gradient.
+    update: what it did with its gradients."""
 
     number: int
     loss: Number
     norm: Number
     layers: tuple[LayerGradient, ...]
+    update: Update = Update({})
 
     @property
     def explained(self) -> bool:
         """Whether rounding explains the log and the step done again."""
-        return all(each.share <= 1 for each in (self.loss, self.norm, *self.layers))
+        return all(each.share <= 1 for each in (self.loss, self.norm, *self.layers, self.update))
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class Judge:
                 if repetition is None:
                     inputs = each_tensor(inputs, lambda each: each.double() if each.is_floating_point() else each)
                 with InFp64() if repetition is None else rounded_to(self.dtype, generator):
-                    losses = self.losses.of(inputs)
+                    losses = sample_losses(self.losses, inputs)
                     values = backward(losses, share.to(losses.dtype))
             total += float(values.double().sum())
         gradients = {name: parameter.grad / scale for name, parameter in parameters.items()}

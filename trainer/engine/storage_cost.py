@@ -71,8 +71,8 @@ class Effect:
 
     @property
     def band(self) -> float:
-        """Half of the interval that holds the change of the loss with 95 %, were other noises and times drawn: 1.96 standard
-        errors of the mean over draws, of an estimate with its second order added. Infinite of one draw."""
+        """Half of the interval that holds the change of the loss with 95 %, were other noises and times drawn for the same
+        photos: 1.96 standard errors of the mean over draws, of an estimate with its second order added. Infinite of one."""
         count = len(self.loss)
         drawn = SURE * float(self.loss.std()) / math.sqrt(count) if count > 1 else math.inf
         return drawn + self.of_prediction if self.first_order else drawn

@@ -22,15 +22,17 @@ _SILENT = {
 }  # fmt: skip
 
 # FLOPs of what torch's counter does not know, by name: of the attention that stands for every fused one (dry_run.py), and of
-# ours: (G^T t), t B^T, and W A^T and A A^T, as multiplications and additions.
+# ours: t B^T, G^T t, and W A^T, A A^T and B (A A^T), as multiplications and additions.
 _UNKNOWN = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q.shape, k.shape, v.shape),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda dy, q, k, v, *_: sdpa_backward_flop_count(
         dy.shape, q.shape, k.shape, v.shape
     ),
-    "trainer::compose": lambda z, t, b, *_: 2 * z.shape[0] * z.shape[1] * t.shape[1],
-    "trainer::adapter_gradients": lambda dy, u, t, *_: 2 * dy.shape[0] * dy.shape[1] * t.shape[1],
-    "trainer::adapted_norms": lambda c, wa, gram, *given: 2 * wa.shape[3] * given[4] * (c.numel() + c.shape[0] * wa.shape[3]),
+    "trainer::compose": lambda t, b, *_: 2 * t.numel() * len(b),
+    "trainer::adapter_gradients": lambda dy, u, t, *_: 2 * dy.numel() * t.shape[1],
+    "trainer::adapted_norms": lambda c, wa, gram, *given: (
+        2 * wa.shape[3] * (given[4] * (c.numel() + c.shape[0] * wa.shape[3]) + c.numel() * wa.shape[3])
+    ),
 }
 
 
@@ -156,7 +158,9 @@ class Trace(Remembering):
         if func not in self._kinds:
             name, arguments = func._schema.name, func._schema.arguments
             changed = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-            formula = flop_registry.get(func.overloadpacket)
+            # In place, as "addmm_", torch's counter knows none: it multiplies as the one that it is named after.
+            named_after = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
+            formula = flop_registry.get(func.overloadpacket, flop_registry.get(named_after))
             if formula is None and name in _UNKNOWN:
                 formula = lambda *args, out_val, unknown=_UNKNOWN[name], **_: unknown(*args)  # noqa: E731
             self._kinds[func] = not func.is_view and name not in _SILENT, changed, formula

@@ -101,10 +101,13 @@ def published_config(labels: tuple[str, ...], component: str) -> dict[str, Any]:
 
 
 def described(path: Path, config: ComponentConfig, usual: ComponentConfig) -> str:
-    """The file of a component's config, and where it differs from the published one, for weights that it does not fit."""
+    """The file of a component's config, and where it differs from the published one, for weights that it does not fit; "" of
+    an embedded one, which nobody gave."""
+    if PUBLISHED in path.parents:
+        return ""
     odd = [key for key in usual if key in config and config[key] != usual[key] and not NO_SIZE.search(key)]
     values = ", ".join(f"{key} = {shown(config[key])} (there {shown(usual[key])})" for key in odd)
-    return f"the config is {path}" + (f", which differs from the published one: {values}" if odd else "")
+    return f"; the config is {path}" + (f", which differs from the published one: {values}" if odd else "")
 
 
 @cache

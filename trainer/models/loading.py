@@ -385,7 +385,7 @@ class ModelSource:
             return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
         except UserError as error:
             said = config_files.described(self.config_file(name), self.config(name), self._published(name))
-            raise UserError(f"{error}; {said}") from error
+            raise UserError(f"{error}{said}") from error
 
     def _published(self, name: str) -> dict[str, Any]:
         return config_files.published_config(tuple(self.family.hub_ids.values()), name)

@@ -11,6 +11,8 @@ from typing import Any, TypeGuard
 
 # What a block of metrics.jsonl has of each block of the adapter.
 BLOCKS = "weight_change_blocks"
+# How many layers have a row whose magnitude is too small beside its bias for its gradient (adapters/dora.py, is_lost).
+LOST = "layers_with_lost_magnitudes"
 
 Line = Mapping[str, Any]  # a line of metrics.jsonl
 
@@ -74,6 +76,7 @@ class Course:
         self._held_out: list[tuple[object, float]] = []  # (which photos, loss)
         self._mark: object = None  # which photos were measured last
         self._photos: float | None = None  # and how many
+        self.lost = 0  # layers whose magnitudes were too small when it was said
         self.sound = 0  # the last step whose weights were seen in range; they are measured seldom
         self._window: deque[tuple[int, float, float]] = deque()  # the last ones, of _within images
         self._within = 0
@@ -127,7 +130,14 @@ class Course:
         if change > TOO_FAR:
             return self._moves_far(step, change)
         self.sound = step
-        return None
+        if not (lost := fields.get(LOST)) or self.lost:
+            return None
+        self.lost = lost
+        layers = "1 layer has" if lost == 1 else f"{lost} layers have"
+        return (
+            f"warning: step {step}: {layers} magnitudes that are tiny beside their biases: their gradients err by a tenth "
+            "or more, or 0 (docs/dora.md); a lower optimizer.magnitude_lr or precision.compute = 'fp32' avoids it"
+        )
 
     def _hear_start(self, fields: Line) -> None:
         """What is not finite before a step is no step's doing, but a photo's or the model's. Later it tells nothing."""

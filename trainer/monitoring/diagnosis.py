@@ -21,6 +21,7 @@ from trainer.monitoring.course import (
     COUNT,
     FIXED,
     LOSS_TIMES,
+    LOST,
     LR,
     PHOTOS,
     TOO_FAR,
@@ -71,7 +72,7 @@ class Verdict:
 
 # What a line must have, and what it may have: numbers; of those that it may have, null is one, too.
 NEEDED = ("images", "lr")
-OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss", COUNT, COPIES)
+OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss", COUNT, COPIES, LOST)
 
 
 def is_line(found: object) -> bool:

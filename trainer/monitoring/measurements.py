@@ -14,7 +14,7 @@ from trainer.base.console import width
 from trainer.base.errors import NonFiniteError
 from trainer.base.progress import Phases
 from trainer.monitoring import weight_change
-from trainer.monitoring.course import BLOCKS, CHANGED, Course
+from trainer.monitoring.course import BLOCKS, CHANGED, LOST, Course
 from trainer.monitoring.diagnosis import is_line, largest, mark_of
 from trainer.monitoring.metrics import Metrics, read_lines
 from trainer.runtime.jobs import Fields, Job, Position, run_jobs
@@ -100,8 +100,10 @@ def change_due(at: Position) -> bool:
 
 def change_fields(adapter: Adapter, start: Mapping[str, torch.Tensor] | None, phases: Phases) -> Fields:
     """Fields of the log: how far the layer that moved most is from where it was, ||dW|| / ||W||, and that of each block; None
-    where one is not finite. start: the weights that the run started from."""
+    where one is not finite; and how many layers have magnitudes whose gradient is lost, where any have. start: the weights
+    that the run started from."""
     blocks = weight_change.weight_change(adapter, start, phases)
     moved = {name: block.largest if math.isfinite(block.largest) else None for name, block in blocks.items()}
     most = largest([block.largest for block in blocks.values()])
-    return {"weight_change": most if math.isfinite(most) else None, BLOCKS: moved}
+    lost = sum(block.lost for block in blocks.values())
+    return {"weight_change": most if math.isfinite(most) else None, BLOCKS: moved} | ({LOST: lost} if lost else {})

@@ -27,13 +27,15 @@ FLOOR = 0.1
 @dataclass(frozen=True)
 class BlockChange:
     """The change of one block: how many of its layers are measured, the largest and the median ||dW|| / ||W|| of a layer, the
-    largest drift of a row's magnitude, |m / m_0 - 1| (LoRA: 0). What the magnitudes do is in ||dW||, too
-    (adapters/change.py). Of a layer with very small weights ||W|| is FLOOR's."""
+    largest drift of a row's magnitude, |m / m_0 - 1| (LoRA: 0), and how many layers have rows whose dm is lost (is_lost in
+    adapters/dora.py). What the magnitudes do is in ||dW||, too (adapters/change.py). Of a layer with very small weights ||W||
+    is FLOOR's."""
 
     layers: int
     largest: float
     median: float
     drift: float
+    lost: int = 0
 
 
 def weight_change(
@@ -52,15 +54,15 @@ def weight_change(
             phase.advance()
     rms = [found.size / math.sqrt(numbers) for found, numbers in layers.values() if found.size > 0]
     floor = FLOOR * median(rms) if rms else 0.0
-    blocks: dict[str, list[tuple[float, float]]] = {}
+    blocks: dict[str, list[tuple[float, float, bool]]] = {}
     for name, (found, numbers) in layers.items():
         if found.size != 0 or not math.isfinite(found.moved):
             size = max(found.size, floor * math.sqrt(numbers), TINY)
-            blocks.setdefault(block_of(name), []).append((found.moved / size, found.drift))
+            blocks.setdefault(block_of(name), []).append((found.moved / size, found.drift, found.lost > 0))
     changes = {}
-    for block, pairs in blocks.items():
-        moves, drifts = zip(*pairs, strict=True)
-        changes[block] = BlockChange(len(pairs), largest(moves), median(moves), largest(drifts))
+    for block, measured in blocks.items():
+        moves, drifts, lost = zip(*measured, strict=True)
+        changes[block] = BlockChange(len(measured), largest(moves), median(moves), largest(drifts), sum(lost))
     return changes
 
 

@@ -74,6 +74,16 @@ def _unlike_a_factor(config: Config, entry: OptimizerKind) -> str:
     )
 
 
+def _decays_nothing(config: Config, entry: OptimizerKind) -> str:
+    chosen = config.optimizer
+    if not chosen.weight_decay or chosen.options.get("weight_decouple", True):
+        return ""
+    return (
+        f"optimizer.options.weight_decouple = false with optimizer.name = {chosen.name!r}: its library adds the decay to a "
+        "gradient that it has used already, so nothing decays; leave it out, or set optimizer.weight_decay = 0"
+    )
+
+
 def _differing_rates(config: Config, entry: OptimizerKind) -> str:
     differing = ", ".join(_other_rates(config))
     one = f"{config.optimizer.name} takes one rate, which it finds for all parameters together"
@@ -141,6 +151,7 @@ EXCLUSIONS = (
         _differing_rates,
     ),
     Exclusion(_finds, lambda entry: "a rule's `stop_step`", _stopping),
+    Exclusion(_finds, lambda entry: "`weight_decouple = false` with a decay: it has no effect", _decays_nothing),
     Exclusion(
         lambda entry: entry.schedules is not None,
         lambda entry: f"schedules other than {' and '.join(entry.schedules or ())}",

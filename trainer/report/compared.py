@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from statistics import median
 from typing import Any
 from urllib.parse import quote
 
@@ -18,7 +20,7 @@ from trainer.report import curves
 from trainer.report.curves import Curve
 from trainer.report.history import History, Series, Standing, read_standing
 from trainer.report.live import CAUSES, quiet_for
-from trainer.report.paired import Pair
+from trainer.report.paired import BySeed, Difference, Pair, corrected
 from trainer.report.rendering import document
 from trainer.report.samples import Row, Samples, read_samples
 from trainer.report.settings import values
@@ -26,6 +28,10 @@ from trainer.report.status import State, judged
 from trainer.report.tables import size
 from trainer.report.thumbnails import Thumbnails
 
+# Keys by which the held-out loss has another unit or another input: what is predicted, from what, and how the model is told.
+UNITS = re.compile(
+    r"(model\.(family|path|config|revision|variant|prediction|zero_terminal_snr|components\..*\.path)|objective\.guidance)$"
+)
 DRAWN = 8  # lines of a chart that can still be told apart
 ALL = 1e15  # seconds: of a page that nobody expects to be written again
 OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys that say nothing of the training
@@ -86,8 +92,9 @@ def seen(name: str, layout: Layout, history: History | None = None, thumbnails: 
     return Seen(name, config, history.read(), samples, kept, read_standing(layout.phases))
 
 
-def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None) -> str:
-    """The page as text. unread: by name, why the files of a run could not be read. now: Unix time; None: the present."""
+def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None, asked: str = "") -> str:
+    """The page as text. unread: by name, why the files of a run could not be read. now: Unix time; None: the present. asked:
+    what is said of the comparison as such."""
     now = time.time() if now is None else now
     groups, cards = grouped(runs), _cards(runs)
     charts, notes = _curves(groups)
@@ -101,8 +108,9 @@ def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None =
         groups=[_table_part(group, f"line{place}" if place < DRAWN else "", now) for place, group in enumerate(groups)],
         charts=charts,
         pairs=pairs,
-        diverged=diverged(groups) if any(run.variant for run in runs) else [],
-        intervals=[chart for pair in pairs if (chart := pair.chart())],
+        asked=asked,
+        diverged=not_judged(groups),
+        intervals=[chart for pair in pairs if len(pair.by_step) > 1 and (chart := pair.chart())],
         notes=notes,
         several=[card for card in cards.items() if len(card[1]) > 1],
         alone=[card for card in cards.items() if len(card[1]) == 1],
@@ -131,24 +139,76 @@ def pairs_of(groups: Sequence[Sequence[Seen]]) -> list[Pair]:
     left the numbers is not judged by those that did not."""
     found = []
     for first, second in combinations((group for group in groups if not any(map(_left_the_numbers, group))), 2):
-        if _mark(first[0].history) != _mark(second[0].history):
+        if _mark(first[0].history) != _mark(second[0].history) or _units(first, second):
             continue
         losses = [
             {run.config.get("run.seed"): run.history.series("held_out_loss") for run in group} for group in (first, second)
         ]
-        if pair := Pair.of(_called(first), _called(second), *losses):
-            found.append(pair)
-    return found
+        names = _called(first), _called(second)
+        if pair := Pair.of(*names, *losses):
+            found += [pair, *_at_their_ends(names, losses)]
+    return corrected(found)
 
 
-def diverged(groups: Sequence[Sequence[Seen]]) -> list[str]:
-    """A sentence on each group of which a run met a value that is not finite."""
-    counts = [(group, sum(map(_left_the_numbers, group))) for group in groups]
-    return [
+def _at_their_ends(names: tuple[str, str], losses: Sequence[BySeed]) -> Iterator[Pair]:
+    """The pair of the last losses of each, where one was measured for longer than the other."""
+    common = sorted(losses[0].keys() & losses[1].keys())
+    ends = [[next((at for at in reversed(of[seed]) if at[1] is not None), (0, None)) for seed in common] for of in losses]
+    steps = [{step for step, _ in each} for each in ends]
+    if len(common) > 1 and all(len(each) == 1 and 0 not in each for each in steps) and steps[0] != steps[1]:
+        first, second = (f"{name} at its end (step {max(step):,.0f})" for name, step in zip(names, steps, strict=True))
+        at = Difference(max(*steps[0], *steps[1]), *([loss for _, loss in each] for each in ends), common)
+        yield Pair(first, second, [at], len(common))
+
+
+def _units(first: Sequence[Seen], second: Sequence[Seen]) -> list[str]:
+    """Keys that differ, by which the losses of the two have no common unit."""
+    one, other = first[0].config, second[0].config
+    return sorted(key for key in one.keys() | other.keys() if UNITS.match(key) and one.get(key) != other.get(key))
+
+
+def not_judged(groups: Sequence[Sequence[Seen]]) -> list[str]:
+    """A sentence on each variant of which a run met a value that is not finite, and on each two groups that measured the same
+    photos and whose losses have no common unit."""
+    counts = [(group, sum(map(_left_the_numbers, group))) for group in groups if group[0].variant]
+    lost = [
         f"{_called(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
         for group, count in counts
         if count
     ]
+    return lost + [
+        f"{_called(one)} and {_called(other)} are not judged by the held-out loss, which is another quantity where "
+        f"{', '.join(keys)} differs; compare their samples, times and memory."
+        for one, other in combinations((group for group in groups if _mark(group[0].history) is not None), 2)
+        if _mark(one[0].history) == _mark(other[0].history) and (keys := _units(one, other))
+    ]
+
+
+def record(runs: Sequence[Seen], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """What the page says, as data: of each run the measurements and the median seconds and largest bytes of a step, of each
+    pair the difference and its interval by step. An interval at the last step is corrected for the other pairs."""
+    return {
+        "runs": [
+            {
+                "variant": run.variant, "seed": run.config.get("run.seed"), "folder": run.name,
+                "held_out_loss": run.history.series("held_out_loss"),
+                "seconds": median(times) if (times := run.history.values("seconds")) else None,
+                "peak_bytes": max(run.history.values("peak_bytes"), default=None),
+            }
+            for run in runs
+        ],
+        "pairs": [
+            {
+                "first": pair.first, "second": pair.second, "seeds": pair.seeds, "told_apart": pair.told_apart,
+                "interval": pair.interval, "divisor": pair.divisor,
+                "by_step": [
+                    {"step": at.step, "seeds": at.seeds, "differences": at.each, "mean": at.mean, "interval": at.interval()}
+                    for at in pair.by_step
+                ],
+            }
+            for pair in pairs
+        ],
+    }  # fmt: skip
 
 
 def _left_the_numbers(run: Seen) -> bool:

@@ -4,8 +4,10 @@ A run's folder is named by the digest of all that decides its bytes. So a run th
 made it; one that was stopped goes on; and one whose photos, model, config or program changed is made anew beside it.
 """
 
+import csv
 import gc
 import hashlib
+import io
 import os
 import shlex
 import time
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer import __version__
 from trainer import config as configs
@@ -27,7 +29,8 @@ from trainer.base.run_layout import Layout
 from trainer.config import Config, Variation, Variations
 from trainer.data import identity
 from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
-from trainer.report.compared import Seen, compare, diverged, grouped, pairs_of, seen
+from trainer.report.compared import Seen, compare, grouped, not_judged, pairs_of, record, seen
+from trainer.report.paired import before_the_runs
 from trainer.resume import pins
 from trainer.resume.initial_adapter import open_start
 from trainer.run.run import train
@@ -38,7 +41,7 @@ NO_OTHER_RUN = (
     "run.name", "run.output_dir", "run.lost_after", "model.cache_dir", "data.cache", "data.cache_dir", "data.cache_limit",
     "data.num_workers", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
-PAGE = "comparison.html"
+PAGE, COLUMNS = "comparison.html", "first second seed step held_out_loss difference mean low high seconds peak_bytes"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ def compare_all(asked: Variations, *, only_plan: bool = False) -> None:
             write(f"# {run.variant}, seed {run.seed}: {run.state or 'to be trained'}\n{run.command}", whole=True)
         return
     make_folder(Path(asked.output_dir), "output_dir")
+    write_page(asked, runs)
+    write(_power(asked))
     for number, run in enumerate(runs, 1):
         name = f"run {number} of {len(runs)}: {run.variant}, seed {run.seed}"
         if run.state:
@@ -99,7 +104,7 @@ def compare_all(asked: Variations, *, only_plan: bool = False) -> None:
             give_back()
         write_page(asked, runs)
     page, groups = write_page(asked, runs), grouped([run.seen() for run in runs])
-    judged, lost = pairs_of(groups), diverged(groups)
+    judged, lost = pairs_of(groups), not_judged(groups)
     for pair in judged:
         write(f"{pair.sentence()}\n  {pair.errors()}", whole=True)
     for sentence in lost:
@@ -114,11 +119,34 @@ def _go_on_later(error: Interrupted, name: str) -> NoReturn:
 
 
 def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
-    """The comparison's page, as far as its runs are. Returns its place."""
+    """The comparison's page, as far as its runs are, and beside it what it says as data. Returns the page's place."""
     page = Path(asked.output_dir) / PAGE
-    there = {run.folder: run.seen() for run in runs if run.folder.exists()}
-    write_atomic(page, [compare(list(there.values()), {}).encode()])
+    there = list({run.folder: run.seen() for run in runs if run.folder.exists()}.values())
+    data = record(there, pairs_of(grouped(there)))
+    write_atomic(page.with_suffix(".json"), [json_bytes(data)])
+    write_atomic(page.with_suffix(".csv"), [_csv(data).encode()])
+    write_atomic(page, [compare(there, {}, asked=_power(asked)).encode()])
     return page
+
+
+def _power(asked: Variations) -> str:
+    return before_the_runs(len({each.seed for each in asked.runs}), len({each.variant for each in asked.runs}))
+
+
+def _csv(data: dict[str, Any]) -> str:
+    """A line for each measurement of a run, and for each seed of a pair at each step."""
+    lines = csv.DictWriter(text := io.StringIO(), COLUMNS.split())
+    lines.writeheader()
+    for run in data["runs"]:
+        told = {"first": run["variant"], **{key: run[key] for key in ("seed", "seconds", "peak_bytes")}}
+        lines.writerows(told | {"step": step, "held_out_loss": loss} for step, loss in run["held_out_loss"])
+    for pair in data["pairs"]:
+        for at in pair["by_step"]:
+            low, high = at["interval"]
+            told = {"first": pair["first"], "second": pair["second"], "step": at["step"], "mean": at["mean"]}
+            each = zip(at["seeds"], at["differences"], strict=True)
+            lines.writerows(told | {"low": low, "high": high, "seed": seed, "difference": d} for seed, d in each)
+    return text.getvalue()
 
 
 def planned(asked: Variations) -> list[Compared]:

@@ -32,6 +32,7 @@ from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode
 from trainer.engine.exact import computing_exactly
+from trainer.engine.formulas import Kept, Update, Updates
 from trainer.engine.judged import Judge, JudgedStep, Made, WatchedStep, watched
 from trainer.monitoring import metrics
 from trainer.plan.data_sources import open_cache
@@ -158,12 +159,13 @@ def replay(span: Span, overrides: Sequence[str] = (), *, phases: Phases) -> Repl
         found = Replay(rebuilt.precision, rebuilt.environment, repeats)
         judge = _judge(rebuilt)
         with phases("steps", span.last - span.first + 1, "step") as phase:
-            for made in _again(span, rebuilt):
+            for made, update in _again(span, rebuilt):
                 if (made.result.loss, made.result.grad_norm) != span.logged[made.number]:
                     found.unequal.append(made.number)
                 if made.number in span.judged:
                     with computing_exactly(rebuilt.components):
-                        found.judgements.append(judge.judge(made, span.logged[made.number]))
+                        judged = judge.judge(made, span.logged[made.number])
+                    found.judgements.append(replace(judged, update=update))
                 phase.advance(1)
         found.strangers = _strangers(span, rebuilt.state)
         return found
@@ -234,27 +236,46 @@ def _updates(span: Span, plan: RunPlan) -> Iterator[tuple[list[MicroBatch], list
         yield update, [occurrence for micro_batch in update for occurrence in micro_batch]
 
 
-def _again(span: Span, rebuilt: Rebuilt) -> Iterator[Made]:
-    """The steps in the run's own precision."""
-    adapter, progress = rebuilt.state.adapter, rebuilt.state.progress
+def _again(span: Span, rebuilt: Rebuilt) -> Iterator[tuple[Made, Update]]:
+    """The steps in the run's own precision, and what each did with its gradients."""
+    state, progress, config = rebuilt.state, rebuilt.state.progress, rebuilt.plan.config
+    chosen = config.optimizer
+    updates = Updates(
+        state,
+        adamw=chosen.name == "adamw" and not chosen.options and config.adapter.max_norm is None,
+        betas=tuple(chosen.betas or (0.9, 0.999)),
+        eps=1e-8 if chosen.eps is None else chosen.eps,
+        weight_decay=chosen.weight_decay,
+        max_grad_norm=config.step.max_grad_norm,
+        average=config.ema.decay,
+    )
     for number, (update, occurrences) in enumerate(_updates(span, rebuilt.plan), span.first):
         batches = [rebuilt.reader[micro_batch] for micro_batch in update]
-        before = {name: tensor.clone() for name, tensor in adapter.state_dict().items()}
+        before = Kept.of(state)
         result = rebuilt.step.run(number, batches, occurrences)
+        seen = rebuilt.step.seen
+        update = updates.judge(before, Kept.of(state), seen, number, result)
         progress.step += 1
         progress.images += len(occurrences)
-        yield Made(number, result, before, batches, occurrences, rebuilt.step.seen)
+        yield Made(number, result, before.parameters, batches, occurrences, seen), update
 
 
 def _strangers(span: Span, state: TrainState) -> list[str] | None:
-    """The adapter's tensors in the next checkpoint that the steps up to there do not make, bit for bit."""
+    """What the next checkpoint has of adapter, optimizer and average that the steps up to there do not make, bit for bit."""
     if span.following is None or span.following != span.following.with_name(store.folder_name(state.progress.step)):
         return None
     if (problem := store.problem(span.following)) is not None:
         raise UserError(f"{span.following} is not a valid checkpoint: {problem}")
-    saved, made = Saved.whatever(span.following).state("adapter"), state.adapter.state_dict()
-    return sorted(name for name in saved.keys() | made.keys() if not _same(saved.get(name), made.get(name)))
+    saved, strangers = Saved.whatever(span.following), list[str]()
+    pieces = {"adapter": state.adapter, "optimizer": state.optimizer} | ({"ema": state.average} if state.average else {})
+    for piece, part in pieces.items():
+        there, made = saved.state(piece), part.state_dict()
+        unlike = sorted(name for name in there.keys() | made.keys() if not _same(there.get(name), made.get(name)))
+        strangers += unlike if piece == "adapter" else [f"{piece} {name}" for name in unlike]
+    return strangers
 
 
 def _same(one: Any, other: Any) -> bool:
-    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one.cpu(), other.cpu())
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one == other
+    return torch.equal(one.cpu(), other.cpu())

@@ -54,6 +54,12 @@ def test_shares_are_of_the_measured_whole_and_paid_in_mib() -> None:
     assert audit_report.remaining(found()) == {"nf4 (bitsandbytes)": [100 * 0.008**0.5, 100 * 0.002**0.5]}
 
 
+def test_the_band_is_said_to_be_of_these_photos() -> None:
+    """Its standard error is over the draws, so it tells nothing of other photos."""
+    for said in (audit_report.text(found()), str(audit_report.sections(found()))):
+        assert "other noises and times on these photos give a loss" in said and "other photos are not in it" in said
+
+
 def test_the_config_keeps_what_it_excluded() -> None:
     said = audit_report.text(found())
     table = tomllib.loads(said[said.index("[model.components.unet]") :])["model"]["components"]["unet"]

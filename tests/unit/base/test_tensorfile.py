@@ -169,6 +169,9 @@ def test_a_file_of_another_name_gets_one_message_with_the_remedy(tmp_path, name:
         (b"GGUF" + bytes(40), "it is GGUF"),
         (b"PK\x03\x04" + bytes(40), "an archive, perhaps a pickle"),
         (b"\xff" * 40, "its header claims .* download or copy it again"),
+        # Cut off within headers of these lengths, which begin like text: " {" and "<".
+        (int.from_bytes(b" {", "little").to_bytes(8, "little") + b'{"a":', "its header claims 31520 bytes"),
+        (b"<".ljust(8, b"\0") + b'{"a":', "its header claims 60 bytes"),
     ],
 )
 def test_what_lies_under_the_name_of_safetensors_is_named(tmp_path, content: bytes, said: str) -> None:

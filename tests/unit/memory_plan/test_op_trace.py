@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
+import pytest
+import torch
+from torch import nn
+
+from trainer import kernels
+from trainer.adapters import Method, Target, inject
 from trainer.memory_plan.dry_run import META, without_values
 from trainer.memory_plan.op_trace import Remembering, Trace, Work
+from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear, freeze_layers, storage_of_layers
+from trainer.quantization import layers as frozen_layers
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -68,3 +76,58 @@ def test_attention_multiplies() -> None:
         assert trace.cost.flops == 2 * product
         out.backward(torch.empty_like(out))
     assert trace.cost.flops == 7 * product and {work.width for work in trace.cost.works if work.flops} == {4}
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda y, a, b: torch.addmm(y[0], a[0], b[0]), lambda y, a, b: y[0].addmm_(a[0], b[0], beta=2),
+        lambda y, a, b: torch.addmm(y[0], a[0], b[0], out=y[1]), lambda y, a, b: torch.mm(a[0], b[0], out=y[0]),
+        lambda y, a, b: y[:1].baddbmm_(a[:1], b[:1]), lambda y, a, b: torch.baddbmm(y[:1], a[:1], b[:1], out=y[1:]),
+        lambda y, a, b: torch.bmm(a[:1], b[:1], out=y[:1]),
+    ],
+)  # fmt: skip
+def test_a_product_counts_where_it_is_written_into_a_tensor(multiply: Callable[..., torch.Tensor]) -> None:
+    """In place or into `out`, it multiplies as much as one whose result is new."""
+    with Trace() as trace:
+        multiply(empty(2, 6, 10), empty(2, 6, 8), empty(2, 8, 10))
+    assert (trace.cost.launches, trace.cost.flops) == (1, 2 * 6 * 8 * 10)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "fp8_e4m3", "fp8_e4m3 scaled"])
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("convolution", [False, True], ids=["linear", "convolution"])
+def test_every_product_of_an_adapted_layer_is_counted(
+    convolution: bool, adapter: str, storage: str, chosen: str, monkeypatch
+) -> None:
+    """A multiplication and its sum are 2. They are of x W^T and (g G) W, of the adapter's six products (adapters/dora.py),
+    and of the three of a DoRA's norm. Two layers share their input, so the second one adds to its gradient in place."""
+    if chosen == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(frozen_layers, "scaled_matmul_pays", lambda *_: True)  # else such small layers would not
+    rank, outputs, rows = 3, (96, 160), 128
+    shape, columns = ((2, 16, 8, 8), 16 * 3 * 3) if convolution else ((2, 64, 128), 128)
+    layers = [nn.Conv2d(16, n, 3, padding=1, device=META) if convolution else nn.Linear(128, n, device=META) for n in outputs]
+    model = nn.ModuleList(layers)
+    how = storage_of_layers(format=FORMATS[storage.split()[0]], compute=torch.bfloat16, unquantised=torch.bfloat16)
+    x = torch.empty(shape, dtype=torch.bfloat16, device=META, requires_grad=True)
+    with without_values():
+        freeze_layers(model, how, kernels.planned(chosen))
+        for layer in model:
+            layer.scaled_matmul = storage.endswith("scaled")
+        targets = [Target("net", name, rank, 1.5) for name in ("0", "1")]
+        bases = FrozenLinear, FrozenConv2d
+        adapted = inject({"net": model}, targets, bases=bases, method=Method(dora=adapter == "dora"), seed=0)
+        adapted.share_inputs("net", [("0", "1")])
+        adapted.mark_stale()
+        with Trace() as trace:
+            adapted.refresh()
+            made = [layer(x) for layer in model]
+            torch.autograd.backward(made, [torch.empty_like(each) for each in made])
+    base = sum(4 * rows * n * columns for n in outputs)
+    factors = sum(6 * rows * rank * (n + columns) for n in outputs)
+    norms = sum(2 * rank * (n * columns + rank * columns + n * rank) for n in outputs) if adapter == "dora" else 0
+    assert trace.cost.flops == base + factors + norms
+    by_codes = any("scaled_mm" in name for name in trace.by_name)
+    assert by_codes == (storage.endswith("scaled") and chosen == "triton" and not convolution)

@@ -14,10 +14,13 @@ from tests.harness import Workbench
 from tests.numerics.test_adapted_layers import LargestAllocation, network, with_adapter
 from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.adapters.change import LayerChange, StartFactors, change
+from trainer.base.progress import QUIET
 from trainer.cli import main as cli
 from trainer.kernels import decode, dora_torch
 from trainer.monitoring import weight_change
+from trainer.monitoring.course import LOST, Course
 from trainer.monitoring.diagnosis import judge
+from trainer.monitoring.measurements import change_fields
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear
 
 TOLERANCE = 1e-6  # of ||W||
@@ -119,6 +122,25 @@ def test_a_small_row_or_one_of_zeros_does_not_speak_for_its_layer() -> None:
     right = dense(adapted)
     assert found.largest == pytest.approx(right.moved / right.size, rel=1e-6) and found.largest < 1e-3
     assert judge([], {"net.0": found.largest}).kind != "diverged"
+
+
+def test_layers_whose_magnitudes_are_tiny_beside_their_biases_are_counted_and_said() -> None:
+    """In one of two layers: in the log as a number where weights are logged, and once as a warning. In fp32 none are."""
+    for compute, lost in ((torch.bfloat16, 1), (torch.float32, 0)):
+        adapter = with_adapter(network(FORMATS["bf16"], compute), names=("0", "2"))
+        course = Course()
+        assert course.measured(16, change_fields(adapter, None, QUIET)) is None
+        layer = adapter.layers["net.2"]
+        norms, bias = layer.get_base_layer().row_norms()[:3], layer.get_base_layer().bias_N[:3].abs()
+        with torch.no_grad():
+            layer.lora_magnitude_vector[ADAPTER_NAME].weight[:3] = torch.minimum(0.01 * norms, 0.01 * bias)
+        fields = change_fields(adapter, None, QUIET)
+        assert fields.get(LOST, 0) == lost
+        said = course.measured(32, fields)
+        assert (said or "").startswith("warning: step 32: 1 layer has magnitudes that are tiny beside their biases") == bool(
+            lost
+        )
+        assert course.measured(64, fields) is None
 
 
 @pytest.mark.parametrize(("scale", "seen"), [(1.0, "its own"), (1e-5, "the floor"), (0.0, "left out")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import subprocess
 import sys
 from typing import Any
@@ -99,6 +100,33 @@ def direct(name: str, weights: list[torch.Tensor], magnitudes: list[torch.Tensor
             group["lr"] = 1.0
         return [pytorch_optimizer.Prodigy(groups, safeguard_warmup=True, **PRODIGY)]
     return [{"lion": pytorch_optimizer.Lion, "came": pytorch_optimizer.CAME}[name](groups)]
+
+
+@pytest.mark.parametrize(("decay", "tolerance"), [(0.0, 1e-5), (0.1, 1e-4)])
+def test_prodigy_decays_as_the_formula_has_it(decay: float, tolerance: float) -> None:
+    """Thirty updates against arXiv 2306.06101, algorithm 4, in fp64, as prodigyopt 1.1.2 has it: with decoupled decay, bias
+    correction and safeguard. d grows from d0 within them."""
+    steps, d0, (beta1, beta2) = 30, 1e-3, (0.9, 0.999)
+    g, beta3 = torch.Generator().manual_seed(0), math.sqrt(beta2)
+    start, target = (torch.randn(24, 8, generator=g, dtype=torch.float64) for _ in range(2))
+    parameter = nn.Parameter(start.float())
+    group = {"params": [parameter], "lr": 1.0, "weight_decay": decay, "magnitudes": False}
+    optimizer = build_optimizer("prodigy", [group], options={"d0": d0})
+    x, m, v, s = start.clone(), *(torch.zeros_like(start) for _ in range(3))
+    d, numerator = d0, 0.0
+    for step in range(1, steps + 1):
+        slope = x - target
+        rate = d * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        numerator = beta3 * numerator + d / d0 * rate * float((slope * (start - x)).sum())
+        m, v = beta1 * m + (1 - beta1) * d * slope, beta2 * v + (1 - beta2) * (d * slope) ** 2
+        s = beta3 * s + d / d0 * d * slope
+        now = max(d, numerator / float(s.abs().sum()))
+        x = x * (1 - decay * rate) - rate * m / (v.sqrt() + now * 1e-8)
+        d = now
+        parameter.grad.copy_(parameter.detach() - target)
+        optimizer.step()
+    assert d > 5 * d0 and optimizer.param_groups[0]["d"] == pytest.approx(d, rel=1e-4)
+    assert float((parameter.detach() - x).norm() / (x - start).norm()) < tolerance
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
