@@ -3,8 +3,8 @@
     python benchmarks/text_layers.py
 
 The pipeline reads Qwen3 after layers 9, 18 and 27; diffusers' training scripts read 10, 20 and 30, which are those of
-FLUX.2 [dev]. The pocket klein has 27 layers, so the third is the last one here either way. Its loss is measured on the icons
-of examples/icons/trained, over fixed draws of time and noise, as it was trained and with the other layers.
+FLUX.2 [dev]. The pocket klein was trained with 27 layers, so the third is that one here either way. Its loss is measured on
+the icons of examples/icons/trained, over fixed draws of time and noise, as it was trained and with the other layers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from statistics import fmean, variance
 
 LEVEL = 0.95
@@ -22,6 +23,7 @@ def within(t: float, freedom: int) -> float:
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
+@cache
 def critical(freedom: int, level: float = LEVEL) -> float:
     """The t within which Student's t lies with that probability. freedom: its degrees, at least 1."""
     low, high = 0.0, math.pi / 2
