@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trainer.engine.assembly import TrainState
+from trainer.engine.rounding import quietly
 from trainer.engine.step import Inputs, Losses, StepResult
-from trainer.objectives import Diffusion
+from trainer.objectives import Diffusion, Objective
 
 UNIT = 2.0**-24  # of fp32, in which a run updates
 LEAST = 2.0**-126  # below it fp32 has fewer digits
@@ -26,44 +27,48 @@ LEAST = 2.0**-126  # below it fp32 has fewer digits
 
 def sample_losses(losses: Losses, given: Inputs) -> Tensor:
     """[B], in the latents' dtype: the model's prediction at the noised latents, and its loss."""
-    objective, batch, chosen = losses.objective, given.batch, losses.objective.loss
-    t, photo = given.time.double(), batch.latents
-    if isinstance(objective, Diffusion):
-        kept = objective.alphas_cumprod.to(t.device)[given.time]
-        signal, sigma, progress = kept.sqrt(), (1 - kept).sqrt(), t / len(objective.alphas_cumprod)
-    else:
-        signal, sigma, progress = 1 - t, t, t
-    snr, wide = (signal / sigma) ** 2, {"signal": signal, "sigma": sigma}
-    x, y = (each.to(photo.dtype).view(-1, 1, 1, 1) for each in wide.values())
+    objective, batch, photo = losses.objective, given.batch, given.batch.latents
+    with quietly():  # a run has them in fp32, however coarsely it computes
+        at = {name: each.to(photo.dtype).view(-1, 1, 1, 1) for name, each in _at_time(objective, given.time).items()}
+    signal, sigma, c = at["signal"], at["sigma"], at["threshold"]
     seen = given.noise if given.perturbation is None else given.noise + given.perturbation
     conditioning = losses.encode(given.tokens) if batch.conditioning is None else batch.conditioning
-    prediction = losses.predict(x * photo + y * seen, given.time, conditioning, batch)
-    weight, target = torch.ones_like(snr), given.noise - photo
+    prediction = losses.predict(signal * photo + sigma * seen, given.time, conditioning, batch)
+    target = given.noise - photo
     if isinstance(objective, Diffusion):
-        epsilon = objective.prediction == "epsilon"
-        target = given.noise if epsilon else x * given.noise - y * photo
-        name, by = objective.weighting.name, objective.weighting
-        if name != "none":
+        target = given.noise if objective.prediction == "epsilon" else signal * given.noise - sigma * photo
+    error = (prediction.to(photo.dtype) - target) ** 2
+    if objective.loss.loss != "mse":
+        error = 2 * error / (1 + (1 + error / c**2) ** 0.5)
+        error = error if objective.loss.loss == "huber" else error / c
+    if batch.loss_weights is not None:
+        error = error * batch.loss_weights[:, None]
+    return (error * at["weight"]).mean((1, 2, 3))
+
+
+def _at_time(objective: Objective, time: Tensor) -> dict[str, Tensor]:
+    """fp64 [B] each: signal and sigma, the weight of the loss, and its threshold."""
+    t, loss = time.double(), objective.loss
+    weight = torch.ones_like(t)
+    if isinstance(objective, Diffusion):
+        kept, by = objective.alphas_cumprod.to(t.device)[time], objective.weighting
+        signal, sigma, progress, snr = kept**0.5, (1 - kept) ** 0.5, t / len(objective.alphas_cumprod), kept / (1 - kept)
+        if by.name != "none":
             of_photo = {
                 "min_snr": lambda: torch.minimum(snr, torch.full_like(snr, by.gamma)),
                 "soft_min_snr": lambda: snr * by.gamma / (snr + by.gamma),
                 "debiased": lambda: snr**0.5,
                 "p2": lambda: snr * (by.p2_k + snr) ** -by.p2_gamma,
-            }[name]()
-            weight = of_photo / (snr if epsilon else 1 + snr)
-    error = (prediction.to(photo.dtype) - target) ** 2
-    if chosen.loss != "mse":
-        c = {
-            "constant": lambda: torch.full_like(snr, chosen.huber_c),
-            "exponential": lambda: chosen.huber_c**progress,
-            "snr": lambda: (1 - chosen.huber_c) * (1 + snr**-0.5) ** -2 + chosen.huber_c,
-        }[chosen.huber_schedule]()
-        c = c.to(photo.dtype).view(-1, 1, 1, 1)
-        error = 2 * error / (1 + (1 + error / c**2) ** 0.5)
-        error = error if chosen.loss == "huber" else error / c
-    if batch.loss_weights is not None:
-        error = error * batch.loss_weights[:, None]
-    return error.mean((1, 2, 3)) * weight.to(photo.dtype)
+            }[by.name]()
+            weight = of_photo / (snr if objective.prediction == "epsilon" else 1 + snr)
+    else:
+        signal, sigma, progress, snr = 1 - t, t, t, ((1 - t) / t) ** 2
+    threshold = {
+        "constant": lambda: torch.full_like(t, loss.huber_c),
+        "exponential": lambda: loss.huber_c**progress,
+        "snr": lambda: (1 - loss.huber_c) * (1 + snr**-0.5) ** -2 + loss.huber_c,
+    }[loss.huber_schedule]()
+    return {"signal": signal, "sigma": sigma, "weight": weight, "threshold": threshold}
 
 
 @dataclass(frozen=True)

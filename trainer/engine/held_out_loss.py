@@ -120,7 +120,11 @@ class HeldOutLoss:
     def mark(self) -> str:
         """The digest of photos, captions and draws, and of what was changed in mid-run of how they are measured."""
         photos = {
-            kind: [[e.photo.sha256, e.photo.caption, *(each.photo.sha256 for each in e.references)] for e in examples]
+            kind: [
+                # The caption that is read, where a trigger or another rule changes it.
+                [e.photo.sha256, *dict.fromkeys((e.photo.caption, e.captions[0])), *(r.photo.sha256 for r in e.references)]
+                for e in examples
+            ]
             for kind, examples in self.measured.items()
         }
         changed = {"changed": self.changed} if self.changed else {}
@@ -180,8 +184,8 @@ def _loss(kind: str) -> str:
 
 
 def _fields(owners: Sequence[tuple[str, str]], errors: Sequence[float]) -> Fields:
-    """Of each kind its loss, and its loss in each quarter of time, the one with the least noise (time 0) first; and that of
-    each held-out photo, in all its sizes. owners: (kind, photo) of each error.
+    """Of each kind its loss, its loss in each quarter of time, the one with the least noise (time 0) first, and that of each
+    photo, in all its sizes. owners: (kind, photo) of each error.
 
     None where one is not finite. The draws of a photo go round the quarters, and each photo has a multiple of four.
     """
@@ -190,9 +194,12 @@ def _fields(owners: Sequence[tuple[str, str]], errors: Sequence[float]) -> Field
         own = [error for error, (its, _) in zip(errors, owners, strict=True) if its == kind]
         fields[_loss(kind)] = _mean(own)
         fields[f"{kind}_quarters"] = [_mean(own[quarter::QUARTERS]) for quarter in range(QUARTERS)]
-    apart = [(photo, error) for (kind, photo), error in zip(owners, errors, strict=True) if kind == "held_out"]
-    by_photo = {photo: _mean([error for its, error in apart if its == photo]) for photo in dict(apart)}
-    return fields | ({BY_PHOTO: by_photo} if by_photo else {})
+        apart: dict[str, list[float]] = {}
+        for (its, photo), error in zip(owners, errors, strict=True):
+            if its == kind:
+                apart.setdefault(photo, []).append(error)
+        fields[BY_PHOTO[_loss(kind)]] = {photo: _mean(each) for photo, each in apart.items()}
+    return fields
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -33,7 +33,7 @@ CHANGED = "loss_changed"
 # How many photos are held out and measured, and how many of them have a near duplicate among those that are trained on.
 COUNT, COPIES = "held_out_photos", "held_out_copies"
 # Each held-out photo's mean, by what its SHA-256 begins with: the draws are the same each time, so the changes are paired.
-BY_PHOTO = "held_out_by_photo"
+BY_PHOTO = {"held_out_loss": "held_out_by_photo", "trained_loss": "trained_by_photo"}
 # Losses at fixed draws: the field, and whose it is.
 FIXED = {"held_out_loss": "held-out", "trained_loss": "trained"}
 

@@ -85,8 +85,13 @@ def is_line(found: object) -> bool:
         and all(is_number(found.get(name)) for name in NEEDED)
         and is_number(found.get("highest_lr", 0))
         and all(fields.get(name) is None or is_number(fields[name]) for fields in (found, start) for name in OPTIONAL)
-        and all(isinstance(fields.get(BY_PHOTO, {}), dict) for fields in (found, start))
-        and all(v is None or is_number(v) for fields in (found, start) for v in fields.get(BY_PHOTO, {}).values())
+        and all(isinstance(fields.get(name, {}), dict) for fields in (found, start) for name in BY_PHOTO.values())
+        and all(
+            v is None or is_number(v)
+            for fields in (found, start)
+            for name in BY_PHOTO.values()
+            for v in fields.get(name, {}).values()
+        )
         and all(isinstance(fields.get(name, ""), str) for fields in (found, start) for name in (PHOTOS, CHANGED))
     )
 
@@ -121,7 +126,7 @@ def judge(
     far = change is not None and change > TOO_FAR
     useless = [field for field in FIXED if (mark_of(rows), field) in course.unusable]
     known = [] if "held_out_loss" in useless else _finite(series(rows, "held_out_loss"))
-    changes = _changes(rows, known)
+    changes = _changes(rows, known, "held_out_loss")
     few = _too_few(rows, known) if known and not changes else ""
     doubtful = f"; too few to tell by the held-out loss: {few}" if few else ""
     tells = interval(changes[0])[0] > 0 if changes else _newest(rows, COUNT) != 1
@@ -149,7 +154,7 @@ def judge(
     elif few:
         found = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
     else:
-        trained = {} if "trained_loss" in useless else dict(_finite(series(rows, "trained_loss")))
+        trained = [] if "trained_loss" in useless else _changes(rows, known, "trained_loss")
         found = _by_held_out(known, changes, trained, changed, levers, kept)
     beside = _leak(rows) + _useless(useless)
     return replace(found, sentence=found.sentence + beside, doubt=found.doubt or far or bool(beside))
@@ -188,10 +193,10 @@ def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
     return f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} by {change:.0%}"
 
 
-def _changes(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> list[list[float]]:
+def _changes(rows: Sequence[Line], known: Sequence[tuple[int, float]], field: str) -> list[list[float]]:
     """Of each measurement before the last one, what the loss of each photo changed by since then. None where the log does not
-    have that of two photos or more."""
-    every = dict(series(rows, BY_PHOTO))
+    have that of two photos or more. known: the measurements. field: of FIXED."""
+    every = dict(series(rows, BY_PHOTO[field]))
     looks: list[Any] = [every.get(step) or {} for step, _ in known]
     if any(len(look) < 2 or look.keys() != looks[-1].keys() or not all(map(is_finite, look.values())) for look in looks):
         return []
@@ -204,7 +209,7 @@ def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
     if len(known) == 1:
         return f"the held-out loss was measured once, {start:.4g}, so no change is known"
     why = "this log, begun by an earlier version, has no losses by photo"
-    if 1 in (_newest(rows, COUNT), len(_newest(rows, BY_PHOTO) or ())):
+    if 1 in (_newest(rows, COUNT), len(_newest(rows, BY_PHOTO["held_out_loss"]) or ())):
         why = "one photo never tells; hold out more (data.held_out)"
     return f"the held-out loss went from {start:.4g} to {now:.4g}, and {why}"
 
@@ -244,10 +249,10 @@ def _leak(rows: Sequence[Line]) -> str:
 
 
 def _by_held_out(
-    known: Known, changes: Changes, trained: Mapping[int, float], changed: str, levers: str, kept: Iterable[int] | None
+    known: Known, changes: Changes, trained: Changes, changed: str, levers: str, kept: Iterable[int] | None
 ) -> Verdict:
-    """What a run is called that has not diverged, and changed something or may have. known, trained: losses by step. changes:
-    of each photo, since each measurement but the last.
+    """What a run is called that has not diverged, and changed something or may have. known: losses by step. changes, trained:
+    of each held-out or trained photo, since each measurement but the last.
 
     Whether the loss fell or rose since the start is one question, asked of one interval. But the lowest of several may be low
     by chance alone: of a rise since then the intervals since all of them hold at once.
@@ -261,7 +266,7 @@ def _by_held_out(
     fell = best != first
     was = f"the held-out loss fell from {start:.4g} to {lowest:.4g} at step {best}"
     by_heart = "the loss of the trained photos falls on: the adapter learns the photos by heart"
-    if rise[0] > 0 and trained.get(last, math.inf) < trained.get(best, -math.inf):
+    if rise[0] > 0 and trained and interval(trained[place])[1] < 0:
         if not fell:
             said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell{since}, while {by_heart}"
             return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
@@ -282,7 +287,7 @@ def _by_held_out(
         return Verdict("worse", said)
     went = f"{'rose' if now > start else 'fell'} by {_share(abs(1 - now / start) if start else 0)}"
     said = f"too few photos to tell: {of} {went}, from {start:.4g} to {now:.4g}{by}: that may be chance{changed}"
-    return Verdict("unclear", f"{said}; hold out more photos, train longer or raise {levers}")
+    return Verdict("unclear", f"{said}; hold out more photos" + ("" if now > start else f", train longer or raise {levers}"))
 
 
 def _share(part: float) -> str:
@@ -329,7 +334,7 @@ def _fall(early: Sequence[float], late: Sequence[float]) -> float:
 
 def series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
     """(step, value) of those that measure what the last one does: on the same photos, or what the loss of a step measures."""
-    if field not in (*FIXED, BY_PHOTO):
+    if field not in (*FIXED, *BY_PHOTO.values()):
         first = max((row["step"] for row in rows if CHANGED in row), default=0)
         return [(row["step"], row[field]) for row in rows if field in row and row["step"] >= first]
     every = [(step, found) for step, found in _measured(rows) if field in found]

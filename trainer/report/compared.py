@@ -30,7 +30,8 @@ from trainer.report.thumbnails import Thumbnails
 
 # Keys by which the held-out loss has another unit or another input: what is predicted, from what, and how the model is told.
 UNITS = re.compile(
-    r"(model\.(family|path|config|revision|variant|prediction|zero_terminal_snr|components\..*\.path)|objective\.guidance)$"
+    r"(model\.(family|path|config|revision|variant|prediction|zero_terminal_snr|components\..*\.path)|objective\.guidance"
+    r"|data\.((sources\.\d+\.)?resolution.*|bucket_step|enlarge|background|text_length|clip_chunks))$"
 )
 DRAWN = 8  # lines of a chart that can still be told apart
 ALL = 1e15  # seconds: of a page that nobody expects to be written again
@@ -309,8 +310,11 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
 def _held_out_about(runs: Sequence[Seen]) -> str:
     """A held-out loss tells runs apart only where they measure the same photos at the same draws."""
     marks = {mark for run in runs if (mark := _mark(run.history))}
-    if len(marks) > 1:
-        return "These runs measure other photos, captions or draws: compare each with itself, not with one another."
+    if len(marks) > 1 or any(_units(runs[:1], [run]) for run in runs[1:]):
+        return (
+            "These runs measure other photos, captions or draws, or another quantity: compare each with itself, not with one "
+            "another."
+        )
     return "The same photos, captions and draws in all of them: the lower the better."
 
 

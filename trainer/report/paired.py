@@ -41,16 +41,15 @@ def detectable(seeds: int, pairs: int = 1) -> float:
         )
         return sum(weight * tail / 2 for weight, tail in zip(weights, tails, strict=True))
 
-    low, high = 0.0, 1000.0
+    low, high = 0.0, 100.0 * pairs
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if told_apart(middle) < POWER else (low, middle)
     return low / math.sqrt(seeds)
 
 
-def before_the_runs(seeds: int, variants: int) -> str:
-    """What that many seeds can tell of that many variants, in words."""
-    pairs = math.comb(variants, 2)
+def before_the_runs(seeds: int, pairs: int) -> str:
+    """What that many seeds can tell of that many pairs, in words."""
     among = f", the first of {pairs} pairs," if pairs > 1 else ""
     return (
         f"{seeds} seeds tell two variants apart{among} in {POWER:.0%} of all cases where their true difference is "

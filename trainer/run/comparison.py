@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -130,7 +131,10 @@ def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
 
 
 def _power(asked: Variations) -> str:
-    return before_the_runs(len({each.seed for each in asked.runs}), len({each.variant for each in asked.runs}))
+    lengths = {each.variant: (each.config.run.max_steps, each.config.run.epochs) for each in asked.runs}
+    # Those of other lengths are judged at their ends, too.
+    pairs = [1 + (one != other) for one, other in combinations(lengths.values(), 2)]
+    return before_the_runs(len({each.seed for each in asked.runs}), sum(pairs))
 
 
 def _csv(data: dict[str, Any]) -> str:

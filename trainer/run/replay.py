@@ -34,6 +34,7 @@ from trainer.engine.encoding import encode
 from trainer.engine.exact import computing_exactly
 from trainer.engine.formulas import Kept, Update, Updates
 from trainer.engine.judged import Judge, JudgedStep, Made, WatchedStep, watched
+from trainer.engine.step import StepResult
 from trainer.monitoring import metrics
 from trainer.plan.data_sources import open_cache
 from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
@@ -159,12 +160,13 @@ def replay(span: Span, overrides: Sequence[str] = (), *, phases: Phases) -> Repl
         found = Replay(rebuilt.precision, rebuilt.environment, repeats)
         judge = _judge(rebuilt)
         with phases("steps", span.last - span.first + 1, "step") as phase:
-            for made, update in _again(span, rebuilt):
-                if (made.result.loss, made.result.grad_norm) != span.logged[made.number]:
-                    found.unequal.append(made.number)
-                if made.number in span.judged:
+            for number, result, kept in _again(span, rebuilt):
+                if (result.loss, result.grad_norm) != span.logged[number]:
+                    found.unequal.append(number)
+                if kept is not None:
+                    made, update = kept
                     with computing_exactly(rebuilt.components):
-                        judged = judge.judge(made, span.logged[made.number])
+                        judged = judge.judge(made, span.logged[number])
                     found.judgements.append(replace(judged, update=update))
                 phase.advance(1)
         found.strangers = _strangers(span, rebuilt.state)
@@ -236,8 +238,8 @@ def _updates(span: Span, plan: RunPlan) -> Iterator[tuple[list[MicroBatch], list
         yield update, [occurrence for micro_batch in update for occurrence in micro_batch]
 
 
-def _again(span: Span, rebuilt: Rebuilt) -> Iterator[tuple[Made, Update]]:
-    """The steps in the run's own precision, and what each did with its gradients."""
+def _again(span: Span, rebuilt: Rebuilt) -> Iterator[tuple[int, StepResult, tuple[Made, Update] | None]]:
+    """The steps in the run's own precision; of those that are judged all of them, and what each did with its gradients."""
     state, progress, config = rebuilt.state, rebuilt.state.progress, rebuilt.plan.config
     chosen = config.optimizer
     updates = Updates(
@@ -251,13 +253,16 @@ def _again(span: Span, rebuilt: Rebuilt) -> Iterator[tuple[Made, Update]]:
     )
     for number, (update, occurrences) in enumerate(_updates(span, rebuilt.plan), span.first):
         batches = [rebuilt.reader[micro_batch] for micro_batch in update]
-        before = Kept.of(state)
+        before = Kept.of(state) if number in span.judged else None
         result = rebuilt.step.run(number, batches, occurrences)
-        seen = rebuilt.step.seen
-        update = updates.judge(before, Kept.of(state), seen, number, result)
         progress.step += 1
         progress.images += len(occurrences)
-        yield Made(number, result, before.parameters, batches, occurrences, seen), update
+        if before is None:
+            yield number, result, None
+            continue
+        seen = rebuilt.step.seen
+        update = updates.judge(before, Kept.of(state), seen, number, result)
+        yield number, result, (Made(number, result, before.parameters, batches, occurrences, seen), update)
 
 
 def _strangers(span: Span, state: TrainState) -> list[str] | None:

@@ -18,6 +18,7 @@ from trainer.adapters.targets import Target
 from trainer.base.types import Batch, Conditioning, Occurrence, each_tensor
 from trainer.engine import formulas
 from trainer.engine.formulas import Kept, Update, Updates
+from trainer.engine.rounding import rounded_to
 from trainer.engine.step import Inputs, Losses, StepResult
 from trainer.objectives import Diffusion, Flow, Loss, Noise, Objective, Weighting, base
 
@@ -57,6 +58,16 @@ def test_the_loss_of_every_objective_agrees(objective: Objective) -> None:
     exact = formulas.sample_losses(made, in_fp64(inputs))
     assert exact.dtype == torch.float64 and formulas.sample_losses(made, inputs).dtype == torch.float32
     torch.testing.assert_close(made.of(inputs).double(), exact, rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda each: each.describe())
+def test_what_a_run_has_in_fp32_makes_no_bound_wider(objective: Objective) -> None:
+    """Of a model that computes in fp32 nothing else errs, however coarse the compute dtype is."""
+    made, inputs = losses_of(objective)
+    exact = formulas.sample_losses(made, in_fp64(inputs))
+    with rounded_to(torch.bfloat16, torch.Generator().manual_seed(0)):
+        rounded = formulas.sample_losses(made, inputs)
+    torch.testing.assert_close(rounded.double(), exact, rtol=3e-6, atol=0)
 
 
 IN_LOSS: dict[str, tuple[Objective, Any, str, Callable]] = {

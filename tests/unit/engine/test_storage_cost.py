@@ -65,7 +65,7 @@ def batch_of(number: int) -> Batch:
 
 def example(number: int) -> Any:
     photo = SimpleNamespace(sha256=f"{number:064x}", caption="", sample=str(number))
-    return SimpleNamespace(sample=str(number), photo=photo, references=())
+    return SimpleNamespace(sample=str(number), photo=photo, captions=("",), references=())
 
 
 @pytest.fixture

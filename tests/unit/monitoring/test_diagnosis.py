@@ -177,6 +177,7 @@ def measured(held_out: list[float], trained: list[float]) -> list[dict[str, Any]
     rows = log([0.3] * (10 * (len(held_out) - 1)))
     for place, loss in enumerate(held_out):
         fields = {"held_out_loss": loss, "trained_loss": trained[place], "held_out_by_photo": by_photo(loss, place)}
+        fields["trained_by_photo"] = by_photo(trained[place], place)
         (rows[10 * place - 1] if place else rows[0].setdefault("at_start", {})).update(fields)
     return rows
 
@@ -312,6 +313,7 @@ def constructed(
     for place, loss in enumerate(held_out):
         other = trained[place] if trained else loss
         fields = {"held_out_loss": loss, "trained_loss": other, "held_out_by_photo": by_photo(loss, place, photos), **count}
+        fields["trained_by_photo"] = by_photo(other, place)
         (rows[10 * place - 1] if place else rows[0].setdefault("at_start", {})).update(fields)
     for step, change in (weights or {}).items():
         rows[step - 1]["weight_change"] = change

@@ -29,7 +29,9 @@ def history(tmp_path: Path, steps: int, held_out: dict[int, float | None] | None
         (rows[step - 1] if step else rows[0].setdefault("at_start", {})).update(fields)
 
     for step, loss in (held_out or {}).items():
-        put(step, {"held_out_loss": loss, "trained_loss": 0.5 - step / 100, "held_out_by_photo": by_photo(loss, step)})
+        trained = 0.5 - step / 100
+        put(step, {"held_out_loss": loss, "held_out_by_photo": by_photo(loss, step)})
+        put(step, {"trained_loss": trained, "trained_by_photo": by_photo(trained, step)})
     for name, values in at.items():
         for step, value in values.items():
             put(step, {name: value})

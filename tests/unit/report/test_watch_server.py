@@ -126,7 +126,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(runs: Path, browse) 
 def test_losses_of_other_photos_are_not_called_comparable(tmp_path: Path, browse) -> None:
     for name, mark in (("one", "a"), ("two", "b")):
         write_run(tmp_path / name, lr=1e-4, losses=[0.5, 0.4], colour="red", mark=mark)
-    assert "not with one another" in browse(tmp_path).text("/")
+    assert "compare each with itself" in browse(tmp_path).text("/")
 
 
 def seeds(root: Path, *curves: list[float]) -> None:

@@ -12,6 +12,7 @@ from trainer import config as configs
 from trainer import optim
 from trainer.base.errors import UserError
 from trainer.checkpoint.state import Progress
+from trainer.config.data_tables import DataTable, SourceTable
 from trainer.config.training_tables import ObjectiveTable
 from trainer.resume import pins
 from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, NEVER, Allowance, never, noted, parse
@@ -241,5 +242,15 @@ def test_every_key_of_the_objective_changes_what_the_loss_measures_but_for_how_e
     assert [line.partition(":")[0] for line in noted(changes, FIXED_LOSS)] == ["objective.guidance"]
     assert noted(changes, LOSS, 4) == [] and noted(changes, LOSS) == noted(changes, LOSS, 3)
     photos = [{"step": 5, "what": ["photos: 5 photos then, 6 now", "added: 0/05.jpg", "data.resolution: 64 -> 128"]}]
-    assert noted(photos, LOSS) == ["photos: 5 photos then, 6 now"]
+    assert noted(photos, LOSS) == ["photos: 5 photos then, 6 now", "data.resolution: 64 -> 128"]
     assert noted(photos, FIXED_LOSS) == ["data.resolution: 64 -> 128"]
+
+
+def test_keys_of_the_data_that_change_what_is_asked_change_what_the_loss_measures() -> None:
+    """All but those of order, reading, caching, and which photos there are, which have a line of their own."""
+    same = {"sources", "batch_size", "short_batches", "held_out", "num_workers", "strict_captions", "image_variants"}
+    same |= {name for name in DataTable.model_fields if name.startswith("cache")}
+    keys = [f"data.{name}" for name in DataTable.model_fields]
+    keys += [f"data.sources.0.{name}" for name in SourceTable.model_fields]
+    told = [key for key in keys if noted([{"step": 3, "what": [f"{key}: 1 -> 2"]}], LOSS)]
+    assert told == [key for key in keys if key.removeprefix("data.") not in same]

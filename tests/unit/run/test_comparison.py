@@ -6,6 +6,8 @@ import csv
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from tests.unit.report.test_compared import run
 from trainer.config import Variation, Variations
@@ -40,6 +42,7 @@ def test_a_run_that_two_variants_share_is_there_once(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Compared, "folder", property(lambda self: tmp_path / "a-1"))
     monkeypatch.setattr(Compared, "seen", lambda self: seen)
     shared = [Compared(name, 1, None, "") for name in ("a", "b")]
-    asked = tuple(Variation(name, seed, (), None) for name in ("a", "b") for seed in (1, 2))
+    length: Any = SimpleNamespace(run=SimpleNamespace(max_steps=9, epochs=None))
+    asked = tuple(Variation(name, seed, (), length) for name in ("a", "b") for seed in (1, 2))
     comparison.write_page(Variations("base.toml", str(tmp_path), asked), shared)
     assert len(json.loads((tmp_path / "comparison.json").read_text())["runs"]) == 1

@@ -91,11 +91,13 @@ def _labels(looks: np.ndarray) -> np.ndarray:
                 break
             places = np.flatnonzero(near & (sorted_whole[step:] | sorted_whole[:-step]))
             one, other = order[places], order[places + step]
-            labels = _joined(labels, photos[one], photos[other], _are_alike(bits, colours, one, other))
+            close = _are_alike(bits, colours, one, other, least=np.where(whole[one] & whole[other], 0, 2 * EQUAL))
+            labels = _joined(labels, photos[one], photos[other], close)
     return labels
 
 
-def _are_alike(bits: np.ndarray, colours: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _are_alike(bits: np.ndarray, colours: np.ndarray, one: np.ndarray, other: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """least: bits that must be set in either. A plain photo has few, and then a crop of one is soon like another."""
     a, b = bits[one], bits[other]
     apart = _count(a ^ b).astype(np.int16)
     close = np.flatnonzero(apart <= FAR)
@@ -103,7 +105,8 @@ def _are_alike(bits: np.ndarray, colours: np.ndarray, one: np.ndarray, other: np
     off = colours[one[close]] - colours[other[close]]
     lighter = (EQUAL * apart <= either) & (either >= 2 * EQUAL) & (np.abs(off.mean(axis=1)) <= LIGHT)
     found = np.zeros(len(one), dtype=bool)
-    found[close] = (SHARE * apart <= either) & ((np.abs(off).max(axis=1, initial=0) <= COLOUR) | lighter)
+    coloured = np.abs(off).max(axis=1, initial=0) <= COLOUR
+    found[close] = (SHARE * apart <= either) & (either >= least[close]) & (coloured | lighter)
     return found
 
 
