@@ -25,7 +25,7 @@ from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.base.run_layout import Layout, folder_name
-from trainer.base.tensorfile import TensorFile
+from trainer.base.tensorfile import TensorFile, is_safetensors
 from trainer.base.types import Link, Recognised
 from trainer.checkpoint import store
 from trainer.checkpoint.state import STATE, Saved
@@ -183,7 +183,7 @@ class OpenedAdapter:
 
 def looks_like_an_adapter(path: Path) -> bool:
     """Whether a .safetensors file has the tensors of a LoRA's or DoRA's layers, and so no model's. Reads its header."""
-    if path.suffix != ".safetensors" or not path.is_file():
+    if not is_safetensors(path) or not path.is_file():
         return False
     try:
         return bool(stems_of(TensorFile(path)))
@@ -201,13 +201,13 @@ def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, fa
     if path.is_dir() and is_peft_folder(path):
         path /= WEIGHTS
     if path.is_dir():
-        names = sorted(file.name for file in path.glob("*.safetensors"))
+        names = sorted(file.name for file in path.iterdir() if is_safetensors(file))
         if (path / STATE).exists():
             remedy = f"it is a checkpoint; make its adapter files first: python scripts/adapter.py export {path} FOLDER"
         else:
             remedy = f"give one of its files: {', '.join(names[:10])}" if names else "it holds no .safetensors file"
         raise UserError(f"{path} is a folder; {remedy}")
-    if path.suffix != ".safetensors":
+    if not is_safetensors(path):
         raise UserError(f"{path} is not a .safetensors file; adapters in other formats are not read, as they may run code")
     file = TensorFile(path)
     stems = stems_of(file)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.adapters.keys import some
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, reading
 from trainer.base.files import read_json
 from trainer.base.tensorfile import Tensors
+from trainer.base.text import refuse_stand_in
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every key that PEFT saves
@@ -108,6 +109,8 @@ def _read(path: Path, layers: int) -> PeftConfig:
 
     if not path.is_file():  # to read a pipe may never end
         raise wrong("is no file; take the folder as PEFT saved it")
+    with reading(path, remedy=""):
+        refuse_stand_in(path.read_bytes())
     fields = read_json(path)
     if not isinstance(fields, dict):
         raise wrong("is not a JSON object; take the folder as PEFT saved it")

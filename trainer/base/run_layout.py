@@ -17,6 +17,7 @@ def step_of(name: str) -> int | None:
 
 
 AVERAGE = "_ema"  # how the names of files end that are made with an average of the weights
+SUPERSEDED = "superseded-after-"  # how the names of folders begin with what was set aside
 
 
 def plain_request(request: str) -> str:
@@ -59,11 +60,11 @@ class Layout:
 
     def superseded(self, after: int, again: int = 1) -> Path:
         """Results of steps beyond `after`, which a resumed run makes anew."""
-        return self.root / f"superseded-after-{folder_name(after)}{f'-{again}' if again > 1 else ''}"
+        return self.root / f"{SUPERSEDED}{folder_name(after)}{f'-{again}' if again > 1 else ''}"
 
     def set_aside(self) -> list[Path]:
         """The folders of `superseded` that are there."""
-        return sorted(self.root.glob("superseded-after-*"))
+        return sorted(self.root.glob(f"{SUPERSEDED}*"))
 
     def adapter_steps(self, name: str) -> list[int]:
         """Steps of the run `name` whose adapter is there: in a checkpoint, or in a file of its own."""
@@ -112,8 +113,12 @@ class Layout:
         return [*later, *(path for path in (self.report, self.before_after, self.card, self.card_images) if path.exists())]
 
 
-# What a run leaves in its output folder, by name.
 MADE_BY_RUNS = frozenset(path.parts[0] for path in vars(Layout(Path())).values() if path.parts)
+
+
+def made_by_run(name: str) -> bool:
+    """Whether a run leaves a file or folder of that name in its output folder."""
+    return name in MADE_BY_RUNS or name.startswith(SUPERSEDED)
 
 
 def holds_run(names: Collection[str]) -> bool:

@@ -14,10 +14,11 @@ import pytest
 from PIL import Image
 
 from trainer import config as configs
+from trainer.base.account import Heading
 from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.layouts import hf
-from trainer.data.scan import scan
+from trainer.data.scan import scan, survey
 from trainer.data.sources import Listing, Scanned, Source
 
 
@@ -282,6 +283,19 @@ def test_words_in_names_of_photos_make_no_splits(tmp_path: Path, names: tuple[st
     scanned = scan([Source(0, f"hf:{folder_of_photos(tmp_path / 'set', *names)}", resolutions=(64,))])
     assert sorted(photo.caption for photo in scanned.photos) == sorted(Path(name).stem for name in names)
     assert any("the folder is read whole" in note for note in scanned.notes) and not scanned.left_out
+
+
+def test_a_dataset_has_no_photos_of_others_and_names_what_looks_unintended(tmp_path: Path) -> None:
+    root = folder_of_photos(tmp_path / "set", "a.png", "00_mask.png", "reg/7.png", "run/samples/9.png", table=False)
+    sources = [Source(0, f"hf:{root}", resolutions=(64,)), Source(1, f"{root}/reg", resolutions=(64,), regularisation=True)]
+    scanned = survey(sources, outputs=(f"{root}/run",))
+    assert [photo.sample for photo in scanned.photos] == ["0/0", "0/1", "1/7.png"]
+    reasons = {entry.reason for entry in scanned.account.entries(Heading.LEFT_OUT)}
+    assert {"read as data.sources.1 alone, and not with the source around it", "the output of a training run"} <= reasons
+    (odd,) = [each for each in scanned.account.entries(Heading.WARNING) if "named like a mask" in each.reason]
+    assert [Path(name).name for name in odd.names] == ["00_mask.png"]
+    twice = survey([Source(0, f"hf:{root}", resolutions=(64,)), Source(1, f"hf:{root}@train", resolutions=(64,))])
+    assert any("has the same folder as data.sources.0" in each.reason for each in twice.account.entries(Heading.WARNING))
 
 
 def test_splits_by_folders_stay_and_what_is_in_others_is_named(tmp_path: Path) -> None:

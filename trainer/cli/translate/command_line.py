@@ -17,7 +17,8 @@ SCRIPT = re.compile(r"(?:^|[\\/])(\w*train_network)(?:\.py)?$")
 WRAPPED = re.compile(
     r"[\s@]*(?:call\s+)?\S*(?:cmd|bash|sh|powershell|pwsh)(?:\.exe)?\s+(?:/[ck]|-l?c|-command)\s+([\"'])(.*)\1\s*", re.I
 )
-LOOKS_LIKE_WINDOWS = re.compile(r"[\^`][ \t]*\n|=\"?[A-Za-z]:\\")
+LOOKS_LIKE_WINDOWS = re.compile(r"[\^`][ \t]*\n|[\s='\"](?:[A-Za-z]:\\|\\\\\w)")
+PASSED_ON = ("%*", "$*", "$@", "${@}")  # what a script was called with
 IGNORED = re.compile(r"\s*(?:#|::|@?rem\b|@?echo\b)", re.I)
 END = re.compile(r"\"[^\"]*\"|'[^']*'|(\s\d?[<>#]|&+|[|;]+)")  # its group: where a command ends
 NAMED = re.compile(r"\$\{(\w+)(?::?-([^}]*))?(?:\[@\])?\}|\$(?:env:)?(\w+)|%(\w+)%|!(\w+)!|^@(\w+)$")
@@ -25,9 +26,9 @@ ADDED = re.compile(r"\.Add\(\s*[\"'](--\w+)", re.I)  # an option that a PowerShe
 ASSIGNMENTS = [
     re.compile(pattern, re.MULTILINE | re.I)
     for pattern in (
-        r"^[ \t]*@?set[ \t]+\"?(\w+)=([^\"\n]*|\"[^\"\n]*\")\"?[ \t]*$",
+        r"^[ \t]*@?set[ \t]+\"?(\w+)=([^\"&\n]*|\"[^\"\n]*\")\"?[ \t]*(?:&.*)?$",
         r"^[ \t]*\$(?:env:)?(\w+)[ \t]*=[ \t]*(@\([^()]*\)|\"[^\"\n]*\"|'[^'\n]*'|[^\s#;@(\[]+)",
-        r"^[ \t]*(?:export[ \t]+)?(\w+)=(\([^()]*\)|'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"]*)[ \t;]*(?:#.*)?$",
+        r"^[ \t]*(?:export[ \t]+)?(\w+)=(\([^()]*\)|'[^'\n]*'|\"[^\"\n]*\"|[^\s;'\"]*)[ \t]*(?:[;#&].*)?$",
     )
 ]
 
@@ -55,8 +56,9 @@ def command_options(text: str, path: Path) -> dict[str, Any]:
             continue
         words = [part for word in split(command) for part in _in_place(word, filled(word), split)]
         for place, word in enumerate(words):
-            if found := SCRIPT.search(word):
-                return {"script": found[1], **_options(words[place + 1 :], ADDED.findall(text))}
+            found, behind = SCRIPT.search(word), words[place + 1 :]
+            if found and any(each.startswith("--") for each in behind):  # else its name alone, in a variable
+                return {"script": found[1], **_options(behind, ADDED.findall(text))}
     return {}
 
 
@@ -105,7 +107,7 @@ def _options(words: Sequence[str], added: Sequence[str] = ()) -> dict[str, Any]:
     options: dict[str, Any] = {}
     values: list[Any] = []
     name = ""
-    for word in [*words, "--"]:
+    for word in [*(each for each in words if each not in PASSED_ON), "--"]:
         if word.startswith("--"):
             if name:
                 options[name] = values[0] if len(values) == 1 else values or True

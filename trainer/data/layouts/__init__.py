@@ -26,4 +26,4 @@ def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
         why = f"{printable(source.path)}: references = {source.references!r}: {rest}"
     if why:
         return Listing([], problems=[why])
-    return layout.listing(source) if layout else folder.listing(source, owned)
+    return shards.listing(source) if layout is shards else (layout or folder).listing(source, owned)

@@ -21,18 +21,26 @@ OWNED = "read as data.sources."
 MOVE_OUT = "move out what should not be trained"
 # What is trained and looks unintended, by the name of a folder or the end of a photo's name.
 COPIES = re.compile(
-    r"(samples?|logs?|wandb|tensorboard|outputs?|grids?|previews?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|"
-    r"backups?|old|thumb(nail)?s?|trash|bin|recycle ?bin|deleted|rejected|discarded|duplicates?)",
-    re.IGNORECASE,
+    r"logs?|wandb|tensorboard|grids?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|old|bin|te?mp|"
+    r"(recently )?deleted|papierkorb|corbeille|papelera|"
+    r"(.*[-_. ])?(samples?|outputs?|previews?|backups?|thumb(nail)?s?|trash|recycle ?bin|rejected|discarded|duplicates?)"
+    r"([-_. ].*)?",
+    re.IGNORECASE | re.DOTALL,
 )
 MASKS = r"(alpha_?)?masks?|mask(label|_?image)s?|condlabels?|control(_?image|_?net)?s?|condition(s|ing(_?images?|_?data)?)?"
 CONTROLS = (
     r"canny|depth(_?maps?)?|normal_?maps?|open_?pose|dw_?pose|line_?art|scribbles?|soft_?edges?|hed|mlsd|segmentations?|"
-    r"seg_?maps?|alpha"
+    r"seg(_?maps?)?|matte|alpha"
 )
 MASK_FOLDER = re.compile(rf"_*({MASKS})[-_ ]?\d*", re.IGNORECASE)
-REGULARISATION = re.compile(r"(reg|regulari[sz]ation|class|prior)s?([-_ ]?(images?|data|dir|photos))?", re.IGNORECASE)
-LOOKS_LIKE_MASK = re.compile(rf"(.*[-_.])?({MASKS}|{CONTROLS})\d*|.*\.ref\d*", re.IGNORECASE | re.DOTALL)
+REGULARISATION = re.compile(
+    r"(class|prior)s?([-_ ]?(images?|data|dir|photos))?|"
+    r"(.*[-_ ])?(reg|regulari[sz]ation)s?((images?|data|dir|photos)|[-_ ].*)?",
+    re.IGNORECASE | re.DOTALL,
+)
+LOOKS_LIKE_MASK = re.compile(
+    rf"(.*[-_.]|\d+ )?({MASKS}|{CONTROLS})[-_ (]*\d*\)?|masks?[-_. (]+\d.*|masks?_.+|.*\.ref\d*", re.IGNORECASE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Apart:
 def folder_of(source: Source) -> str:
     """The folder whose files are the source's; of an archive its own path."""
     path = source.path.removeprefix(HUB) or "."
+    if path != source.path and not os.path.exists(path):
+        path = re.sub(r"(:[^:@/\\]+)?(@[^@/]+)?$", "", path)
     return os.path.dirname(path) or "." if path.lower().endswith(TABLES) and not os.path.isdir(path) else path
 
 
@@ -68,7 +78,7 @@ def why(name: str, *, is_folder: bool) -> str:
         return "hidden"
     if not is_folder:
         return ""
-    if name.casefold() in SYSTEM_FOLDERS:
+    if name.casefold() in SYSTEM_FOLDERS or name.casefold().endswith(".lrdata"):
         return "thumbnails, settings or the bin of a system or a NAS"
     zero = "the folder's number is 0, which means no repeats (kohya's sd-scripts skips it, too); to train it, name it 1_NAME"
     return zero if KOHYA_ZERO.fullmatch(name) else ""

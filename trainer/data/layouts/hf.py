@@ -16,10 +16,11 @@ from trainer.base.errors import one_line, reading
 from trainer.base.text import refuse_stand_in
 from trainer.data.images.kinds import IMAGES, TABLES
 from trainer.data.layouts import apart
+from trainer.data.layouts.apart import Apart
 from trainer.data.layouts.folder import captions_note
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
 from trainer.data.layouts.table import FILE_NAMES
-from trainer.data.layouts.walk import LeaveOut, walk
+from trainer.data.layouts.walk import NO_OWNERS, LeaveOut, walk
 from trainer.data.sources import HUB as PREFIX
 from trainer.data.sources import File, FoundPhoto, Listing, Source
 
@@ -48,11 +49,11 @@ def caption_places(source: Source) -> str:
     return f"column {' or '.join(FIELDS)} of its row; caption_column names another"
 
 
-def listing(source: Source) -> Listing:
+def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
     """A dataset's photos and captions; samples are named by their rows, from 0 on. path: hf:NAME of the hub, or hf:PATH of a
-    folder or file that `datasets` reads, also what `save_to_disk` wrote."""
+    folder or file that `datasets` reads, also what `save_to_disk` wrote. owned: folders that are not the source's own."""
     try:
-        return _listing(source)
+        return _listing(source, owned)
     except ValueError as error:
         return Listing([], problems=[f"{printable(source.path)}: {error}"])
 
@@ -93,14 +94,17 @@ class RowImage:
         raise ValueError(f"names {path!r}, a file outside of the dataset; save it with its images (save_to_disk does)")
 
 
-def _listing(source: Source) -> Listing:
+def _listing(source: Source, owned: Apart) -> Listing:
     name, configuration, asked = _spelled(source.path)
     if source.captions in ("filename", "folder"):
         raise ValueError(f'captions = "{source.captions}" has no effect: its images are not files; set caption_column')
     account = Account()
-    everything, files = _load(name, configuration, asked, account)
+    everything, files = _load(name, configuration, asked, account, owned)
     loaded, split = _split(everything, asked)
-    _enter_the_rest(account, name, everything, files, split)
+    _enter_the_rest(account, name, everything, files, split, owned)
+    for path in filter(_is_image, files.get(split, ())):
+        if odd := apart.looks_unintended(os.path.relpath(path, name), regularisation=source.regularisation):
+            account.add(Heading.WARNING, odd[0], [path], noun="photo", remedy=odd[1])
     dataset, column = _with_images(loaded, source.image_column)
     chosen = caption_field([each for each in loaded.column_names if each != column], source.caption_column)
     if source.caption_column and chosen is None:
@@ -118,7 +122,9 @@ def _listing(source: Source) -> Listing:
     return Listing(found, Account(Entry(Heading.NOTE, note) for note in notes) + account, problems)
 
 
-def _enter_the_rest(account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str) -> None:
+def _enter_the_rest(
+    account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str, owned: Apart
+) -> None:
     """Enter what is not trained on: rows of other splits, or files of a folder on this disk. files: of it, by split."""
     splits = {path: each for each, paths in files.items() for path in paths}
     account.add(Heading.USED, "", count=sum(not _is_image(path) for path in files.get(split, ())), noun="data file")
@@ -126,7 +132,7 @@ def _enter_the_rest(account: Account, name: str, everything: Any, files: Mapping
     def leave_out(file: str, why: str, count: int) -> None:
         account.add(Heading.LEFT_OUT, why, [os.path.join(name, file)], count=count)
 
-    for path in _paths(name, leave_out) if files else ():
+    for path in _paths(name, leave_out, owned) if files else ():
         if (of := splits.get(os.path.abspath(path))) != split:
             leave_out(os.path.relpath(path, name), f"in the split {of}" if of else "in no split", 1)
     if isinstance(everything, Mapping) and not any(map(_is_image, splits)):
@@ -135,14 +141,9 @@ def _enter_the_rest(account: Account, name: str, everything: Any, files: Mapping
                 account.add(Heading.LEFT_OUT, "in another split", [f"split {each}"], count=len(rows), noun="row")
 
 
-def _paths(root: str, leave_out: LeaveOut = lambda *_: None) -> Iterator[str]:
+def _paths(root: str, leave_out: LeaveOut = lambda *_: None, owned: Apart = NO_OWNERS) -> Iterator[str]:
     """The files of a folder on this disk, as `walk` finds them."""
-    return (os.path.join(root, folder + file) for folder, files in walk(root, leave_out, []) for file in files)
-
-
-def _is_apart(path: str, root: str) -> bool:
-    inner = os.path.relpath(path, root)
-    return not inner.startswith("..") and bool(apart.why_path(inner))
+    return (os.path.join(root, folder + file) for folder, files in walk(root, leave_out, [], owned) for file in files)
 
 
 def _spelled(path: str) -> tuple[str, str | None, str | None]:
@@ -155,7 +156,9 @@ def _spelled(path: str) -> tuple[str, str | None, str | None]:
     raise ValueError("write hf:NAME, hf:NAME@SPLIT or hf:NAME:CONFIGURATION@SPLIT")
 
 
-def _load(name: str, configuration: str | None, asked: str | None, account: Account) -> tuple[Any, Mapping[str, list[str]]]:
+def _load(
+    name: str, configuration: str | None, asked: str | None, account: Account, owned: Apart
+) -> tuple[Any, Mapping[str, list[str]]]:
     """A dataset, or several by split; and of a folder on this disk the files by split. Raises ValueError with the reason."""
     local = os.path.exists(name)
     if not local and not HUB_NAME.fullmatch(name):
@@ -178,11 +181,12 @@ def _load(name: str, configuration: str | None, asked: str | None, account: Acco
         return _called(local, datasets.load_dataset, name, configuration), {}
     config = _called(local, datasets.load_dataset_builder, name, configuration).config
     theirs, root = config.data_files or {}, os.path.abspath(name)
-    files = {split: [path for path in mine if not _is_apart(path, root)] for split, mine in theirs.items()}
+    ours = set(map(os.path.realpath, _paths(root, owned=owned)))
+    files = {split: [path for path in mine if os.path.realpath(path) in ours] for split, mine in theirs.items()}
     if asked is None and config.name == "default" and not _split_on_purpose(root, files):
         # The library takes "test tubes.png" for one of a split "test", and loses what has no such word.
         kinds = {_suffix(path) for mine in files.values() for path in mine}
-        files = {"train": [path for path in _paths(root) if path.lower().endswith((*kinds, *FILE_NAMES))]}
+        files = {"train": [path for path in _paths(root, owned=owned) if path.lower().endswith((*kinds, *FILE_NAMES))]}
         whole = "the folder is read whole: 'train' or 'test' in a file name does not divide it"
         account.add(Heading.NOTE, f"{printable(name)}: {whole}; {PREFIX}{printable(name)}@train reads one split")
     split = asked or "train"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from trainer.base.console import printable
-from trainer.base.run_layout import MADE_BY_RUNS, holds_run
+from trainer.base.run_layout import holds_run, made_by_run
 from trainer.data.layouts import apart
 from trainer.data.layouts.apart import Apart
 from trainer.data.sources import File, Place
@@ -76,7 +76,7 @@ def walk(root: str, leave_out: LeaveOut, problems: list[str], owned: Apart = NO_
                 leave_out(folder, apart.RUN, _files_below(path))
                 continue
             for name, is_folder in names.items():
-                why = apart.why(name, is_folder=is_folder) or (apart.RUN if of_a_run and name in MADE_BY_RUNS else "")
+                why = apart.why(name, is_folder=is_folder) or (apart.RUN if of_a_run and made_by_run(name) else "")
                 if why:
                     count = _files_below(os.path.join(path, name)) if is_folder else 1
                     leave_out(folder + name + "/" * is_folder, why, count)

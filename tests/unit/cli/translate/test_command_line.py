@@ -65,6 +65,12 @@ SHELLS = {
     "copied.txt": ">> accelerate launch sdxl_train_network.py `\n"
     ">>  --pretrained_model_name_or_path=\"D:\\AI\\x y.safetensors\" `\n"
     f">>  --train_data_dir=D:\\img {OPTIONS}\n",
+    "passed.bat": "set DIM=32 & rem the rank\naccelerate launch sdxl_train_network.py --network_dim %DIM% "
+    f'--pretrained_model_name_or_path="D:\\AI\\x y.safetensors" --train_data_dir D:\\img {OPTIONS} %*\n',
+    "blanks.txt": 'accelerate launch sdxl_train_network.py --pretrained_model_name_or_path "D:\\AI\\x y.safetensors" '
+    f"--train_data_dir D:\\img {OPTIONS}\n",
+    "named.sh": "SCRIPT=./sdxl_train_network.py\nM='/mnt/d/AI/x y.safetensors'; accelerate launch $SCRIPT "
+    f'--pretrained_model_name_or_path "$M" --train_data_dir /mnt/d/img {OPTIONS} "$@"\n',
     "array.sh": "DIM=${DIM:-32}\nARGS=(\n  --network_dim $DIM\n  --network_module \"networks.lora\"\n"
     "  --network_train_unet_only\n)\n"
     "cd x && accelerate launch sdxl_train_network.py --pretrained_model_name_or_path '/mnt/d/AI/x y.safetensors' \\\n"

@@ -12,6 +12,7 @@ from PIL import Image
 
 from trainer.base.account import Account, Heading
 from trainer.data import layouts
+from trainer.data.layouts import apart
 from trainer.data.scan import BLACK, WHITE, survey
 from trainer.data.sources import Scanned, Source
 
@@ -199,6 +200,26 @@ def test_outputs_of_runs_are_no_photos(tmp_path: Path) -> None:
     assert samples(scanned) == ["0/a.png", "0/samples/z.png"] and items(scanned.account, Heading.LEFT_OUT) == 5
     assert "samples, copies or rejected photos" in warnings(scanned)
     assert samples(seen(tmp_path, outputs=(str(tmp_path),))) == ["0/a.png", "0/mine/samples/step-00000002/0.png"]
+
+    fill(tmp_path, "superseded-after-step-00000002/samples/9.png")
+    assert samples(seen(tmp_path, outputs=(str(tmp_path),))) == ["0/a.png", "0/mine/samples/step-00000002/0.png"]
+
+
+MASKS = ["mask_00", "mask-01", "mask (1)", "00 mask", "00_mask_0", "01_seg", "00_matte", "masks_img/1", "00 masks/2"]
+DRAWN = ["sample_images/1", "training_samples/1", "_thumbs/1", "thumbs_256/1", "temp/1", "Recently Deleted/1", "Papierkorb/1"]
+PRIORS = ["man_reg/1", "regularization_images_v2/1", "10_man reg/2"]
+PHOTOS = ["masked ball/1", "old town/1", "class of 99/1", "control tower", "region/1", "maskara", "the mask", "example/1",
+          "regatta/1", "log cabin/1", "segway", "temple/1", "bin chicken/1", "sampler/1", "IMG 12 (3)"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [(MASKS, "named like a mask"), (DRAWN, "samples, copies or rejected"), (PRIORS, "regularisation images"), (PHOTOS, "")],
+    ids=["masks", "drawn", "priors", "photos"],
+)
+def test_names_that_mean_no_photos_in_other_spellings(names: list[str], why: str) -> None:
+    told = {name: apart.looks_unintended(f"{name}.png", regularisation=False) for name in names}
+    assert {name: bool(said) and why in said[0] for name, said in told.items()} == dict.fromkeys(names, bool(why))
 
 
 def test_a_caption_of_several_photos_is_named(tmp_path: Path) -> None:
