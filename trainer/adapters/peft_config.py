@@ -115,7 +115,7 @@ def _read(path: Path, layers: int) -> PeftConfig:
     if not isinstance(fields, dict):
         raise wrong("is not a JSON object; take the folder as PEFT saved it")
     if (kind := fields.get("peft_type")) != "LORA":
-        raise wrong(f"is of the method {kind!r:.100}; LORA alone is read")
+        raise wrong(f"is of another method (peft_type = {kind!r:.100}); LORA alone is read")
     if fields.get("bias", "none") != "none":
         raise wrong(f"says bias = {fields['bias']!r:.100}: biases of the model were trained, which no LoRA file holds")
     init = fields.get("init_lora_weights", True)

@@ -73,7 +73,7 @@ def read_table(root: str, name: str, source: Source) -> ImageTable:
             chosen = caption_field(row, source.caption_column)
             table.caption_column = table.caption_column or chosen
             try:
-                image, caption = table.folder + _image_name(row[column]), caption_in(row[chosen]) if chosen else None
+                image, caption = table.folder + _image_name(row[column], column), caption_in(row[chosen]) if chosen else None
             except ValueError as error:
                 refuse(f"row {number}: {error}")
                 continue
@@ -89,13 +89,13 @@ def read_table(root: str, name: str, source: Source) -> ImageTable:
     return table
 
 
-def _image_name(value: Any) -> str:
+def _image_name(value: Any, column: str) -> str:
     """Relative to the table's folder, with slashes. Raises ValueError for anything else."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"not a file name: {shortened(value)}")
+        raise ValueError(f"{column} is not a file name: {shortened(value)}")
     name = posixpath.normpath(value.replace("\\", "/"))
     if name.startswith(("/", "../")) or name in (".", "..") or name[1:2] == ":":
-        raise ValueError(f"{value!r} is not in the table's folder; name files in it, relative to it")
+        raise ValueError(f"{column} = {value!r} is not in the table's folder; name files in it, relative to it")
     return name
 
 
