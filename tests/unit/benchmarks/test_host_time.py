@@ -51,9 +51,11 @@ def test_a_step_asks_no_more_of_the_host(tmp_path: Path, asked: tuple[str, str, 
 ONLY_ADDED = {"flux": 3, "sdxl": 7}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["LoRA", "DoRA"])
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [pytest.param(*cell, marks=pytest.mark.slow) for cell in (("flux", "DoRA"), ("sdxl", "LoRA"))]
+    + [pytest.param(*cell, marks=pytest.mark.proof) for cell in (("flux", "LoRA"), ("sdxl", "DoRA"))],
+)
 def test_compiled_blocks_launch_what_eager_ones_do_but_for_what_nothing_reads(tmp_path, monkeypatch, family, adapter) -> None:
     """A program that lost a kernel would be quick, and wrong."""
     lookup = torch._dynamo.lookup_backend
