@@ -40,7 +40,7 @@ LENGTH = 5
 TARGETS = {"sdxl": ["*attn1.to_q", "conv_in"], "flux": ["*attn.to_q"]}
 FIELDS = {
     *("held_out_loss", "held_out_quarters", "trained_loss", "trained_quarters"),
-    *("measured_photos", "held_out_photos", "held_out_copies", "held_out_by_photo"),
+    *("measured_photos", "held_out_photos", "held_out_copies", "held_out_by_photo", "trained_by_photo"),
 }
 ON = {"validation__loss_every_steps": 2}
 
@@ -173,7 +173,11 @@ def test_a_signal_while_it_is_measured(bench: Workbench, monkeypatch, capsys) ->
 def test_without_held_out_photos_the_trained_ones_are_measured(bench: Workbench, capsys) -> None:
     log = run(bench, "out", data__held_out=0, **ON)
     assert "no photo is held out, so this loss cannot show memorising" in capsys.readouterr().out
-    assert log[0]["at_start"].keys() == log[-1].keys() & FIELDS == {"trained_loss", "trained_quarters", "measured_photos"}
+    assert (
+        log[0]["at_start"].keys()
+        == log[-1].keys() & FIELDS
+        == {"trained_loss", "trained_quarters", "trained_by_photo", "measured_photos"}
+    )
 
 
 def test_too_little_memory_ends_the_run_at_a_whole_step(bench: Workbench, monkeypatch, capsys) -> None:
