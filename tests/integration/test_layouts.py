@@ -80,7 +80,7 @@ def test_a_bad_row_ends_with_a_message_and_nothing_written(bench: Workbench, pho
     (photos / "metadata.jsonl").write_text('{"file_name": "00.jpg"}\n{"file_name": "../secret.jpg"}\n')
     assert main(["--config", str(bench.write(bench.tree(data__sources=[{"path": str(photos)}])))]) == 2
     said = capsys.readouterr().err
-    assert f"{photos}/metadata.jsonl: row 2: '../secret.jpg' is not in the table's folder" in said
+    assert f"{photos}/metadata.jsonl: row 2: file_name = '../secret.jpg' is not in the table's folder" in said
     assert not (bench.tmp / "out").exists()
 
 

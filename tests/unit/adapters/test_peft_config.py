@@ -146,8 +146,8 @@ def plain(tmp_path_factory) -> Path:
 
 
 REFUSED = [
-    ({"peft_type": "LOHA"}, "is of another method (peft_type = 'LOHA'); LORA alone is read"),
-    ({"peft_type": None}, "(peft_type = None)"),
+    ({"peft_type": "LOHA"}, r"is of another method \(peft_type = 'LOHA'\); LORA alone is read"),
+    ({"peft_type": None}, r"\(peft_type = None\)"),
     *(
         ({"init_lora_weights": init}, f"init_lora_weights = '{init}', which changes the model's own weights .* plain LoRA")
         for init in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "newer")

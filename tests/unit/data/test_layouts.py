@@ -457,9 +457,12 @@ TABLE = {"file_name": "a.png", "text": "said"}
 # (files besides a.png and b.png, keys, what every problem says)
 BAD_TABLES = {
     "a missing file": ([TABLE, {"file_name": "c.png"}], "row 2 names 'c.png': no such file; correct or remove the row"),
-    "another folder": ([TABLE, {"file_name": "../x.png"}], "row 2: '../x.png' is not in the table's folder"),
-    "round about": ([TABLE, {"file_name": "s/../../x.png"}], "row 2: 's/../../x.png' is not in the table's folder"),
-    "absolute": ([TABLE, {"file_name": "/etc/x.png"}], "row 2: '/etc/x.png' is not in the table's folder"),
+    "another folder": ([TABLE, {"file_name": "../x.png"}], "row 2: file_name = '../x.png' is not in the table's folder"),
+    "round about": (
+        [TABLE, {"file_name": "s/../../x.png"}],
+        "row 2: file_name = 's/../../x.png' is not in the table's folder",
+    ),
+    "absolute": ([TABLE, {"file_name": "/etc/x.png"}], "row 2: file_name = '/etc/x.png' is not in the table's folder"),
     "a drive": ([TABLE, {"file_name": "C:\\x.png"}], "is not in the table's folder"),
     "backslashes": ([TABLE, {"file_name": "..\\x.png"}], "is not in the table's folder"),
     "twice": ([TABLE, {"file_name": "./a.png", "text": "other"}], "row 2 names 'a.png' again, after row 1"),
