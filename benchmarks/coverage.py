@@ -37,7 +37,10 @@ from trainer.run.run import Run  # noqa: E402
 
 PAGES, SEEDS, VARIANTS = 4000, (2, 3, 5, 10), (2, 3, 5, 10)
 HELD_OUT = 4  # photos of the pocket's 12
-LARGE, IDLE = 0.05, 0.005  # ||dW|| / ||W|| of random adapters: of one that is seen, and of a run that does nothing
+LARGE, IDLE = (
+    0.05,
+    0.005,
+)  # ||dW|| / ||W|| of random adapters: large enough to be seen, and as small as in a run that does nothing
 LOOKS = 8  # measurements of an idle run, beside that of its start
 
 # What a run has of its own beside what its seed does: mean 0 and standard deviation 1, for the variants by turns. Those that

@@ -113,6 +113,7 @@ class Layout:
         return [*later, *(path for path in (self.report, self.before_after, self.card, self.card_images) if path.exists())]
 
 
+# What a run leaves in its output folder, by name.
 MADE_BY_RUNS = frozenset(path.parts[0] for path in vars(Layout(Path())).values() if path.parts)
 
 

@@ -141,9 +141,10 @@ class Updates:
         for name, old in before.average.items():
             a, p = old.double(), after.parameters[name].double()
             hold("average", name, after.average[name], a + share * (p - a), 4 * (a.abs() + p.abs()))
+        if before.average:
             counts = [torch.tensor(float(each)) for each in (n, before.averaged + result.updated)]
-            hold("average's count", name, *counts, torch.zeros(()))
-        return Update(found, "" if self.adamw else "it is not of AdamW alone, without optimizer.options and adapter.max_norm")
+            hold("average's count", "the average", *counts, torch.zeros(()))
+        return Update(found, "" if self.adamw else "only AdamW is, without optimizer.options and without adapter.max_norm")
 
     def _adamw(
         self, then: Mapping[str, Tensor], gradient: Tensor, name: str, step: int, result: StepResult, group: int
