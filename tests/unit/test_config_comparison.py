@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -104,3 +105,34 @@ def test_files_that_are_missing_are_named_by_the_option_and_by_the_key(tmp_path:
     (tmp_path / "base.toml").unlink()
     with pytest.raises(UserError, match=r"variant 'dora': .*base\.toml: No such file"):
         configs.read_comparison(path)
+
+
+def test_an_earlier_comparison_gives_the_deviation_of_its_ends(tmp_path: Path) -> None:
+    pairs = [
+        {"by_step": [{"differences": [0.0, 90.0]}, {"differences": [0.0, 0.2]}]},
+        {"by_step": [{"differences": [5.0, 5.1, 5.2]}]},
+    ]
+    (tmp_path / "earlier.json").write_text(json.dumps({"runs": [], "pairs": pairs}))
+    given = configs.read_comparison(write(tmp_path, head=f'seeds = [3, 1]\nearlier = "{tmp_path}/earlier.json"'))
+    assert given.deviation == pytest.approx(((0.02 + 0.02) / 3) ** 0.5)
+    assert configs.read_comparison(write(tmp_path)).deviation is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file or directory; give a page's comparison.json"),
+        ("{", "Invalid JSON"),
+        ("{}", "pairs"),
+        ('{"pairs": []}', "its pairs have no differences"),
+        ('{"pairs": [{"by_step": []}]}', "by_step"),
+        ('{"pairs": [{"by_step": [{"differences": ["a", 2]}]}]}', "differences"),
+        ('{"pairs": [{"by_step": [{"differences": [0.1, 0.1]}]}]}', "its pairs have no differences"),
+    ],
+)
+def test_an_earlier_comparison_that_is_none_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "earlier.json").write_text(text)
+    with pytest.raises(UserError, match="earlier") as refused:
+        configs.read_comparison(write(tmp_path, head=f'seeds = [3, 1]\nearlier = "{tmp_path}/earlier.json"'))
+    assert said in str(refused.value)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import variance
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, reading
 from trainer.config import mistakes
 from trainer.config.keys import flatten
 from trainer.config.kinds import GivenPath, Seed, Table
@@ -43,10 +46,26 @@ class ComparisonTable(Table):
     """The folder that gets the runs, each in a folder of its own, and the page."""
     seeds: Annotated[tuple[Seed, ...], Field(strict=False)]
     """The seeds, two at least. Each variant is trained with each."""
+    earlier: GivenPath | None = None
+    """The comparison.json of an earlier one: what the seeds can tell is then said in loss, too."""
     set: dict[str, Any] = {}
     """Keys of the base config and their values, for all variants."""
     variant: Annotated[tuple[VariantTable, ...], Field(strict=False)] = ()
     """The variants, two at least."""
+
+
+class _Step(BaseModel):
+    differences: Annotated[list[float], Field(min_length=2)]
+
+
+class _Pair(BaseModel):
+    by_step: Annotated[list[_Step], Field(min_length=1)]
+
+
+class _Earlier(BaseModel):
+    """What is read of a comparison.json."""
+
+    pairs: list[_Pair]
 
 
 @dataclass(frozen=True)
@@ -61,11 +80,13 @@ class Variation:
 
 @dataclass(frozen=True)
 class Variations:
-    """The runs of a comparison. base: as the file names it. runs: seed by seed, of each every variant."""
+    """The runs of a comparison. base: as the file names it. runs: seed by seed, of each every variant. deviation: of the
+    paired differences at the ends of an earlier comparison, in loss; None where none is given."""
 
     base: str
     output_dir: str
     runs: tuple[Variation, ...]
+    deviation: float | None = None
 
 
 def read_comparison(path: str) -> Variations:
@@ -101,7 +122,22 @@ def read_comparison(path: str) -> Variations:
             f"--compare {path}: {table.config} measures no held-out loss, by which the variants are compared; write "
             f"set = {{ {', '.join(missing)} }}"
         )
-    return Variations(table.config, table.output_dir, tuple(runs))
+    deviation = None if table.earlier is None else _deviation(table.earlier)
+    return Variations(table.config, table.output_dir, tuple(runs), deviation)
+
+
+def _deviation(earlier: str) -> float:
+    """The standard deviation of the paired differences at the ends of an earlier comparison's pairs, pooled over these."""
+    try:
+        text = Path(earlier).read_bytes()
+    except OSError as error:
+        raise UserError(f"earlier = {earlier!r}: {error.strerror}; give a page's comparison.json") from error
+    with reading(earlier, remedy="give the comparison.json of variants that were compared"):
+        ends = [pair.by_step[-1].differences for pair in _Earlier.model_validate_json(text).pairs]
+        freedom, squares = sum(len(end) - 1 for end in ends), sum(variance(end) * (len(end) - 1) for end in ends)
+        if not squares > 0:
+            raise ValueError("its pairs have no differences")
+    return math.sqrt(squares / freedom)
 
 
 def _check(path: str, table: ComparisonTable) -> None:

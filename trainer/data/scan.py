@@ -82,14 +82,14 @@ def survey(
 
 def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) -> None:
     """Enter what is trained and looks unintended, of all photos together."""
-    firsts: dict[tuple[int, int] | None, Source] = {}
+    first: dict[str, int] = {}  # by the digest of a photo's bytes, the source that has it first
+    for photo in photos:
+        if (index := first.setdefault(photo.sha256, photo.source.index)) != photo.source.index:
+            both = f"data.sources.{photo.source.index} and data.sources.{index} both have them"
+            account.add(Heading.WARNING, f"{both}, byte for byte: trained twice", [str(photo.image)], noun="photo")
     masked = Counter(photo.source.index for photo in photos if photo.mask)
     for source in sources:
         key = f"data.sources.{source.index}"
-        first = firsts.setdefault(apart.inode(apart.folder_of(source)) or (-1, source.index), source)
-        if first is not source:
-            what = f"{key} has the same folder as data.sources.{first.index} ({source.path})"
-            account.add(Heading.WARNING, f"{what}: photos that both have are trained twice")
         if source.masks != "none" and not masked[source.index] and not source.regularisation:
             looked = f"NAME{MASK_ENDINGS[0]} beside NAME.jpg" if source.masks == "files" else "photos with transparency"
             account.add(Heading.WARNING, f'{key}: masks = "{source.masks}", and no photo has a mask; looked for {looked}')

@@ -266,18 +266,21 @@ def _by_held_out(
     fell = best != first
     was = f"the held-out loss fell from {start:.4g} to {lowest:.4g} at step {best}"
     by_heart = "the loss of the trained photos falls on: the adapter learns the photos by heart"
-    if rise[0] > 0 and trained and interval(trained[place])[1] < 0:
-        if not fell:
-            said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell{since}, while {by_heart}"
-            return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
-        said = f"{was}, and rose to {now:.4g} since{since}, while {by_heart}; {_take(best, last, kept)}"
-        return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
+    overfits = rise[0] > 0 and bool(trained) and interval(trained[place])[1] < 0
     of = "the loss on photos it never saw"
     if high < 0:
         measured = f"{of} fell by {_share(1 - now / start)}"
         ended = f" at step {last}" if now == lowest else f", and was {lowest:.4g} at step {best}"
-        said = f"{measured}, from {start:.4g} to {now:.4g}{ended}{by}{changed}; {LOOK}"
-        return Verdict("learned", said, best, measured=measured)
+        said = f"{measured}, from {start:.4g} to {now:.4g}{ended}{by}{changed}"
+        if overfits:
+            said += f"; since step {best} it rose{since}, while {by_heart}; {_take(best, last, kept)}"
+        return Verdict("learned", f"{said}; {LOOK}", best, measured=measured, doubt=overfits)
+    if overfits and fell:
+        said = f"{was}, and rose to {now:.4g} since{since}, while {by_heart}; {_take(best, last, kept)}"
+        return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
+    if overfits:
+        said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell{since}, while {by_heart}"
+        return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
     if fell and rise[0] > 0:
         said = f"{was}, and has got worse since: {now:.4g} at step {last}{since}{changed}; {_take(best, last, kept)}"
         return Verdict("worse", f"{said}; or start a new run with a lower {levers}", best)

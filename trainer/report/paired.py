@@ -48,12 +48,16 @@ def detectable(seeds: int, pairs: int = 1) -> float:
     return low / math.sqrt(seeds)
 
 
-def before_the_runs(seeds: int, pairs: int) -> str:
-    """What that many seeds can tell of that many pairs, in words."""
+def before_the_runs(seeds: int, pairs: int, deviation: float | None = None) -> str:
+    """What that many seeds can tell of that many pairs, in words. deviation: of the paired differences in an earlier
+    comparison, in loss."""
+    size = detectable(seeds, pairs)
+    known = f" With the {deviation:.2g} of the earlier comparison that is" if deviation else ""
+    in_loss = f"{known} {size * deviation:.2g} of loss." if deviation else ""
     among = f", the first of {pairs} pairs," if pairs > 1 else ""
     return (
         f"{seeds} seeds tell two variants apart{among} in {POWER:.0%} of all cases where their true difference is "
-        f"{detectable(seeds, pairs):.1f} standard deviations of the paired differences, if these are normally distributed."
+        f"{size:.1f} standard deviations of the paired differences, if these are normally distributed.{in_loss}"
     )
 
 

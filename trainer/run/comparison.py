@@ -134,7 +134,7 @@ def _power(asked: Variations) -> str:
     lengths = {each.variant: (each.config.run.max_steps, each.config.run.epochs) for each in asked.runs}
     # Those of other lengths are judged at their ends, too.
     pairs = [1 + (one != other) for one, other in combinations(lengths.values(), 2)]
-    return before_the_runs(len({each.seed for each in asked.runs}), sum(pairs))
+    return before_the_runs(len({each.seed for each in asked.runs}), sum(pairs), asked.deviation)
 
 
 def _csv(data: dict[str, Any]) -> str:

@@ -295,7 +295,9 @@ def test_a_dataset_has_no_photos_of_others_and_names_what_looks_unintended(tmp_p
     (odd,) = [each for each in scanned.account.entries(Heading.WARNING) if "named like a mask" in each.reason]
     assert [Path(name).name for name in odd.names] == ["00_mask.png"]
     twice = survey([Source(0, f"hf:{root}", resolutions=(64,)), Source(1, f"hf:{root}@train", resolutions=(64,))])
-    assert any("has the same folder as data.sources.0" in each.reason for each in twice.account.entries(Heading.WARNING))
+    assert any(
+        "data.sources.1 and data.sources.0 both have them" in each.reason for each in twice.account.entries(Heading.WARNING)
+    )
 
 
 def test_splits_by_folders_stay_and_what_is_in_others_is_named(tmp_path: Path) -> None:

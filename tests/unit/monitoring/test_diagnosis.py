@@ -186,6 +186,9 @@ def test_the_held_out_loss_decides_where_there_is_one() -> None:
     found = judge(measured([0.5, 0.4, 0.3], [0.5, 0.3, 0.2]), SMALL)
     assert found.kind == "learned" and found.step == 20 and "from 0.5 to 0.3" in found.sentence
     found = judge(measured([0.5, 0.3, 0.4], [0.5, 0.3, 0.1]), SMALL)
+    assert found.kind == "learned" and found.doubt and found.step == 10 and "from 0.5 to 0.4, and was 0.3" in found.sentence
+    assert "; since step 10 it rose" in found.sentence and "by heart; take step 10; look at" in found.sentence
+    found = judge(measured([0.5, 0.3, 0.5], [0.5, 0.3, 0.1]), SMALL)
     assert found.kind == "memorising" and found.step == 10 and "take step 10" in found.sentence
     assert judge(measured([0.5, 0.51, 0.5], [0.5, 0.4, 0.3]), SMALL).kind == "unclear"
     found = judge(measured([0.5, 0.3, 0.4], [0.5, 0.3, 0.4]), SMALL)
@@ -211,7 +214,7 @@ def test_what_ended_worse_than_it_began_learned_nothing() -> None:
 
 
 def test_the_step_to_take_is_one_that_is_kept() -> None:
-    rows = measured([0.5, 0.4, 0.3, 0.35, 0.4], [0.5, 0.4, 0.3, 0.2, 0.1])
+    rows = measured([0.5, 0.4, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.2, 0.1])
     assert "take step 20; or" in judge(rows, SMALL, kept=[10, 20, 40]).sentence
     assert "take step 25, the nearest that is kept; or" in judge(rows, SMALL, kept=[5, 25, 40]).sentence
     assert "no earlier step is kept" in judge(rows, SMALL, kept=[40]).sentence

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from trainer.monitoring.student import critical, within
-from trainer.report.paired import Difference, Pair, corrected, detectable
+from trainer.report.paired import Difference, Pair, before_the_runs, corrected, detectable
 
 
 # Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
@@ -118,6 +118,11 @@ def test_what_is_said_of_a_pair() -> None:
     assert unclear is not None and unclear.sentence().startswith(
         "a and b are not told apart: on these held-out photos the loss of a is lower"
     )
+
+
+def test_the_size_that_is_seen_is_said_in_loss_where_a_deviation_is_known() -> None:
+    assert "of loss" not in before_the_runs(3, 1)
+    assert "With the 0.002 of the earlier comparison that is 0.0065 of loss." in before_the_runs(3, 1, 0.002)
 
 
 def test_a_step_counts_where_both_were_measured_with_two_common_seeds() -> None:

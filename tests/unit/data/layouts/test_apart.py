@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -186,11 +188,22 @@ def test_a_source_within_another_owns_its_photos(tmp_path: Path, way: str) -> No
     assert "read as data.sources.1 alone" in warnings(scanned)
 
 
-def test_the_same_folder_twice_is_warned_of(tmp_path: Path) -> None:
-    fill(tmp_path / "a", "a.png")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    scanned = seen(tmp_path / "a", tmp_path / "b")
-    assert len(scanned.photos) == 2 and "data.sources.1 has the same folder as data.sources.0" in warnings(scanned)
+@pytest.mark.parametrize("way", ["link", "copy", "archive", "alone"])
+def test_photos_of_two_sources_are_warned_of(tmp_path: Path, way: str) -> None:
+    first, second = fill(tmp_path / "a", "a.png", "b.png"), tmp_path / "b"
+    if way == "link":
+        second.symlink_to(first)
+    elif way == "copy":
+        shutil.copytree(first, second)
+    elif way == "archive":
+        for name in ("a", "b"):
+            with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
+                archive.add(first / f"{name}.png", f"{name}.png")
+        first, second = tmp_path / "*.tar", tmp_path / "a.tar"
+    else:
+        fill(second, "a.txt", "b.txt", "c.png")
+    found = warnings(seen(first, second))
+    assert ("data.sources.1 and data.sources.0 both have them, byte for byte" in found) is (way != "alone")
 
 
 def test_outputs_of_runs_are_no_photos(tmp_path: Path) -> None:
