@@ -9,19 +9,26 @@ import copy
 import json
 import random
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
+import tomli_w
 import torch
+import yaml
 from PIL import Image
+from safetensors.torch import load_file
 
+from tests import foreign_configs
 from tests.harness import ROOT, Workbench
 from trainer.adapter_files.read import open_adapter
 from trainer.base.errors import UserError, ending
 from trainer.base.tensorfile import write_tensors
+from trainer.cli.translate.writing import drafted
 from trainer.data import scan
 from trainer.data.sources import Source
 from trainer.models import FAMILIES
@@ -55,12 +62,16 @@ class Change:
         return next(part for part in reversed(self.path) if isinstance(part, str))
 
     def write(self, root: Path, original: Any) -> None:
-        tree = copy.deepcopy(original)
-        node = tree
-        for part in self.path[:-1]:
-            node = node[part]
-        node[self.path[-1]] = self.value
-        (root / self.file).write_text(json.dumps(tree))
+        (root / self.file).write_text(json.dumps(changed(original, self.path, self.value)))
+
+
+def changed(tree: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """The tree with another value at the path."""
+    result = node = copy.deepcopy(tree)
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    return result
 
 
 def paths_of(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -213,6 +224,110 @@ def index(folder: Path) -> Path:
     file = folder / "model.safetensors.index.json"
     file.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": {"a": "one.safetensors"}}))
     return file
+
+
+def csv(folder: Path) -> Path:
+    """A table of images with cells of text, which is all that CSV has."""
+    of_photos(folder)
+    (folder / "metadata.csv").write_text("file_name,text\na.png,a cup\n")
+    return folder / "metadata.csv"
+
+
+def parquet(folder: Path) -> Path:
+    """A table of images with columns that have types."""
+    of_photos(folder)
+    return folder / "metadata.parquet"
+
+
+def header(folder: Path) -> Path:
+    """An adapter whose header has what kohya's scripts and diffusers note."""
+    layer = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(4, 1280), f"{layer}.lora_B.weight": torch.ones(1280, 4)}
+    write_tensors(folder / "lora.safetensors", tensors)
+    return folder / "lora.safetensors"
+
+
+NOTED: dict[str, Any] = {
+    "ss_network_args": {"algo": "lora", "dora_scale": "magnitude"}, "ss_base_model_version": "sdxl_base_v1-0",
+    "modelspec.architecture": "stable-diffusion-xl-v1-base/lora", "ss_network_alpha": "4", "ss_network_dim": "4",
+    "lora_adapter_metadata": {"unet.lora_alpha": 4, "unet.r": 4, "unet.alpha_pattern": {"to_q": 4}, "unet.use_rslora": False},
+}  # fmt: skip
+
+
+def rewritten(file: Path, tree: Any) -> None:
+    """The file with this content, in its own format."""
+    if file.suffix == ".csv":
+        file.write_text("".join(",".join(f'"{cell}"' for cell in row) + "\n" for row in (tree.keys(), tree.values())))
+    elif file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([tree]), file)
+    elif file.suffix == ".safetensors":
+        stored = load_file(file)
+        write_tensors(file, stored, {key: v if isinstance(v, str) else json.dumps(v) for key, v in tree.items()})
+    else:
+        file.write_text({".json": json.dumps, ".yaml": yaml.safe_dump, ".toml": tomli_w.dumps}[file.suffix](tree))
+
+
+@pytest.mark.parametrize(
+    ("make", "tree"),
+    [(csv, {"file_name": "a.png", "text": "a cup"}), (parquet, {"file_name": "a.png", "text": "a cup"}), (header, NOTED)],
+    ids=["csv", "parquet", "header"],
+)
+def test_files_that_are_no_json_are_read_or_named(tmp_path: Path, make: Callable, tree: dict[str, Any]) -> None:
+    file, wrong = make(tmp_path), []
+    for path in paths_of(tree):
+        for odd in ODD:
+            try:
+                rewritten(file, changed(tree, path, odd))
+            except (OverflowError, pyarrow.ArrowException):
+                continue  # Parquet has no such value
+            try:
+                said = surveyed(tmp_path) if file.suffix != ".safetensors" else bool(open_adapter(file)) and []
+            except UserError as error:
+                said = [str(error)]
+            name = str(next(part for part in reversed(path) if isinstance(part, str)))
+            named = [line.replace(f"names {str(odd)!r}", name) for line in said]  # a row that names no file
+            wrong += [f"{path} = {odd!r}: {line}" for line in named if file.name not in line or name not in line]
+    assert not wrong, "\n".join(wrong)
+
+
+# By key of a file, the option that it becomes or decides, which the message names in its place.
+BECOMES = {
+    "LoRA_type": "algo", "max_resolution": "resolution", "sdxl": "train_network.py", "network_module": "algo",
+    "process": "arch", "pretrained_model_name_or_path": "model.family",
+}  # fmt: skip
+READERS = {".json": json.loads, ".yaml": yaml.safe_load, ".toml": tomllib.loads}
+
+
+def configs_of_trainers(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """(a config, a file of it that is a tree) of every trainer."""
+    for trainer in foreign_configs.MADE:
+        (folder / trainer).mkdir()
+        main = foreign_configs.write(folder / trainer, trainer)
+        yield from ((main, file) for file in sorted(main.parent.iterdir()) if file.suffix in READERS)
+    for name in ("old.toml", "window.json"):
+        (folder / name).write_text(foreign_configs.WINDOWS[name])
+        yield folder / name, folder / name
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_configs_of_trainers_are_read_or_named(tmp_path: Path, count: int | None) -> None:
+    files = list(configs_of_trainers(tmp_path))
+    trees = {file: READERS[file.suffix](file.read_text()) for _, file in files}
+    changes = [(*each, path, odd) for each in files for path in paths_of(trees[each[1]]) for odd in ODD]
+    wrong = []
+    for main, file, path, odd in random.Random(48).sample(changes, count) if count else changes:
+        if file.suffix == ".toml" and odd is None:
+            continue  # TOML has no null
+        original = file.read_bytes()
+        rewritten(file, changed(trees[file], path, odd))
+        try:
+            drafted(main)
+        except UserError as error:
+            names = [str(part).lstrip("-") for part in path if isinstance(part, str)][-1:]
+            if file.name not in str(error) or not all(n in str(error) or BECOMES.get(n, n) in str(error) for n in names):
+                wrong.append(f"{file.name} {path} = {odd!r}: {error}")
+        file.write_bytes(original)
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(

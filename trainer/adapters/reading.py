@@ -20,7 +20,7 @@ from trainer.adapters.peft_config import CONFIG, PeftConfig, config_beside
 from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
 from trainer.adapters.splitting import split
 from trainer.base.account import Account, Heading
-from trainer.base.errors import UserError, reading
+from trainer.base.errors import UserError, reading, shown
 from trainer.base.tensorfile import Recipe, TensorFile
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -268,9 +268,13 @@ def _said_alphas(file: TensorFile) -> dict[str, dict[str, Any]]:
         if what != "lora_alpha":
             continue
         with reading(file.path, f"the header's {METADATA}, {key!r:.200}", remedy=remedy):
-            patterns = fields.get(f"{component}.alpha_pattern") or {}
-            if not isinstance(patterns, dict) or not all(_is_number(number) for number in (alpha, *patterns.values())):
-                raise ValueError("it gives an alpha that is no number to scale by")
+            if not _is_number(alpha):
+                raise ValueError(f"{shown(alpha)} is no number to scale by")
+        own = f"{component}.alpha_pattern"
+        with reading(file.path, f"the header's {METADATA}, {own!r:.200}", remedy=remedy):
+            patterns = fields.get(own) or {}
+            if not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
+                raise ValueError(f"{shown(patterns)} gives no layer a number to scale by")
             said[component] = {
                 "alpha": float(alpha), "rslora": fields.get(f"{component}.use_rslora") is True,
                 "patterns": [_pattern(*pattern) for pattern in patterns.items()],
