@@ -15,9 +15,16 @@ from tests.harness import Workbench, metrics_of
 from trainer.base.errors import Interrupted
 from trainer.base.run_layout import Layout
 from trainer.cli import main as cli
+from trainer.plan import fixed_draws
 from trainer.run import output_folder, run
 
-DRAWN = {"logging__draws": True, "data__held_out": 2, "validation__loss_every_steps": 2, "data__flip": True}
+DRAWN = {"logging__draws": True, "data__held_out": 2, "validation__loss_every_steps": 5, "data__flip": True}
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch) -> None:
+    """Of the held-out loss, which would be nine tenths of a run."""
+    monkeypatch.setattr(fixed_draws, "FEWEST", 4)
 
 
 @pytest.fixture
@@ -81,7 +88,9 @@ def test_where_its_loss_measures_something_else_the_log_and_the_page_say_so(benc
     }, "the held-out loss has none of these keys"
 
 
-@pytest.mark.parametrize("at", ["the first page", "its config", "its first checkpoint"])
+@pytest.mark.parametrize(
+    "at", ["its config", *(pytest.param(at, marks=pytest.mark.slow) for at in ("the first page", "its first checkpoint"))]
+)
 def test_the_same_command_goes_on_after_a_kill_before_its_first_checkpoint(
     bench: Workbench, original: Path, capsys, monkeypatch, at: str
 ) -> None:

@@ -23,7 +23,9 @@ MADE = {
 FOLDERS = ("img/5_sks dog", "reg", "img", "named", "more")
 
 
-@pytest.mark.parametrize("trainer", MADE)
+@pytest.mark.parametrize(
+    "trainer", [pytest.param(name, marks=[] if name == "sd-scripts" else pytest.mark.slow) for name in MADE]
+)
 def test_a_config_of_another_trainer_plans_its_appearances(bench: Workbench, capsys, monkeypatch, trainer: str) -> None:
     monkeypatch.chdir(bench.tmp)
     family, appearances = MADE[trainer]
@@ -44,7 +46,9 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "window.json" else pytest.mark.slow) for name in WINDOWS]
+)
 def test_a_config_from_a_windows_disk_passes_the_plan(bench: Workbench, capsys, monkeypatch, name: str) -> None:
     monkeypatch.chdir(bench.tmp)
     (bench.tmp / name).write_text(foreign_configs.WINDOWS[name], newline="")

@@ -90,6 +90,7 @@ def test_blocks_are_used_in_the_order_in_which_they_are_copied(bench: Workbench,
     assert back == [*range(count)][::-1][: len(back)] and len(back) > 3, "no gradient goes to the first ones of SDXL"
 
 
+@pytest.mark.slow
 def test_a_plan_counts_no_block_on_the_device_that_only_passes(bench: Workbench, monkeypatch) -> None:
     """With the plain kernels, which look into the weights themselves. And all that lies on the host at a time."""
     keys: dict[str, Any] = {"adapter__type": "dora", "model__components": {"transformer": {"dtype": "fp8_e4m3"}}}

@@ -83,7 +83,7 @@ def pooled_of(module: Any, ids: list[int], end: int) -> torch.Tensor:
     return text_model.final_layer_norm(hidden_states(module, ids)[-1])[:, ids.index(end)]
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_sdxl_reads_chunks_as_comfyui_does(loaded: dict[str, Model], chunks: int) -> None:
     model = loaded["sdxl"]

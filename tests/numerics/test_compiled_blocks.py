@@ -205,6 +205,7 @@ class Attends(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
+@pytest.mark.slow
 def test_a_program_of_another_attention_is_not_taken(tmp_path, monkeypatch) -> None:
     """It calls the kernel that was set when it was made, whatever is set now."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

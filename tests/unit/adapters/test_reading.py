@@ -138,7 +138,8 @@ def test_the_scale_is_read_from_where_it_stands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "Expecting property name"), ("[]", "not a JSON object"), ('{"unet.lora_alpha": "8"}', "'8' is no number to scale by"),
+    [("{", "Expecting property name"), ("[]", "not a JSON object"),
+     ('{"unet.lora_alpha": "8"}', "'8' is no number to scale by"),
      ('{"unet.lora_alpha": NaN}', "no number"), ('{"unet.lora_alpha": 0}', "no number to scale by"),
      ('{"unet.lora_alpha": 1' + "0" * 400 + "}", "no number"), ("[" * 100_000, "RecursionError"),
      ('{"unet.lora_alpha": 1' + "0" * 5000 + "}", "4300"),
