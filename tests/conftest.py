@@ -17,6 +17,7 @@ from proofs.shared import STARTED
 from scripts import make_model
 from tests.harness import ROOT, Workbench
 from trainer.base import console, signals
+from trainer.plan import fixed_draws
 
 # Two runs that are compared byte by byte started at the same time.
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1735689600")
@@ -94,6 +95,12 @@ def models(tmp_path_factory) -> Path:
             wanted = ["--size", "tiny", "--family", family, "--layout", layout]
             assert make_model.main([*wanted, str(folder / name)]) == 0
     return folder
+
+
+@pytest.fixture
+def few_draws(monkeypatch) -> None:
+    """Of the held-out loss, which would be nine tenths of a tiny run in this process."""
+    monkeypatch.setattr(fixed_draws, "FEWEST", 4)
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from trainer.run.run import Run
 from trainer.runtime import attention
 from trainer.runtime.jobs import Position
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 FEW = ["up_blocks.1.attentions.*attn1.to_q"]  # late layers: a short backward pass
 
 

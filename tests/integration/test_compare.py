@@ -20,6 +20,8 @@ from trainer.cli import main as cli
 from trainer.resume.pins import MAY_CHANGE
 from trainer.run import comparison
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 DEFAULT = {"one": {}, "two": {"optimizer": {"lr": 1e-2}}}
 
 

@@ -14,6 +14,8 @@ from tests.numerics.test_compiled_blocks import AOT
 from trainer import config as configs
 from trainer.run.run import train
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 # Of a loss in fp16, relative: its products round to 2^-11, compiled in other places than eager.
 ENVELOPE = 2.0**-11
 

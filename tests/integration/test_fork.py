@@ -15,16 +15,11 @@ from tests.harness import Workbench, metrics_of
 from trainer.base.errors import Interrupted
 from trainer.base.run_layout import Layout
 from trainer.cli import main as cli
-from trainer.plan import fixed_draws
 from trainer.run import output_folder, run
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 DRAWN = {"logging__draws": True, "data__held_out": 2, "validation__loss_every_steps": 5, "data__flip": True}
-
-
-@pytest.fixture(autouse=True)
-def few_draws(monkeypatch) -> None:
-    """Of the held-out loss, which would be nine tenths of a run."""
-    monkeypatch.setattr(fixed_draws, "FEWEST", 4)
 
 
 @pytest.fixture

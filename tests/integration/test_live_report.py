@@ -22,6 +22,8 @@ from trainer.report.history import Standing, read_standing
 from trainer.run import run
 from trainer.run.loop import Loop
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 
 def start(bench: Workbench, *arguments: str, **more) -> int:
     settings = {

@@ -22,6 +22,8 @@ from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.run import run as runs
 from trainer.runtime.streaming import BACK, FORWARD, ROUND, Streamer, device_bytes
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 STREAMED = {"memory__offload": "blocks", "memory__resident_blocks": 0}
 STATE = ("adapter.safetensors", "optimizer.safetensors", "norms.safetensors")
 

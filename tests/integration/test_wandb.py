@@ -18,6 +18,8 @@ from trainer.monitoring import trackers
 from trainer.monitoring.metrics import read_lines
 from trainer.monitoring.trackers import by_step
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 pytest.importorskip("wandb", reason="the package wandb is an extra; dev has it")
 
 
