@@ -259,16 +259,20 @@ class Processes:
                 raise PeerStopped(f"process {failed['rank']} could not go on; its message says why", failed["status"])
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
-        """Until all the keys are there."""
+        """Until all the keys are there: then all have come here, whatever became of one since."""
         pause = 0.001
-        while True:
-            with self._reached():
-                there = self._store.check(keys)
-            if there:
-                return
-            check()
+        while not self._there(keys):
+            try:
+                check()
+            except PeerStopped:
+                if not self._there(keys):
+                    raise
             time.sleep(pause)
             pause = min(2 * pause, ASK_SECONDS)
+
+    def _there(self, keys: list[str]) -> bool:
+        with self._reached():
+            return self._store.check(keys)
 
     def _tell(self, key: str, value: object) -> None:
         with self._reached():
