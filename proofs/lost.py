@@ -4,10 +4,10 @@
     python proofs/lost.py --seeds 5 --first 100
 
 A seed draws one or two faults: a process is killed (SIGKILL), is stopped for good (SIGSTOP), has a full disk, or is slow, at
-the start, while photos are encoded, in a step, while a checkpoint is written, or while the run is closed. torchrun's agent
-starts all processes again after each of the first three. After a slow one it must not: the process is alive, if for longer
-than run.lost_after. In the end adapter files, the last checkpoint and metrics.jsonl, but for times, are compared with those
-of a run without a fault.
+the start, while photos are encoded, in a step, while a checkpoint is written, or while the run is closed; or it starts with
+another seed, rate, caption or photo than the other, or with a photo less. torchrun's agent starts all processes again after
+each but the slow one. After that it must not: the process is alive, if for longer than run.lost_after. In the end adapter
+files, the last checkpoint and metrics.jsonl, but for times, are compared with those of a run without a fault.
 
 The agent is torch.distributed.launcher's, as torchrun uses it; it and the processes that it starts are forks of one that has
 imported the libraries (proofs/forks.py).
@@ -39,13 +39,14 @@ sys.path.insert(0, str(ROOT))
 
 from proofs.forks import Order, Server  # noqa: E402
 from proofs.shared import STARTED, make_models  # noqa: E402
-from tests.harness import Workbench, metrics_of  # noqa: E402
+from tests.harness import PHOTOS, Workbench, metrics_of  # noqa: E402
 from trainer.artifacts import exports  # noqa: E402
 from trainer.base import files  # noqa: E402
 from trainer.checkpoint import store  # noqa: E402
 from trainer.cli import main as cli  # noqa: E402
 from trainer.data.cache import fill  # noqa: E402
 from trainer.engine.step import Step  # noqa: E402
+from trainer.run import run as runs  # noqa: E402
 
 STEPS, SAVE_EVERY = 8, 2
 LOST_AFTER = 8.0
@@ -58,11 +59,13 @@ ENVIRONMENT = {
 
 # Where a fault can be: what only the main process does, and what ends no process if it is only slow.
 MAIN_ONLY = ("saving", "closing")
+UNLIKE = ("seed", "rate", "caption", "photo", "less")  # of a start: what one process has otherwise
 PLACES = {
     "kill": ("start", "encoding", "step", "saving", "closing"),
     "stop": ("encoding", "step", "saving", "closing"),  # at the start the others wait for minutes
     "full": ("encoding", "step", "saving"),
     "slow": ("encoding", "step", "saving", "closing"),
+    "unlike": UNLIKE,
 }
 
 
@@ -87,9 +90,10 @@ def drawn(seed: int) -> list[Fault]:
     faults = []
     count = draw.randint(1, 2)
     for index in range(count):
-        kind = draw.choice(sorted(PLACES))
+        goes_on = bool(faults) and not faults[-1].ends  # without another start
+        kind = draw.choice(sorted(kind for kind in PLACES if kind != "unlike" or not goes_on))
         places = [place for place in PLACES[kind] if index == 0 or place != "encoding"]
-        if faults and not faults[-1].ends:
+        if goes_on:
             places = [place for place in places if place != "start"]
         place = draw.choice([place for place in places if index == count - 1 or place != "closing"])
         # Only the main process writes while it trains.
@@ -113,11 +117,25 @@ class Victim:
         self.faults, self.rank = faults, rank
         self.born = sum(mark(number).exists() for number in range(len(faults)))
 
-    def at(self, place: str, step: int) -> None:
+    def next(self) -> tuple[int, Fault | None]:
+        """(its number, the fault that comes next in this life)."""
         number = self.born
         while number < len(self.faults) and not self.faults[number].ends and mark(number).exists():
             number += 1  # that one was met in this life
-        fault = self.faults[number] if number < len(self.faults) and not mark(number).exists() else None
+        return number, self.faults[number] if number < len(self.faults) and not mark(number).exists() else None
+
+    def unlike(self) -> list[str]:
+        """What the command line of this start has that the others' has not."""
+        number, fault = self.next()
+        if fault is None or fault.kind != "unlike" or fault.victim != self.rank:
+            return []
+        # When both know what was to come in this life.
+        before(runs, "refuse_unlike_configs", lambda *_: mark(number).touch())
+        print(f"--- {fault} in {os.getpid()}", flush=True)
+        return ["--set", stale(fault.place)]
+
+    def at(self, place: str, step: int) -> None:
+        number, fault = self.next()
         if fault is None or (fault.victim, fault.place) != (self.rank, place) or step < fault.step:
             return
         mark(number).touch()
@@ -153,6 +171,22 @@ def saved_step(path: Path) -> int:
     return int(digits) if path.name == "state.json" and digits.isdigit() else 0
 
 
+def stale(what: str) -> str:
+    """A key of a config, or of a copy of the photos, that is not that of the other process."""
+    if what in ("seed", "rate"):
+        return {"seed": "run.seed=8", "rate": "optimizer.lr=5e-3"}[what]
+    photos = Path(shutil.copytree(PHOTOS, f"photos-{what}", dirs_exist_ok=True))
+    first, *_, last = sorted(photos.glob("*.jpg"))
+    if what == "caption":
+        first.with_suffix(".txt").write_text("something else")
+    elif what == "photo":
+        shutil.copy(last, first)
+    else:
+        first.unlink()
+        first.with_suffix(".txt").unlink()
+    return f'data.sources=[{{path="{photos}"}}]'
+
+
 def full(write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
     """os.write on a disk without space."""
 
@@ -174,7 +208,7 @@ def live(arguments: list[str], faults: list[Fault], pace_alone: float) -> int:
     victim.at("start", STEPS)
     if count == 1:
         before(Step, "run", lambda *_: time.sleep(pace_alone))
-    status = cli.main(arguments)
+    status = cli.main([*arguments, *victim.unlike()])
     if status:
         print(f"--- process {rank} of {count} ends with {status}", flush=True)
         sys.stderr.flush()
@@ -301,6 +335,11 @@ def problems(run: Run, faults: Sequence[Fault], whole: dict[str, Any]) -> list[s
     wrong = [f"{fault} never came" for n, fault in enumerate(faults) if not (run.folder / f"fault-{n}").exists()]
     if len(run.starts) != 1 + sum(fault.ends for fault in faults):
         wrong.append(f"{len(run.starts)} starts")
+    # The agent may end the other one before it has said so itself. Of a run that goes on, one refuses other photos alone.
+    refusals = sum(map(run.said.count, ("do not train the same:", "the data are not those of the checkpoint")))
+    unlike = sum(fault.kind == "unlike" for fault in faults)
+    if not unlike <= refusals <= 2 * unlike or run.said.count(" of 2 ends with 2\n") < unlike:
+        wrong.append(f"{refusals} refusals of {unlike} unequal starts")
     left = run.left()
     return wrong + [f"{name} differs" for name in sorted(left.keys() | whole) if left.get(name) != whole.get(name)]
 

@@ -67,14 +67,15 @@ from trainer.engine.step import Losses, Step
 
 
 def live(rank: int, count: int, port: int, patch: str, arguments: list[str], launched: bool) -> int:
-    """One of `count` processes, in a fork; returns its status. patch: a fault, as code that knows its `rank`. launched: as by
+    """One of `count` processes, in a fork; returns its status. patch: a fault, as code that knows its `rank` and may add to
+    its `arguments`. launched: as by
     torch.distributed.run, whose store outlives them; else the first of them has the store."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}  # fmt: skip
     if launched:
         os.environ |= {"LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True",
                        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
-    exec(NAMES + patch, {"rank": rank})
+    exec(NAMES + patch, {"rank": rank, "arguments": arguments})
     return cli.main(arguments)
 
 

@@ -55,6 +55,7 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
         "resume/fork.py",
         "resume/pins.py",
         "resume/start_point.py",
+        "resume/unlike.py",
         "plan/*",
         "report/settings.py",
         "runtime/device.py",

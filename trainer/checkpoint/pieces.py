@@ -1,7 +1,7 @@
 """The pieces of a run's checkpoints. Each is entered where it is built, in one call that also restores it on a resume."""
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
 from trainer.checkpoint import state
 from trainer.checkpoint.state import PIECES, Piece, Provider, Saved
@@ -35,6 +35,10 @@ class Pieces:
             raise ValueError(f"never entered: {', '.join(missing)}")
         if self._saved is not None:
             self._saved.finish()
+
+    def states(self, *, but: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
+        """The pieces that are entered, as they are now, by name. but: names of those that are not wanted."""
+        return {name: piece.state_dict() for name, piece in self._providers.items() if name not in but}
 
     def pack(self) -> dict[str, list[memoryview | bytes]]:
         """The checkpoint's files at this moment (state.pack)."""

@@ -69,6 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
         if alone and not planned and (status == 6 or status > 128):
             said += f"\ngo on: {next_one()}"
         write(said, sys.stderr, whole=True)
+        if not (alone or planned or chosen.compare) and not isinstance(error, (PeerStopped, Interrupted, KeyboardInterrupt)):
+            from trainer.runtime.processes import excuse
+
+            excuse(status)
         return status
     finally:
         gc.enable()

@@ -286,9 +286,9 @@ def plan_data(
 
 def fetched(plan: ModelPlan, peers: Processes, phases: Phases) -> ModelPlan:
     """The plan with a hub id's weights on this machine. Raises UserError where they are not what their configs said."""
-    if plan.source.repository is None:
-        return plan
-    with peers.main_first():
+    with peers.main_first():  # one may have a hub id, and another a folder
+        if plan.source.repository is None:
+            return plan
         plan = replace(plan, source=plan.source.fetch(phases=phases))
     plan.source.check_kind()
     for component in plan.storage.values():

@@ -47,6 +47,7 @@ from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
 from trainer.report import LiveReport, first_page
 from trainer.resume import pins
 from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
+from trainer.resume.unlike import refuse_unlike_configs, refuse_unlike_data, refuse_unlike_states
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.mirroring import ask_mirror, mirrored
@@ -85,6 +86,7 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
         record = Record() if peers.is_main else None
         phases = Phases(check=peers.check, show=peers.is_main, every=config.logging.every_seconds, record=record)
         context = RunContext(peers, phases, Layout(Path(config.run.output_dir)))
+        refuse_unlike_configs(peers, config)
         with first_page(context.layout, name=config.run.name, enabled=peers.is_main):
             context = replace(context, copier=ask_mirror(config, context, resume_from))
             run = build(config, source, context, resume_from=resume_from, allowed=allowed)
@@ -171,11 +173,11 @@ def build(
     which = " (adapter.kernels = 'auto')" if config.adapter.kernels == "auto" else ""
     several = f", {peers.count} processes" if peers.count > 1 else ""
     peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{which}")
-    asked = Launch(resume_from, allowed)
-    begun = begin(config, source, there, asked, processes=peers.count, phases=phases, say=peers.say)
+    begun = begin(config, source, there, Launch(resume_from, allowed), processes=peers.count, phases=phases, say=peers.say)
     peers.say(describe_head(begun.plan.config, on_cpu=False) + "\n" + describe(begun.plan, sizes=False))
     plan = replace(begun.plan, model=fetched(begun.plan.model, peers, phases))
     pieces, saved = begun.pieces, begun.saved
+    refuse_unlike_data(peers, plan, pieces)
     if saved is not None:
         done = "; it is done, and nothing is left to train" if begun.progress.step >= plan.length.max_steps else ""
         peers.say(f"resuming {saved.folder} at step {begun.progress.step}{done}")
@@ -188,6 +190,7 @@ def build(
     reader = encode(plan, components, open_cache(plan.config.data, cache_dir(plan.config)), on_non_finite=non_finite.entry)
     state, origin, step = build_state(plan, components, begun, allowed)
     pieces.complete()
+    refuse_unlike_states(peers, config, pieces)
     give_back()
     assert begun.environment is not None
     return Run(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -60,10 +61,10 @@ class Memory:
         return Memory(host_memory(), base_of(device), chosen, device)
 
     def everywhere(self, largest: Callable[..., list[int]]) -> "Memory":
-        """The same in all processes of a run: the least memory that one has, and the most that one takes on a CPU. largest:
-        of a number, over the processes."""
+        """The same in all processes of a run: the least memory that one has, and the most that one takes on a CPU, when that
+        is asked first: some may ask more often than others. largest: of a number, over the processes."""
         own = self.base
-        return replace(self, size=-largest(-self.size)[0], base=own and (lambda: largest(own())[0]))
+        return replace(self, size=-largest(-self.size)[0], base=own and cache(lambda: largest(own())[0]))
 
 
 def accelerator_of(config: Config, memory: int) -> Memory:

@@ -5,12 +5,13 @@ ask a store now and then. So nobody's time-out counts that work, signals are hea
 takes the others with it, with its exit status. One that is killed or stopped is missed by its signs of life.
 """
 
+import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainer.runtime.starts import meet, prefix_of, refuse_nameless
 # serve to find a process that died: the connection breaks then, the launcher ends the others, and signs of life are missed.
 REDUCTION_TIMEOUT = timedelta(hours=24)
 ASK_SECONDS = 0.25  # between two looks at the store
+TEXT = 2**20  # letters of one value in the store, which takes 8 MiB
 SCHEME = "trainer"  # of the address under which accelerate asks for our store
 
 
@@ -75,6 +77,33 @@ class Processes:
         summed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self.sum(summed)
         return summed.tolist()
+
+    # --- what must be the same in all of them ---------------------------------------------------------------------------
+
+    def differences(self, own: Mapping[str, str]) -> dict[str, list[str | None]]:
+        """What of a table is not the same in all processes: by key, its value in each; None where it has none.
+
+        The tables are sent where their digests differ. Raises what `check` raises.
+        """
+        text = json.dumps(own, sort_keys=True)
+        if self._store is None or len({*self.exchange(hashlib.sha256(text.encode()).hexdigest())}) == 1:
+            return {}
+        tables = [json.loads(each) for each in self.exchange(text)]
+        values = {key: [table.get(key) for table in tables] for key in sorted({key for table in tables for key in table})}
+        return {key: each for key, each in values.items() if len({*each}) > 1}
+
+    def exchange(self, text: str) -> list[str]:
+        """The text of each process, in the order of their ranks. Raises what `check` raises."""
+        self.settle()
+        parts = [text[start : start + TEXT] for start in range(0, len(text), TEXT)]
+        here = self._meetings + 1
+        for number, part in enumerate(parts):
+            self._tell(f"{here}/{self.rank}/{number}", part)
+        self._meet(len(parts), self.check)
+        with self._reached():
+            counts = [json.loads(self._store.get(f"{here}/{rank}")) for rank in range(self.count)]
+            keys = [[f"{here}/{rank}/{number}" for number in range(count)] for rank, count in enumerate(counts)]
+            return ["".join(json.loads(self._store.get(key)) for key in own) for own in keys]
 
     # --- what lies in parts in all of them (runtime/sharding.py) ------------------------------------------------------
 
@@ -135,8 +164,7 @@ class Processes:
             try:
                 yield
             except BaseException as error:
-                if not isinstance(error, PeerStopped):
-                    self._tell("failed", {"rank": self.rank, "status": ending(error)[0]})
+                self._part(error)
                 raise
 
     @property
@@ -168,9 +196,7 @@ class Processes:
         """
         if self._store is not None:
             self.settle()
-            self._meetings += 1
-            self._tell(f"{self._meetings}/{self.rank}", True)
-            self._await([f"{self._meetings}/{rank}" for rank in range(self.count)], self.check if obey else self._listen)
+            self._meet(True, self.check if obey else self._listen)
 
     def leave_together(self) -> None:
         """Wait, at the end of a run, until every process is done with it. Who had left would not miss one that hangs.
@@ -196,6 +222,25 @@ class Processes:
         if self.is_main:
             self._tell(f"{self._meetings}/0", True)
 
+    def _meet(self, value: object, check: Callable[[], None]) -> None:
+        """Tell the others a value, and wait until each has told one."""
+        self._meetings += 1
+        self._tell(f"{self._meetings}/{self.rank}", value)
+        self._await([f"{self._meetings}/{rank}" for rank in range(self.count)], check)
+
+    def _part(self, error: BaseException) -> None:
+        """Tell the others that this process ends, and with which status. The main one, where it has the store, stays until
+        they have heard of it, or one is lost: without the store they would only know that it is gone."""
+        with suppress(torch.distributed.DistError, PeerStopped):  # nothing takes the place of the error
+            if not isinstance(error, PeerStopped):
+                self._store.set("failed", json.dumps({"rank": self.rank, "status": ending(error)[0]}))
+            self._store.set(f"ended/{self.rank}", "")
+            end = time.monotonic() + self._lost_after
+            stays = self.is_main and not self._launched and not isinstance(error, KeyboardInterrupt)
+            while stays and time.monotonic() < end and not self._store.check([f"ended/{n}" for n in range(self.count)]):
+                self._heartbeat.answer()
+                time.sleep(ASK_SECONDS)
+
     def _listen(self) -> None:
         """Tell the others of a signal, and hear of theirs. Raises PeerStopped."""
         if self._heartbeat is not None:
@@ -214,16 +259,20 @@ class Processes:
                 raise PeerStopped(f"process {failed['rank']} could not go on; its message says why", failed["status"])
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
-        """Until all the keys are there."""
+        """Until all the keys are there: then all have come here, whatever became of one since."""
         pause = 0.001
-        while True:
-            with self._reached():
-                there = self._store.check(keys)
-            if there:
-                return
-            check()
+        while not self._there(keys):
+            try:
+                check()
+            except PeerStopped:
+                if not self._there(keys):
+                    raise
             time.sleep(pause)
             pause = min(2 * pause, ASK_SECONDS)
+
+    def _there(self, keys: list[str]) -> bool:
+        with self._reached():
+            return self._store.check(keys)
 
     def _tell(self, key: str, value: object) -> None:
         with self._reached():
@@ -315,12 +364,22 @@ def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Pr
     return Processes(accelerator, store, lost_after=lost_after, quiet=quiet)
 
 
-def _open_store():
-    """A store of this start alone. One process asks for it, too: an earlier start of more is told that it is over."""
+def excuse(status: int) -> None:
+    """Tell the others of a run that this process ends with that exit status before it met them: they would wait for it."""
+    if torch.distributed.is_available() and not torch.distributed.is_initialized():
+        # ValueError: the environment does not say where they are.
+        with suppress(PeerStopped, torch.distributed.DistError, ValueError, KeyboardInterrupt):
+            _open_store(status)
+
+
+def _open_store(status: int = 0):
+    """A store of this start alone. One process asks for it, too: an earlier start of more is told that it is over. status:
+    with which this process ends, where it does."""
     from torch.distributed import PrefixStore, register_rendezvous_handler, rendezvous
 
     store, rank, count = next(rendezvous("env://", timeout=REDUCTION_TIMEOUT))
-    own = PrefixStore(prefix_of(meet(PrefixStore("trainer", store), rank=rank, count=count)), PrefixStore("trainer", store))
+    ours = PrefixStore("trainer", store)
+    own = PrefixStore(prefix_of(meet(ours, rank=rank, count=count, status=status)), ours)
     # By an address, since accelerate hands on no store.
     register_rendezvous_handler(SCHEME, lambda *_, **__: iter([(own, rank, count)]))
     return own

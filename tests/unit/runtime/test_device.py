@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainer.runtime.device import host_memory
+from trainer.kernels import dora_torch
+from trainer.runtime.device import Memory, host_memory
 
 GIB = 2**30
 MACHINE = 64 * GIB
@@ -50,3 +51,10 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch, groups: str, limits: d
 
 def test_a_system_without_groups_gives_the_machines_memory(tmp_path) -> None:
     assert host_memory(tmp_path / "none", tmp_path) == psutil.virtual_memory().total
+
+
+def test_processes_that_ask_unequally_often_for_their_memory_meet_once() -> None:
+    """What a process takes is a reduction over all of them, and how many plans it tries depends on its photos."""
+    met: list[int] = []
+    there = Memory(8 * GIB, lambda: GIB, dora_torch).everywhere(lambda number: met.append(number) or [number])
+    assert [there.base(), there.base(), there.size] == [GIB, GIB, 8 * GIB] and met == [-8 * GIB, GIB]

@@ -260,3 +260,80 @@ def test_one_that_was_away_for_long_may_have_been_replaced_over_another_store(pa
         assert not view.replaced
         view._heartbeat._given -= LOST_AFTER
         assert view.replaced
+
+
+def test_texts_of_any_length_come_in_the_order_of_the_ranks(pair, monkeypatch) -> None:
+    monkeypatch.setattr(processes, "TEXT", 3)
+    texts = ["", '\u00e4"\\n' * 5]
+    works = [lambda view, signals, text=text: [view.exchange(text), view.exchange(text[:2])] for text in texts]
+    assert side_by_side(pair, *works) == [[texts, ["", texts[1][:2]]]] * 2
+
+
+def test_tables_are_sent_where_they_differ_alone(pair, monkeypatch) -> None:
+    sent: list[int] = []
+    exchange = Processes.exchange
+    monkeypatch.setattr(Processes, "exchange", lambda view, text: sent.append(len(text)) or exchange(view, text))
+    tables = [
+        {"seed": "7", "only here": "1"} | {str(n): "" for n in range(99)},
+        {"seed": "8"} | {str(n): "" for n in range(99)},
+    ]
+    same = [lambda view, signals: view.differences(tables[0])] * 2
+    assert side_by_side(pair, *same) == [{}, {}] and sent == [64, 64]
+    unlike = [lambda view, signals, table=table: view.differences(table) for table in tables]
+    assert side_by_side(pair, *unlike) == [{"only here": ["1", None], "seed": ["7", "8"]}] * 2
+
+
+def test_who_compares_hears_of_one_that_refuses_for_a_reason_of_its_own(pair) -> None:
+    def fails(view: Processes, signals: Signals) -> None:
+        raise UserError("a file is missing")
+
+    heard, _ = side_by_side(pair, lambda view, signals: view.differences({}), fails)
+    assert isinstance(heard, PeerStopped) and heard.status == 2
+
+
+def test_where_all_have_come_nobody_is_stopped_by_what_one_did_since(pair) -> None:
+    """All of them know what it knew, so each can say it itself."""
+    view, signals = pair[1]
+    others = {"1/0": "true", "1/1": "true", "failed": '{"rank": 0, "status": 2}'}
+
+    def failed() -> None:
+        for key, value in others.items():
+            view._store.set(key, value)
+        view._asked = 0.0
+        view._listen()
+
+    view._await(["1/0", "1/1"], failed)
+    with pytest.raises(PeerStopped):
+        view._await(["2/0", "2/1"], failed)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_without_a_launcher_the_main_process_stays_until_the_others_have_heard(pair, monkeypatch, launched: bool) -> None:
+    """It has the store: without it they would only know that it is gone."""
+    ended: list[int] = []
+
+    def fails(view: Processes, signals: Signals) -> None:
+        raise UserError("a full disk")
+
+    def busy(view: Processes, signals: Signals) -> None:
+        time.sleep(0.5)
+        ended.append(view.rank)
+        view.wait()
+
+    for view, _ in pair:
+        monkeypatch.setattr(view, "_launched", launched)
+    part = Processes._part
+    monkeypatch.setattr(Processes, "_part", lambda view, error: part(view, error) or (view.is_main and ended.append(0)))
+    first, second = side_by_side(pair, fails, busy)
+    assert isinstance(first, UserError) and isinstance(second, PeerStopped) and second.status == 2
+    assert ended == ([0, 1] if launched else [1, 0])
+
+
+def test_an_error_is_not_replaced_by_that_of_a_store_that_is_gone(pair) -> None:
+    def gone(key: str, value: str) -> None:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    view, signals = pair[1]
+    with pytest.raises(UserError, match="a photo changed"), view.attending(signals):
+        view._store = SimpleNamespace(set=gone)
+        raise UserError("a photo changed")

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from trainer.base.errors import PeerStopped, UserError
-from trainer.runtime import processes
+from trainer.runtime import processes, starts
 from trainer.runtime.heartbeat import REPLACED
 from trainer.runtime.starts import COUNTS, meet, prefix_of, refuse_nameless
 
@@ -55,6 +55,29 @@ def test_one_whose_rank_an_earlier_process_had_is_not_meant_by_its_number() -> N
         with pytest.raises(PeerStopped, match="process 0, which all others wait for, did not come") as missed:
             meet(store, rank=1, count=2, patience=0.1)
     assert missed.value.status == 143
+
+
+@pytest.mark.parametrize("ends", range(3))
+def test_one_that_ended_before_it_met_the_others_is_heard_of_by_all(ends: int, monkeypatch) -> None:
+    """At once, and with its status. Process 0 has the store, so it goes last."""
+    monkeypatch.setattr(starts, "HEARING", 60.0)
+    store, order = HashStore(), []
+
+    def come_or_end(rank: int) -> None:
+        try:
+            meet(store, rank=rank, count=3, status=2 if rank == ends else 0)
+        finally:
+            order.append(rank)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(come_or_end, rank) for rank in range(3)]
+    for one in found:
+        with pytest.raises(PeerStopped, match=f"process {ends} could not go on; its message says why") as stopped:
+            one.result()
+        assert stopped.value.status == 2
+    assert order[-1] == 0
+    with ThreadPoolExecutor(3) as pool:
+        assert [one.result(timeout=60) for one in come(pool, store, 3, [0, 1, 2])] == [2, 2, 2], "the next start is whole"
 
 
 @pytest.mark.parametrize("name", COUNTS)
