@@ -43,7 +43,8 @@ class Phase:
     seconds of a unit, where that one knows better than the average of all. every: seconds between two of its lines where no
     terminal is, None where it is not shown. around: the phase in which this one is.
 
-    advance, check: raise what the run's `check` raises (Interrupted) once it should stop.
+    check: is told whether the work gets on. advance, check: raise what the run's `check` raises (Interrupted) once it should
+    stop.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Phase:
         unit: str,
         *,
         before: int = 0,
-        check: Callable[[], None],
+        check: Callable[[bool], None],
         every: float | None,
         around: Phase | None = None,
     ) -> None:
@@ -67,12 +68,12 @@ class Phase:
         self._next_line = self.began + (LIVE_AFTER if self._live else LONG_SECONDS) if every is not None else float("inf")
 
     def advance(self, count: int = 1) -> None:
-        """`count` more units are done."""
+        """`count` more units are done; 0: whoever does them was waited for."""
         self.done += count
-        self.check()
+        self.check(gets_on=count > 0)
 
-    def check(self) -> None:
-        """A place where the work can be stopped: at least one a second."""
+    def check(self, *, gets_on: bool = True) -> None:
+        """A place where the work can be stopped: at least one a second. gets_on: it is a sign of life, too."""
         now = time.monotonic()
         if now >= self._next_line:
             self._next_line = now + self._every
@@ -80,7 +81,7 @@ class Phase:
                 self._draw()
             else:
                 write(fitted(self._said(), width(sys.stderr)), sys.stderr)
-        self._check()
+        self._check(gets_on)
 
     def between_modules(self) -> AbstractContextManager[Any]:
         """A block in which every module of torch that is about to compute is a place to stop at, too."""
@@ -145,6 +146,7 @@ class Phases:
     """How the parts of a run announce what they do. Hand it down; `QUIET` is one that does nothing.
 
     check: raises (Interrupted) once the run should stop; called wherever a phase can be stopped.
+    sign: takes a sign of life, the name of what is done; called wherever that gets on.
     show: whether this process says what it does. every: seconds between two lines of a phase, where there is no terminal.
     record: keeps every phase that has ended and had anything to do.
     event: what was made last, for people.
@@ -154,13 +156,24 @@ class Phases:
         self,
         *,
         check: Callable[[], None] = lambda: None,
+        sign: Callable[[str], None] = lambda doing: None,
         show: bool = False,
         every: float = LINE_SECONDS,
         record: Record | None = None,
     ) -> None:
-        self.check, self.show, self.every, self.record = check, show, every, record
+        self._check, self._sign, self.show, self.every, self.record = check, sign, show, every, record
         self.event = ""
         self._under_way: list[Phase] = []
+
+    def sign(self) -> None:
+        """A sign of life, of work that has no phase of its own or is long within one."""
+        self._sign(self._under_way[-1].name if self._under_way else "")
+
+    def check(self, gets_on: bool = True) -> None:
+        """What a phase does wherever it can be stopped. gets_on: as of Phase.check."""
+        if gets_on:
+            self.sign()
+        self._check()
 
     def made(self, event: str) -> None:
         """Note the newest thing that was made, which the line of the steps names."""
@@ -183,12 +196,12 @@ class Phases:
         obey False: it is seen to its end. keep False: it is shown, and not recorded. event: what has been made at its end.
         """
         started, finished = time.time(), False
-        check = self.check if obey else lambda: None
+        check = self.check if obey else lambda gets_on: self.sign() if gets_on else None
         around = self._under_way[-1] if self._under_way else None
         phase = Phase(name, total, unit, before=before, check=check, every=self.every if self.show else None, around=around)
         self._under_way.append(phase)
         try:
-            check()
+            check(True)
             yield phase
             finished = True
             self.event = event or self.event

@@ -148,6 +148,11 @@ def build_step(
             average.update()
         return told | draws.told() | kept.log_fields() | (components.compiler.told() if components.compiler else {})
 
+    def micro_batch(step: int, index: int) -> AbstractContextManager[None]:
+        components.phases.sign()  # an update may have many
+        # By its place in the update, whichever process has it.
+        return training(step, index * peers.count + peers.rank)
+
     losses = losses_of(components, config.run.seed, draws.add)
     step = Step(
         losses=losses,
@@ -159,8 +164,7 @@ def build_step(
         max_grad_norm=config.step.max_grad_norm,
         after_update=after_update,
         sum=peers.sum,
-        # By the micro-batch's place in the update, whichever process has it.
-        training=lambda step, index: training(step, index * peers.count + peers.rank),
+        training=micro_batch,
         attention=components.attention.used,
     )
     return state, step

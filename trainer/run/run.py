@@ -5,7 +5,7 @@ config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> 
 
 import gc
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from trainer.artifacts.on_stop import leave_in_time
 from trainer.artifacts.provenance import Origin
 from trainer.artifacts.run_report import report_of
 from trainer.base import files
+from trainer.base.alive import Alive
 from trainer.base.digests import FileDigests
 from trainer.base.errors import TOO_LARGE, Interrupted
 from trainer.base.memory import give_back
@@ -80,11 +81,12 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
     source = open_source(config)
     config = resolve(config, source)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
-    peers = start_processes(config)
-    with Signals() as signals, peers.attending(signals):
+    peers, layout = start_processes(config), Layout(Path(config.run.output_dir))
+    alive = Alive(layout.alive, peers.say) if peers.is_main else None
+    with Signals() as signals, peers.attending(signals, alive), alive or nullcontext():
         record = Record() if peers.is_main else None
-        phases = Phases(check=peers.check, show=peers.is_main, every=config.logging.every_seconds, record=record)
-        context = RunContext(peers, phases, Layout(Path(config.run.output_dir)))
+        announced = {"show": peers.is_main, "every": config.logging.every_seconds, "record": record}
+        context = RunContext(peers, Phases(check=peers.check, sign=peers.sign, **announced), layout)
         with first_page(context.layout, name=config.run.name, enabled=peers.is_main):
             context = replace(context, copier=ask_mirror(config, context, resume_from))
             run = build(config, source, context, resume_from=resume_from, allowed=allowed)

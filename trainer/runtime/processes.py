@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trainer.base.alive import Alive
 from trainer.base.console import write
 from trainer.base.errors import PeerStopped, ending
 from trainer.base.signals import Signals
@@ -46,6 +47,7 @@ class Processes:
         self._store: Any = store if self.count > 1 else None
         self._meetings, self._asked = 0, 0.0
         self._launched, self._lost_after, self._heartbeat = launched(), lost_after, None
+        self._alive: Alive | None = None
         self._lend: Callable[[], bool] | None = None
         self._rounds: Any = None  # the process group of rounds: they go by the host, whatever computes
 
@@ -116,10 +118,10 @@ class Processes:
         return int(key[:16], 16) % self.count == self.rank
 
     @contextmanager
-    def attending(self, signals: Signals) -> Iterator[None]:
+    def attending(self, signals: Signals, alive: Alive | None = None) -> Iterator[None]:
         """A block in which the processes hear of each other's signals, of one that leaves the block with an exception, and
-        of one that is lost."""
-        self._signals = signals
+        of one that is lost. alive: of the main process, for `sign`."""
+        self._signals, self._alive = signals, alive
         if self._store is None:
             yield
             return
@@ -160,6 +162,13 @@ class Processes:
         """Raises Interrupted once any process was asked to stop, PeerStopped once one has failed."""
         self._listen()
         self._signals.check()
+
+    def sign(self, doing: str) -> None:
+        """Give a sign of life: what this process does gets on. doing: its name."""
+        if self._heartbeat is not None:
+            self._heartbeat.work += 1
+        if self._alive is not None:
+            self._alive.sign(doing)
 
     def wait(self, *, obey: bool = False) -> None:
         """Wait until every process is here, however long that takes. obey: a stop is raised as Interrupted meanwhile.
@@ -214,14 +223,17 @@ class Processes:
                 raise PeerStopped(f"process {failed['rank']} could not go on; its message says why", failed["status"])
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
-        """Until all the keys are there."""
-        pause = 0.001
+        """Until all the keys are there. The main process is alive meanwhile as far as one that it waits for gets on."""
+        pause, work = 0.001, 0
         while True:
             with self._reached():
                 there = self._store.check(keys)
             if there:
                 return
             check()
+            if self._alive is not None and self._heartbeat is not None and self._heartbeat.work_elsewhere != work:
+                work = self._heartbeat.work_elsewhere
+                self._alive.sign("waiting for another process")
             time.sleep(pause)
             pause = min(2 * pause, ASK_SECONDS)
 
