@@ -79,7 +79,7 @@ class Phase:
             self._next_line = now + self._every
             if self._live:
                 self._draw()
-            else:
+            elif self.fields is None or not LIVE.json:  # whose units are lines of their own there
                 write(fitted(self._said(), width(sys.stderr)), sys.stderr)
         self._check(gets_on)
 
