@@ -3,7 +3,7 @@
     python scripts/health.py outputs/bear    # one run
     python scripts/health.py                 # the newest run below /outputs, as in the image
 
-A run renews OUTPUT/alive.json while it gets on, and hangs where it did not for ten minutes, or four times its longest silence.
+A run renews OUTPUT/alive.json while it gets on. It hangs where it did not for ten minutes, or four times its longest silence.
 A sign from before this machine or container started is of a run that went with the last one.
 """
 
@@ -21,16 +21,18 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 
-from trainer.base.alive import Sign, last_sign  # noqa: E402
 from trainer.base.console import printable  # noqa: E402
-from trainer.base.run_layout import Layout  # noqa: E402
+from trainer.base.progress import Sign, last_sign  # noqa: E402
+from trainer.base.run_layout import Layout, holds_run  # noqa: E402
 
 OUTPUTS = Path("/outputs")  # of the image (its volumes)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", nargs="?", type=Path, metavar="OUTPUT", help=f"a run's folder; else the newest in {OUTPUTS}")
+    parser.add_argument(
+        "output", nargs="?", type=Path, metavar="OUTPUT", help=f"a run's folder; else the newest in {OUTPUTS}"
+    )
     chosen = parser.parse_args(arguments)
     roots = [chosen.output] if chosen.output else runs(OUTPUTS)
     found = [(sign, root) for root in roots if (sign := last_sign(Layout(root).alive)) and sign.time >= started()]
@@ -50,16 +52,18 @@ def judged(sign: Sign, name: str, now: float) -> tuple[int, str]:
     doing = f" ({sign.doing})" if sign.doing else ""
     silence = duration(max(0.0, now - sign.time))
     if sign.is_over(now):
-        return 1, f"hung: {name} has given no sign of life for {silence}{doing}, or was killed; start it again with --resume_from auto"
+        way = "start it again with --resume_from auto"
+        return 1, f"hung: {name} has given no sign of life for {silence}{doing}, or was killed; {way}"
     return 0, f"healthy: {name} gave a sign of life {silence} ago{doing}"
 
 
 def runs(folder: Path) -> Iterator[Path]:
     """The folders of runs at work, at most three deep; those inside a run are not looked through."""
     for root, folders, names in os.walk(folder):
-        if Layout(Path(root)).alive.name in names:
+        at_work, deep = Layout(Path(root)).alive.name in names, len(Path(root).relative_to(folder).parts)
+        if at_work:
             yield Path(root)
-        if Layout(Path(root)).alive.name in names or "checkpoints" in folders or len(Path(root).relative_to(folder).parts) == 3:
+        if at_work or holds_run({*folders, *names}) or deep == 3:
             folders.clear()
 
 

@@ -259,14 +259,16 @@ def test_health_is_asked_of_the_runs_own_signs_of_life(tmp_path, instructions, a
         (pod,) = documents(name)["Job"]["spec"]["template"]["spec"]["containers"]
         assert pod["livenessProbe"]["exec"]["command"] == asked
     program, script = asked
-    assert program == "python" and health.OUTPUTS == Path(json.loads(last(instructions, "VOLUME"))[2])
+    assert program == "python" and Path(json.loads(last(instructions, "VOLUME"))[2]) == health.OUTPUTS
     if age is not None:
         sign = tmp_path / "alive.json"
         sign.write_text('{"doing": "training", "silence": 5}')
         os.utime(sign, (time.time() - age, time.time() - age))
     script = script.replace("/app", str(ROOT))
     environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}  # from any folder, with no variable of ours
-    asked = subprocess.run([sys.executable, script, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    asked = subprocess.run(
+        [sys.executable, script, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     if age is not None and time.time() - age < health.started():
         pytest.fail("this machine is too new to have been hung for that long")
     assert asked.returncode == status and not asked.stderr, asked.stdout

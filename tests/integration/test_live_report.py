@@ -14,9 +14,9 @@ import pytest
 from tests.harness import Workbench
 from trainer import report
 from trainer.artifacts.exports import Artifacts
-from trainer.base import alive
-from trainer.base.alive import last_sign
+from trainer.base import progress
 from trainer.base.errors import NonFiniteError, UserError
+from trainer.base.progress import last_sign
 from trainer.base.run_layout import Layout
 from trainer.cli import main as cli
 from trainer.monitoring import course
@@ -226,16 +226,16 @@ def test_blocks_of_the_adapter_are_in_the_log(bench: Workbench) -> None:
 @pytest.mark.slow
 def test_signs_of_life_go_with_the_run(bench: Workbench, monkeypatch) -> None:
     """In every long phase, and gone however the run ends; a refused one leaves none. What is trained is the same."""
-    monkeypatch.setattr(alive, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
     layout, doing = Layout(bench.tmp / "out"), []
-    real = alive.Alive.sign
+    real = progress.Alive.sign
 
     def sign(self, what: str) -> None:
         real(self, what)
         assert (found := last_sign(layout.alive)) and found.doing == what
         doing.append(what)
 
-    monkeypatch.setattr(alive.Alive, "sign", sign)
+    monkeypatch.setattr(progress.Alive, "sign", sign)
     with monkeypatch.context() as patch:
         at_step(patch, lambda: signal.raise_signal(signal.SIGTERM))
         assert start(bench, "--set", f"data.cache_dir={bench.tmp / 'cache'}", "--set", "checkpoint.background=false") == 143

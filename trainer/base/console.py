@@ -7,7 +7,6 @@ With logging.json each line is an object on stdout, whichever stream it would go
 """
 
 import errno
-import json
 import os
 import re
 import sys
@@ -95,6 +94,8 @@ def write(text: str, stream: TextIO | None = None, *, whole: bool = False, field
     """
     stream = stream or sys.stdout
     if LIVE.json:
+        import json  # which --help does without
+
         level, message = LEVEL.fullmatch(text).groups(default="info")
         entry = {"time": round(time.time(), 3), "level": level, "message": message} | dict(fields or {})
         with read_or_not(sys.stdout):

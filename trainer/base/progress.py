@@ -6,26 +6,34 @@
             phase.advance(tensor.nbytes)
 
 On a terminal one live line shows it; elsewhere a line every few seconds does. A phase that took long says so at its end.
+
+Each unit is a sign of life, for what looks from outside whether a run hangs (scripts/health.py, the comparison of runs). No
+thread gives them: it would outlive a hang.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.base.console import LIVE, fitted, moves, width, write
-from trainer.base.files import naming
+from trainer.base.files import json_bytes, naming, write_atomic
 
 LONG_SECONDS = 2.0  # a shorter phase leaves no line
 LINE_SECONDS = 10.0  # between two lines of a phase, where there is no terminal (logging.every_seconds)
 PACE_UNITS = 200  # the last ones, whose pace tells how long the rest will take
 LIVE_AFTER, LIVE_SECONDS = 0.5, 0.1  # a shorter phase is not seen on a terminal; between two looks of its line
+
+EVERY_SECONDS = 5.0  # between two signs, at least
+QUIET_SECONDS, QUIET_TIMES = 600.0, 4  # a run is silent for no longer: seconds, and in its longest silence so far
 
 Fields = Sequence[tuple[int, str]]  # as of console.fitted
 
@@ -170,7 +178,7 @@ class Phases:
         self._sign(self._under_way[-1].name if self._under_way else "")
 
     def check(self, gets_on: bool = True) -> None:
-        """What a phase does wherever it can be stopped. gets_on: as of Phase.check."""
+        """What a phase does wherever it can be stopped. gets_on: it is a sign of life, too."""
         if gets_on:
             self.sign()
         self._check()
@@ -217,6 +225,69 @@ class Phases:
 
 
 QUIET = Phases()
+
+
+def quiet_for(silence: float) -> float:
+    """Seconds that a run which is alive may be silent. silence: its longest one so far."""
+    return max(QUIET_SECONDS, QUIET_TIMES * silence)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of life of a run that has not told its end. time: Unix time. silence: seconds, its longest one so far.
+    doing: what it was busy with."""
+
+    time: float
+    silence: float
+    doing: str
+
+    def is_over(self, now: float) -> bool:
+        """Whether a run that is alive would have given another one by `now`."""
+        return now - self.time >= quiet_for(self.silence)
+
+
+def last_sign(path: Path) -> Sign | None:
+    """The sign in an alive.json; None where there is none that can be read."""
+    try:
+        said = json.loads(path.read_bytes())
+        return Sign(path.stat().st_mtime, float(said["silence"]), str(said["doing"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class Alive:
+    """Keeps an alive.json inside a `with` block, at whose end it is gone. The file's time is that of the last sign; it is
+    written anew where it would say something else. enabled: in the main process."""
+
+    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+        self.path, self.enabled = path, enabled
+        self._last, self._silence = -EVERY_SECONDS, EVERY_SECONDS
+        self._written: dict[str, object] = {}
+
+    def __enter__(self) -> Alive:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._written:
+            with suppress(OSError):  # what ended the run is told, and not that this could not be deleted
+                self.path.unlink()
+
+    def sign(self, doing: str) -> None:
+        """Give a sign, where the last one is a while ago and the folder is there. doing: what the run is busy with."""
+        now = time.monotonic()
+        if not self.enabled or now - self._last < EVERY_SECONDS:
+            return
+        if not self.path.parent.is_dir():  # a start that is refused leaves none
+            return
+        self._silence = max(self._silence, now - self._last if self._written else 0.0)
+        about = {"doing": doing, "host": socket.gethostname(), "pid": os.getpid(), "silence": round(self._silence)}
+        self._last = now
+        with suppress(OSError):  # nobody's work ends by it; a full disk still has room for a time
+            if about != self._written or not self.path.exists():
+                self._written = about
+                write_atomic(self.path, [json_bytes(about)])
+        with suppress(OSError):
+            os.utime(self.path)
 
 
 class Record:

@@ -50,9 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
                 write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
             return 0
         if chosen.compare is not None:
-            asked = config.read_comparison(chosen.compare)
-            LIVE.json = asked.runs[0].config.logging.json
-            compare_all(asked, only_plan=chosen.plan)
+            compare_all(config.read_comparison(chosen.compare), only_plan=chosen.plan)
             return 0
         loaded, resume_from, allowed = launched(chosen, overrides)
         LIVE.json = loaded.logging.json

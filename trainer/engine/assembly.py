@@ -148,11 +148,6 @@ def build_step(
             average.update()
         return told | draws.told() | kept.log_fields() | (components.compiler.told() if components.compiler else {})
 
-    def micro_batch(step: int, index: int) -> AbstractContextManager[None]:
-        components.phases.sign()  # an update may have many
-        # By its place in the update, whichever process has it.
-        return training(step, index * peers.count + peers.rank)
-
     losses = losses_of(components, config.run.seed, draws.add)
     step = Step(
         losses=losses,
@@ -164,7 +159,8 @@ def build_step(
         max_grad_norm=config.step.max_grad_norm,
         after_update=after_update,
         sum=peers.sum,
-        training=micro_batch,
+        # By the micro-batch's place in the update, whichever process has it.
+        training=lambda step, index: training(step, index * peers.count + peers.rank),
         attention=components.attention.used,
     )
     return state, step
@@ -218,7 +214,8 @@ def losses_of(components: Components, seed: int, drawn: Drawn = unheard) -> Loss
         image_tokens=family.image_tokens,
         seed=seed,
         device=components.processes.device,
-        drawn=drawn,
+        # An update may have many micro-batches: each is a sign of life.
+        drawn=lambda *draws: (components.phases.sign(), drawn(*draws)),
     )
 
 

@@ -11,9 +11,8 @@ from statistics import median
 from typing import Any
 from urllib.parse import quote
 
-from trainer.base.alive import Sign, last_sign
 from trainer.base.errors import NonFiniteError
-from trainer.base.progress import duration
+from trainer.base.progress import Sign, duration, last_sign
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import PHOTOS, moved_by
 from trainer.monitoring.diagnosis import series

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.base.alive import quiet_for
 from trainer.base.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, ending
 from trainer.base.files import hash_file, write_atomic
+from trainer.base.progress import quiet_for
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import BLOCKS
 from trainer.report.history import Events, History, marks_of, read_starts

@@ -5,7 +5,7 @@ config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> 
 
 import gc
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from trainer.artifacts.on_stop import leave_in_time
 from trainer.artifacts.provenance import Origin
 from trainer.artifacts.run_report import report_of
 from trainer.base import files
-from trainer.base.alive import Alive
 from trainer.base.digests import FileDigests
 from trainer.base.errors import TOO_LARGE, Interrupted
 from trainer.base.memory import give_back
-from trainer.base.progress import Phases, Record
+from trainer.base.progress import Alive, Phases, Record
 from trainer.base.protocols import Kernels
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
@@ -37,12 +36,12 @@ from trainer.engine.encoding import encode, report_captions
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.engine.policies import NonFinite, what_would_fit
 from trainer.engine.step import Step
+from trainer.memory_plan.estimate import written_bytes
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
 from trainer.monitoring.trackers import sign_in
-from trainer.plan.data_sources import open_cache
 from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
 from trainer.report import LiveReport, first_page
@@ -52,7 +51,7 @@ from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.mirroring import ask_mirror, mirrored
 from trainer.run.output_folder import open_trackers, opened
-from trainer.run.setup import Beginning, Launch, begin, cache_dir, updates_of
+from trainer.run.setup import Beginning, Launch, begin, cache_dir, disk_needs, opened_cache, updates_of, warn_of_disk
 from trainer.runtime.attention import Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
@@ -82,11 +81,11 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
     config = resolve(config, source)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
     peers, layout = start_processes(config), Layout(Path(config.run.output_dir))
-    alive = Alive(layout.alive, peers.say) if peers.is_main else None
-    with Signals() as signals, peers.attending(signals, alive), alive or nullcontext():
+    alive, every = Alive(layout.alive, enabled=peers.is_main), config.logging.every_seconds
+    with Signals() as signals, peers.attending(signals, alive), alive:
         record = Record() if peers.is_main else None
-        announced = {"show": peers.is_main, "every": config.logging.every_seconds, "record": record}
-        context = RunContext(peers, Phases(check=peers.check, sign=peers.sign, **announced), layout)
+        phases = Phases(check=peers.check, sign=peers.sign, show=peers.is_main, every=every, record=record)
+        context = RunContext(peers, phases, layout)
         with first_page(context.layout, name=config.run.name, enabled=peers.is_main):
             context = replace(context, copier=ask_mirror(config, context, resume_from))
             run = build(config, source, context, resume_from=resume_from, allowed=allowed)
@@ -187,8 +186,9 @@ def build(
         files.make_folder(context.layout.root, "run.output_dir")
     non_finite = NonFinite(plan.config.step.non_finite, plan.config.step.max_skipped, begun.progress, peers.say)
     components, contents = build_components(plan, there.kernels, begun.attention, context, pieces)
-    reader = encode(plan, components, open_cache(plan.config.data, cache_dir(plan.config)), on_non_finite=non_finite.entry)
+    reader = encode(plan, components, opened_cache(plan, peers.say), on_non_finite=non_finite.entry)
     state, origin, step = build_state(plan, components, begun, allowed)
+    warn_of_disk(disk_needs(plan, *written_bytes(plan, state.adapter, step.optimizer)), peers.say)
     pieces.complete()
     give_back()
     assert begun.environment is not None

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from trainer.base.alive import Alive
 from trainer.base.console import write
 from trainer.base.errors import PeerStopped, ending
+from trainer.base.progress import Alive
 from trainer.base.signals import Signals
 from trainer.runtime.heartbeat import REPLACED, STATUS, Heartbeat
 from trainer.runtime.starts import meet, prefix_of, refuse_nameless

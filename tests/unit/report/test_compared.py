@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.base.alive import Sign
+from trainer.base.progress import Sign
 from trainer.base.run_layout import Layout
 from trainer.report.compared import Seen, compare, grouped, not_judged, pairs_of, record, seen
 from trainer.report.history import Standing

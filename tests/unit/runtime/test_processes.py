@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from trainer.base.alive import Alive
 from trainer.base.errors import Interrupted, PeerStopped, UserError
+from trainer.base.progress import Alive
 from trainer.base.signals import Signals
 from trainer.runtime import heartbeat, processes
 from trainer.runtime.processes import Processes
@@ -142,7 +142,7 @@ def test_who_waits_is_alive_as_long_as_another_one_gets_on(pair, tmp_path, monke
     """The threads that watch the others give signs while a main thread hangs: these count for nothing here."""
     (main_view, signals), (other, others_signals) = pair
     signs: list[str] = []
-    alive = Alive(tmp_path / "alive.json", print)
+    alive = Alive(tmp_path / "alive.json")
     alive.sign = signs.append
     monkeypatch.setattr(heartbeat.Heartbeat, "__enter__", lambda self: self)
     monkeypatch.setattr(heartbeat.Heartbeat, "__exit__", lambda *_: None)

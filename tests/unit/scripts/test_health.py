@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scripts import health
 from tests.harness import ROOT
-from trainer.base.alive import QUIET_SECONDS
+from trainer.base.progress import QUIET_SECONDS
 
 
 @pytest.fixture
@@ -68,8 +69,8 @@ def test_a_sign_of_an_earlier_container_is_none(outputs: Path, capsys, monkeypat
         assert capsys.readouterr().out.startswith("healthy: no run is at work in ")
 
 
-def test_this_machine_started_before_this_test() -> None:
-    assert 0 < health.started() < time.time()
+def test_the_container_begins_with_its_first_process() -> None:
+    assert health.started() == psutil.Process(1).create_time()
 
 
 def test_it_imports_no_library_that_takes_long(tmp_path: Path) -> None:
