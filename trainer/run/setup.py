@@ -160,7 +160,7 @@ def disk_needs(plan: RunPlan, checkpoint: int, adapter: int, cache: int = 0) -> 
     output += to_write(exports * versions * len(config.export.formats) * adapter, layout.adapters)
     output += to_write((drawn + 1) * versions * images, layout.samples)
     needs = {"run.output_dir": (layout.root, output)}
-    if config.data.cache == "disk":
+    if config.data.cache == "disk" and cache:
         needs["data.cache_dir"] = (cache_dir(config), to_write(cache, cache_dir(config)))
     if download := source.to_fetch():
         needs["HF_HUB_CACHE"] = (source.repository.blobs, download)

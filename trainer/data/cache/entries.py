@@ -93,11 +93,10 @@ class Cache:
             pruning.share(self.path(key), self._shared)
         self._verified.add(key)
         self._forget(key)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        self._absent, absent = 0, self._absent
+        self._written += (size := sum(tensor.nbytes for tensor in tensors.values()))
+        absent, self._absent = self._absent, 0
         if absent:
             self.foresee(absent * size)
-        self._written += size
         if self.limit is not None and self._written > self._before_scan:
             self.keep_limit()
 
