@@ -27,6 +27,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scripts import health
 from tests.harness import ROOT
 from trainer.cli import arguments
 from trainer.run import container
@@ -250,17 +251,27 @@ def test_a_run_in_it_knows_where_it_is(instructions: list[tuple[str, str]]) -> N
     assert settings(instructions)[container.IN_IMAGE] == "1"
 
 
-@pytest.mark.parametrize(("age", "healthy"), [(60, True), (3600, False), (None, False)])
-def test_it_is_healthy_while_something_is_written(tmp_path, instructions, age: int | None, healthy: bool) -> None:
+@pytest.mark.parametrize(("age", "status"), [(60, 0), (3600, 1), (None, 0)])
+def test_health_is_asked_of_the_runs_own_signs_of_life(tmp_path, instructions, age: int | None, status: int) -> None:
     _, _, command = last(instructions, "HEALTHCHECK").partition("CMD ")
-    shell = [part.replace("/outputs /cache", f"{tmp_path} {tmp_path / 'cache'}") for part in json.loads(command)]
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "bear").mkdir()
+    asked = json.loads(command)
+    for name in PODS:
+        (pod,) = documents(name)["Job"]["spec"]["template"]["spec"]["containers"]
+        assert pod["livenessProbe"]["exec"]["command"] == asked
+    program, script = asked
+    assert program == "python" and Path(json.loads(last(instructions, "VOLUME"))[2]) == health.OUTPUTS
     if age is not None:
-        log = tmp_path / "bear" / "metrics.jsonl"
-        log.touch()
-        os.utime(log, (time.time() - age, time.time() - age))
-    assert (subprocess.run(shell).returncode == 0) == healthy
+        sign = tmp_path / "alive.json"
+        sign.write_text('{"doing": "training", "silence": 5}')
+        os.utime(sign, (time.time() - age, time.time() - age))
+    script = script.replace("/app", str(ROOT))
+    environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}  # from any folder, with no variable of ours
+    asked = subprocess.run(
+        [sys.executable, script, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    if age is not None and time.time() - age < health.started():
+        pytest.fail("this machine is too new to have been hung for that long")
+    assert asked.returncode == status and not asked.stderr, asked.stdout
 
 
 @pytest.mark.parametrize("extras", ["", "heic jxl"])

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,78 @@ def test_a_plan_refuses_what_this_machine_cannot_train(bench: Workbench, capsys,
             assert cli.main(["--config", str(bench.write(tree)), *arguments]) == 2
         messages.append(capsys.readouterr().err)
     assert messages[0] == messages[1] and expected in messages[0]
+
+
+def in_the_way(tmp: Path) -> str:
+    (tmp / "file").write_text("")
+    return str(tmp / "file" / "out")
+
+
+def link_to_nowhere(tmp: Path) -> str:
+    (tmp / "link").symlink_to(tmp / "nowhere" / "at all")
+    return str(tmp / "link")
+
+
+def link_to_itself(tmp: Path) -> str:
+    (tmp / "link").symlink_to(tmp / "link")
+    return str(tmp / "link" / "out")
+
+
+def tree_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """When each name below a folder was last changed, and in what size."""
+    found = {str(path): path.lstat() for path in (folder, *folder.rglob("*"))}
+    return {path: (about.st_mtime_ns, about.st_size) for path, about in found.items()}
+
+
+WAYS = [in_the_way, link_to_nowhere, link_to_itself]
+
+
+@pytest.mark.parametrize(
+    ("key", "place"), [*product(["run__output_dir", "data__cache_dir"], WAYS), ("checkpoint__mirror", lambda tmp: "s3://a/b")]
+)
+def test_a_plan_refuses_what_this_machine_cannot_write_and_notes_it_for_another(
+    bench: Workbench, capsys, monkeypatch, key: str, place: Callable[[Path], str]
+) -> None:
+    """In the words of the training, and nothing is created."""
+
+    def missing(protocol: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", missing)
+    config = str(bench.write(bench.tree(**{key: place(bench.tmp)})))
+    before, messages = tree_of(bench.tmp), []
+    for arguments in ([], ["--plan"]):
+        assert cli.main(["--config", config, *arguments]) == 2
+        messages.append(capsys.readouterr().err)
+        assert tree_of(bench.tmp).keys() == before.keys()
+        before = before if arguments else tree_of(bench.tmp)  # where a training begins, a page was there for a moment
+    assert tree_of(bench.tmp) == before
+    named = "checkpoint.mirror = 's3://a/b' needs a library" if "mirror" in key else f"{key.replace('__', '.')} = "
+    assert messages[0] == messages[1] and messages[0].startswith(f"error: {named}") and messages[0].count("\n") == 1
+    assert cli.main(["--config", config, "--plan_memory", "8GiB"]) == 0
+    assert tree_of(bench.tmp) == before
+    assert f"note: not on this machine: {messages[0].removeprefix('error: ')}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("free", [0, 2**50])
+def test_a_disk_that_is_too_small(bench: Workbench, capsys, monkeypatch, free: int) -> None:
+    """A plan refuses it, once all is said; one for another machine, and a start, warn. A start does twice: of encodings when
+    the first is there, and of all that is to come."""
+    usage = shutil.disk_usage(bench.tmp)._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    small = not free
+    config = str(bench.write(bench.tree(run__max_steps=1, data__cache_dir=str(bench.tmp / "cache"))))
+    before = tree_of(bench.tmp)
+    assert cli.main(["--config", config, "--plan"]) == (2 if small else 0)
+    said = capsys.readouterr()
+    assert said.err.startswith("error: run.output_dir and data.cache_dir need about ") == small and "fits: " in said.out
+    assert cli.main(["--config", config, "--plan_memory", "8GiB"]) == 0
+    assert ("warning: run.output_dir and data.cache_dir need about " in capsys.readouterr().out) == small
+    assert tree_of(bench.tmp) == before
+    assert cli.main(["--config", config]) == 0
+    out = capsys.readouterr().out
+    needs = [line.partition(" need about")[0] for line in out.splitlines() if " need about" in line]
+    assert needs == (["warning: data.cache_dir", "warning: data.cache_dir", "warning: run.output_dir"] if small else [])
 
 
 def test_guidance_for_a_model_without_the_embedding(bench: Workbench, capsys, monkeypatch) -> None:

@@ -14,7 +14,10 @@ import pytest
 from tests.harness import Workbench
 from trainer import report
 from trainer.artifacts.exports import Artifacts
+from trainer.base import progress
 from trainer.base.errors import NonFiniteError, UserError
+from trainer.base.progress import last_sign
+from trainer.base.run_layout import Layout
 from trainer.cli import main as cli
 from trainer.monitoring import course
 from trainer.report import live
@@ -220,3 +223,33 @@ def test_blocks_of_the_adapter_are_in_the_log(bench: Workbench) -> None:
     assert start(bench, run__max_steps=17, checkpoint__every_steps=0, validation__every_steps=0, run__stop_after=16) == 0
     last = json.loads(Path(bench.tmp / "out" / "metrics.jsonl").read_text().splitlines()[-1])
     assert max(last[course.BLOCKS].values()) == last["weight_change"] and "after step 16" in said(bench)
+
+
+@pytest.mark.slow
+def test_signs_of_life_go_with_the_run(bench: Workbench, monkeypatch) -> None:
+    """In every long phase, and gone however the run ends; a refused one leaves none. What is trained is the same."""
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
+    layout, doing = Layout(bench.tmp / "out"), []
+    real = progress.Alive.sign
+
+    def sign(self, what: str) -> None:
+        real(self, what)
+        assert (found := last_sign(layout.alive)) and found.doing == what
+        doing.append(what)
+
+    monkeypatch.setattr(progress.Alive, "sign", sign)
+    with monkeypatch.context() as patch:
+        at_step(patch, lambda: signal.raise_signal(signal.SIGTERM))
+        assert start(bench, "--set", f"data.cache_dir={bench.tmp / 'cache'}", "--set", "checkpoint.background=false") == 143
+    assert not layout.alive.exists() and not list(layout.root.glob(".*.tmp"))
+    phases = {"hashing", "encoding photos", "loading unet", "drawing samples", "training", "saving step 2"}
+    assert phases <= {re.sub(r"^(hashing|drawing samples)\b.*", r"\1", what) for what in doing}, set(doing)
+    doing.clear()
+    with monkeypatch.context() as patch:
+        at_step(patch, lambda: 1 / 0, step=4)
+        with pytest.raises(ZeroDivisionError):
+            start(bench, "--resume_from", "auto")
+    assert "training" in doing and not layout.alive.exists()
+    assert start(bench) == 2 and not layout.alive.exists(), "it holds checkpoints already"
+    assert start(bench, "--set", f"run.output_dir={bench.tmp / 'new'}", "--set", f"model.path={bench.tmp}") == 2
+    assert not (bench.tmp / "new").exists()

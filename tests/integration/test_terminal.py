@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -150,6 +151,49 @@ def test_what_libraries_say_is_plain_lines_without_their_bars(bench: Workbench) 
 def command(bench: Workbench, **overrides) -> tuple[list[str], Path]:
     tree = bench.tree(adapter__targets=["*attn1.to_q"], data__batch_size=1, **overrides)
     return [sys.executable, str(ROOT / "train.py"), "--config", str(bench.write(tree))], Path(tree["run"]["output_dir"])
+
+
+def objects(text: str) -> list[dict]:
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all({"time", "level", "message"} <= set(line) for line in lines)
+    assert all(line["level"] in ("info", "warning", "error") and isinstance(line["message"], str) for line in lines)
+    return lines
+
+
+@pytest.mark.slow
+def test_with_logging_json_each_line_is_an_object(bench: Workbench) -> None:
+    """Of a run, also one that is stopped, of its plan, and of what ends it; the steps are those of the log. Nothing else
+    stands on stderr than what ended it, and the acknowledgement of a signal."""
+    arguments, output = command(bench, run__max_steps=3, logging__json=True, validation__prompts=["a bear"])
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+    def ask(*more: str) -> tuple[int, list[dict], str]:
+        done = subprocess.run([*eager(arguments), *more], capture_output=True, text=True, env=environment)
+        return done.returncode, objects(done.stdout), done.stderr
+
+    status, lines, errors = ask()
+    steps = [{k: v for k, v in line.items() if k not in ("level", "message")} for line in lines if "step" in line]
+    log = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert (status, errors) == (0, "") and steps == log and len(steps) == 3
+    said = [line["message"] for line in lines]
+    assert any(line["level"] == "warning" and "nothing was learned" in line["message"] for line in lines)
+    assert any(text.startswith("loading unet: ") for text in said) and any("\nEffect" in f"\n{text}" for text in said)
+    assert len([text for text in said if text.startswith("step ")]) == 3, "each is told once"
+
+    status, lines, errors = ask("--plan")
+    assert (status, errors) == (0, "") and any("fits" in line["message"] for line in lines)
+
+    status, lines, errors = ask()
+    assert status == 2 and lines[-1]["level"] == "error" and "--resume_from auto" in lines[-1]["message"]
+    assert errors == f"error: {lines[-1]['message']}\n"
+
+    fault = "; from trainer.run import run; run.make_loop = lambda *_: 1 / 0"
+    code = EAGER.replace("import runpy, sys", f"import runpy, sys{fault}")
+    broken = [arguments[0], "-c", code, *arguments[1:], "--set", f"run.output_dir={output.parent / 'broken'}"]
+    done = subprocess.run(broken, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    last = objects(done.stdout)[-1]
+    assert (last["level"], last["message"]) == ("error", "ZeroDivisionError: division by zero")
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ UNET = 'write a dtype, for example "fp8_e4m3", in [model.components.unet] (of Fl
 DTYPES = "'fp32', 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2', 'int8', 'int4', 'int2', 'nf4', 'fp4'"
 # Of a config: the key, with dots, its value, and the first line that is said.
 MISTAKES = [
+    ("data.cache_dir", "o" * 300,
+     f"data.cache_dir = '{'o' * 300}': a name in it has 300 bytes, and file systems take 255; shorten it"),
     # names of other trainers
     ("learning_rate", 1e-4, "unknown key learning_rate; did you mean optimizer.lr?"),
     ("optimizer.learning_rate", 1e-4, "unknown key optimizer.learning_rate; did you mean optimizer.lr?"),

@@ -2,6 +2,8 @@
 
 Who reads it may leave: a terminal closes, the other end of a pipe stops. The run goes on then, and what it says later is
 lost. No line has control characters, wherever its words come from; only the live line of a terminal is moved by some.
+
+With logging.json each line is an object on stdout, whichever stream it would go to. Errors stand on stderr, too.
 """
 
 import errno
@@ -11,15 +13,16 @@ import sys
 import textwrap
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 GONE = {errno.EIO, errno.EPIPE, errno.EBADF}
 
 WIDTH = 160  # the longest line, where there is no terminal or a wider one
 REST = "\x1b[K"  # deletes from the cursor to the end of the line
 NUMBER = re.compile(r"(?<![^\s(])([\d.,]{1,8}) ([KMGT]iB|[GT]FLOP|ms|s|min|h|%)(?!\w)")  # and its unit: one word of a line
+LEVEL = re.compile(r"(?:(warning|error|critical): )?(.*)", re.DOTALL)  # and what is said
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING")  # in names of the environment
 PIPE_SECONDS = 0.1  # that a program at the other end of a pipe (tee) has to write to the same terminal
 
@@ -49,7 +52,7 @@ def width(stream: TextIO) -> int:
 
 def moves(stream: TextIO) -> bool:
     """Whether a line of it can be written over."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    return not LIVE.json and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class LiveLine:
@@ -57,10 +60,11 @@ class LiveLine:
 
     Neither tqdm nor rich: what such a line says is ours, since they cut a number in two where it does not fit, and what
     remains is one carriage return. It is written over from its start, and what is left of the old one is deleted after it: so
-    it does not flicker.
+    it does not flicker. json: of logging.json, under which there is none.
     """
 
     text = ""
+    json = False
     _hidden_until = 0.0
 
     def show(self, text: str) -> None:
@@ -81,13 +85,23 @@ class LiveLine:
 LIVE = LiveLine()  # a process has one terminal
 
 
-def write(text: str, stream: TextIO | None = None, *, whole: bool = False) -> None:
+def write(text: str, stream: TextIO | None = None, *, whole: bool = False, fields: Mapping[str, Any] | None = None) -> None:
     """One line or several, above the live one; to stdout unless said otherwise.
 
     Lines that are too long are broken between words. A word that is longer than a line, as a path may be, stays whole.
-    whole: no line is broken, because it is there to be copied, or to be searched for by its words.
+    whole: no line is broken, because it is there to be copied, or to be searched for by its words. fields: more entries of
+    the object.
     """
     stream = stream or sys.stdout
+    if LIVE.json:
+        import json  # which --help does without
+
+        level, message = LEVEL.fullmatch(text).groups(default="info")
+        entry = {"time": round(time.time(), 3), "level": level, "message": message} | dict(fields or {})
+        with read_or_not(sys.stdout):
+            print(json.dumps(entry), flush=True)
+        if level != "error" or stream is sys.stdout:
+            return
     lines = [printable(line) for line in text.split("\n")]
     if not whole:
         columns = width(stream)

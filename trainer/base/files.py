@@ -182,8 +182,8 @@ def make_folder(folder: Path, key: str | None = None) -> None:
 def check_folder(folder: Path, key: str) -> None:
     """Raises UserError, as `make_folder` would, where it can be seen without making it that it cannot be made; OSError where
     the file system takes no writes at all."""
-    there = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), None)
-    if there is not None and not there.is_dir():
+    there = next((parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent)), None)
+    if there is not None and not there.is_dir():  # a link to nowhere, too
         why = errno.EEXIST if there == folder else errno.ENOTDIR
     elif there is not None and not os.access(there, os.W_OK | os.X_OK):
         why = errno.EACCES

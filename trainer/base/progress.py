@@ -6,26 +6,34 @@
             phase.advance(tensor.nbytes)
 
 On a terminal one live line shows it; elsewhere a line every few seconds does. A phase that took long says so at its end.
+
+Each unit is a sign of life, for what looks from outside whether a run hangs (scripts/health.py, the comparison of runs). No
+thread gives them: it would outlive a hang.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.base.console import LIVE, fitted, moves, width, write
-from trainer.base.files import naming
+from trainer.base.files import json_bytes, naming, write_atomic
 
 LONG_SECONDS = 2.0  # a shorter phase leaves no line
 LINE_SECONDS = 10.0  # between two lines of a phase, where there is no terminal (logging.every_seconds)
 PACE_UNITS = 200  # the last ones, whose pace tells how long the rest will take
 LIVE_AFTER, LIVE_SECONDS = 0.5, 0.1  # a shorter phase is not seen on a terminal; between two looks of its line
+
+EVERY_SECONDS = 5.0  # between two signs, at least
+QUIET_SECONDS, QUIET_TIMES = 600.0, 4  # a run is silent for no longer: seconds, and in its longest silence so far
 
 Fields = Sequence[tuple[int, str]]  # as of console.fitted
 
@@ -43,7 +51,8 @@ class Phase:
     seconds of a unit, where that one knows better than the average of all. every: seconds between two of its lines where no
     terminal is, None where it is not shown. around: the phase in which this one is.
 
-    advance, check: raise what the run's `check` raises (Interrupted) once it should stop.
+    check: is told whether the work gets on. advance, check: raise what the run's `check` raises (Interrupted) once it should
+    stop.
     """
 
     def __init__(
@@ -53,7 +62,7 @@ class Phase:
         unit: str,
         *,
         before: int = 0,
-        check: Callable[[], None],
+        check: Callable[[bool], None],
         every: float | None,
         around: Phase | None = None,
     ) -> None:
@@ -67,20 +76,20 @@ class Phase:
         self._next_line = self.began + (LIVE_AFTER if self._live else LONG_SECONDS) if every is not None else float("inf")
 
     def advance(self, count: int = 1) -> None:
-        """`count` more units are done."""
+        """`count` more units are done; 0: whoever does them was waited for."""
         self.done += count
-        self.check()
+        self.check(gets_on=count > 0)
 
-    def check(self) -> None:
-        """A place where the work can be stopped: at least one a second."""
+    def check(self, *, gets_on: bool = True) -> None:
+        """A place where the work can be stopped: at least one a second. gets_on: it is a sign of life, too."""
         now = time.monotonic()
         if now >= self._next_line:
             self._next_line = now + self._every
             if self._live:
                 self._draw()
-            else:
+            elif self.fields is None or not LIVE.json:  # whose units are lines of their own there
                 write(fitted(self._said(), width(sys.stderr)), sys.stderr)
-        self._check()
+        self._check(gets_on)
 
     def between_modules(self) -> AbstractContextManager[Any]:
         """A block in which every module of torch that is about to compute is a place to stop at, too."""
@@ -145,6 +154,7 @@ class Phases:
     """How the parts of a run announce what they do. Hand it down; `QUIET` is one that does nothing.
 
     check: raises (Interrupted) once the run should stop; called wherever a phase can be stopped.
+    sign: takes a sign of life, the name of what is done; called wherever that gets on.
     show: whether this process says what it does. every: seconds between two lines of a phase, where there is no terminal.
     record: keeps every phase that has ended and had anything to do.
     event: what was made last, for people.
@@ -154,13 +164,24 @@ class Phases:
         self,
         *,
         check: Callable[[], None] = lambda: None,
+        sign: Callable[[str], None] = lambda doing: None,
         show: bool = False,
         every: float = LINE_SECONDS,
         record: Record | None = None,
     ) -> None:
-        self.check, self.show, self.every, self.record = check, show, every, record
+        self._check, self._sign, self.show, self.every, self.record = check, sign, show, every, record
         self.event = ""
         self._under_way: list[Phase] = []
+
+    def sign(self) -> None:
+        """A sign of life, of work that has no phase of its own or is long within one."""
+        self._sign(self._under_way[-1].name if self._under_way else "")
+
+    def check(self, gets_on: bool = True) -> None:
+        """What a phase does wherever it can be stopped. gets_on: it is a sign of life, too."""
+        if gets_on:
+            self.sign()
+        self._check()
 
     def made(self, event: str) -> None:
         """Note the newest thing that was made, which the line of the steps names."""
@@ -183,12 +204,12 @@ class Phases:
         obey False: it is seen to its end. keep False: it is shown, and not recorded. event: what has been made at its end.
         """
         started, finished = time.time(), False
-        check = self.check if obey else lambda: None
+        check = self.check if obey else lambda gets_on: self.sign() if gets_on else None
         around = self._under_way[-1] if self._under_way else None
         phase = Phase(name, total, unit, before=before, check=check, every=self.every if self.show else None, around=around)
         self._under_way.append(phase)
         try:
-            check()
+            check(True)
             yield phase
             finished = True
             self.event = event or self.event
@@ -204,6 +225,69 @@ class Phases:
 
 
 QUIET = Phases()
+
+
+def quiet_for(silence: float) -> float:
+    """Seconds that a run which is alive may be silent. silence: its longest one so far."""
+    return max(QUIET_SECONDS, QUIET_TIMES * silence)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of life of a run that has not told its end. time: Unix time. silence: seconds, its longest one so far.
+    doing: what it was busy with."""
+
+    time: float
+    silence: float
+    doing: str
+
+    def is_over(self, now: float) -> bool:
+        """Whether a run that is alive would have given another one by `now`."""
+        return now - self.time >= quiet_for(self.silence)
+
+
+def last_sign(path: Path) -> Sign | None:
+    """The sign in an alive.json; None where there is none that can be read."""
+    try:
+        said = json.loads(path.read_bytes())
+        return Sign(path.stat().st_mtime, float(said["silence"]), str(said["doing"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class Alive:
+    """Keeps an alive.json inside a `with` block, at whose end it is gone. The file's time is that of the last sign; it is
+    written anew where it would say something else. enabled: in the main process."""
+
+    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+        self.path, self.enabled = path, enabled
+        self._last, self._silence = -EVERY_SECONDS, EVERY_SECONDS
+        self._written: dict[str, object] = {}
+
+    def __enter__(self) -> Alive:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._written:
+            with suppress(OSError):  # what ended the run is told, and not that this could not be deleted
+                self.path.unlink()
+
+    def sign(self, doing: str) -> None:
+        """Give a sign, where the last one is a while ago and the folder is there. doing: what the run is busy with."""
+        now = time.monotonic()
+        if not self.enabled or now - self._last < EVERY_SECONDS:
+            return
+        if not self.path.parent.is_dir():  # a start that is refused leaves none
+            return
+        self._silence = max(self._silence, now - self._last if self._written else 0.0)
+        about = {"doing": doing, "host": socket.gethostname(), "pid": os.getpid(), "silence": round(self._silence)}
+        self._last = now
+        with suppress(OSError):  # nobody's work ends by it; a full disk still has room for a time
+            if about != self._written or not self.path.exists():
+                self._written = about
+                write_atomic(self.path, [json_bytes(about)])
+        with suppress(OSError):
+            os.utime(self.path)
 
 
 class Record:

@@ -50,6 +50,7 @@ class Layout:
         self.original = root / "original.jsonl"  # the log of the run that this one was forked from, as it was then
         self.mirror = root / "mirror.json"  # the name that the run has where it is copied to (checkpoint.mirror)
         self.phases = root / "phases.jsonl"  # one for each long piece of work
+        self.alive = root / "alive.json"  # the last sign of life; gone where the run has ended
         self.report = root / "report.html"
         self.tensorboard = root / "tensorboard"
         self.cache = root / "cache"  # encoded photos and captions, where data.cache_dir names no other folder

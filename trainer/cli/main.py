@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer.base import signals
-from trainer.base.console import write
+from trainer.base.console import LIVE, write
 from trainer.base.errors import Interrupted, PeerStopped, ending, told
 from trainer.cli.arguments import again, parse
 from trainer.runtime.libraries import quiet_libraries
@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             compare_all(config.read_comparison(chosen.compare), only_plan=chosen.plan)
             return 0
         loaded, resume_from, allowed = launched(chosen, overrides)
+        LIVE.json = loaded.logging.json
         next_one = partial(next_command, chosen, loaded, given)
         if planned:
             preview(loaded, memory, resume_from=resume_from, allowed=allowed)
@@ -64,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
             error = Interrupted(error.signum, error.where, "this command goes on")
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
+            if LIVE.json:  # its traceback goes to stderr
+                write(f"error: {type(error).__name__}: {error}")
             raise
         said = told(error, said)
         if alone and not planned and (status == 6 or status > 128):
@@ -76,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         return status
     finally:
         gc.enable()
+        LIVE.json = False
     return 0
 
 

@@ -47,6 +47,8 @@ def expand_home(path: str, given_as: str = "") -> str:
     if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", path):
         here = f"/mnt/{path[0].lower()}/{path[3:]}".replace("\\", "/")
         raise UserError(f"{prefix}this is a path of Windows; in WSL write {here}")
+    if long := next((part for part in re.split(r"[/\\]", path) if len(os.fsencode(part)) > 255), ""):
+        raise UserError(f"{prefix}a name in it has {len(os.fsencode(long))} bytes, and file systems take 255; shorten it")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         home = path.partition("/")[0]

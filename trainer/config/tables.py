@@ -6,6 +6,7 @@ description: docs/keys.md is made of it (scripts/reference_pages.py).
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -287,6 +288,9 @@ class ValidationTable(Table):
         return self
 
 
+warnings.filterwarnings("ignore", 'Field name "json"')  # pydantic has an old method of that name
+
+
 class LoggingTable(Table):
     """The places that a run reports to, beside its own files."""
 
@@ -298,6 +302,8 @@ class LoggingTable(Table):
     """Log a digest of each step's noise and times, to compare the draws of two runs."""
     every_seconds: Annotated[float, Field(ge=1)] = 10.0
     """Seconds between two lines of progress, where there is no terminal (docs/watching.md)."""
+    json: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Write each line on stdout as a JSON object, for a log collector (docs/watching.md)."""
 
 
 class Config(Table):

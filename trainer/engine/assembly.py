@@ -214,7 +214,8 @@ def losses_of(components: Components, seed: int, drawn: Drawn = unheard) -> Loss
         image_tokens=family.image_tokens,
         seed=seed,
         device=components.processes.device,
-        drawn=drawn,
+        # An update may have many micro-batches: each is a sign of life.
+        drawn=lambda *draws: (components.phases.sign(), drawn(*draws)),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import optim
+from trainer.adapters import Adapter
 from trainer.base.protocols import Kernels
 from trainer.base.types import Conditioning
 from trainer.data.buckets import ReferenceLayout, named
@@ -76,14 +77,15 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would take of memory and disk. phases: in the order of a run, each at its largest. cache, checkpoint:
-    bytes on the disk, of all entries and of one checkpoint. base: what the process itself takes where it computes on the CPU,
-    0 of an accelerator. host: beside an accelerator, bytes of the host's memory by what takes them, at the largest moment.
-    streaming: of the denoiser; None where it is not."""
+    """What a run would take of memory and disk. phases: in the order of a run, each at its largest. cache, checkpoint,
+    adapter: bytes on the disk, of all entries, of one checkpoint, of the trained weights. base: what the process itself takes
+    where it computes on the CPU, 0 of an accelerator. host: beside an accelerator, bytes of the host's memory by what takes
+    them, at the largest moment. streaming: of the denoiser; None where it is not."""
 
     phases: tuple[Stage, ...]
     cache: int
     checkpoint: int
+    adapter: int = 0
     base: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
     streaming: Streaming | None = None
@@ -158,7 +160,8 @@ class Forecaster:
             ]
         if self.plan.data.requests:
             training.append(self.sample(max(self.plan.data.requests, key=pixels_of)))
-        checkpoint, start = self.checkpoint_bytes(), self.start_bytes()
+        trained, start = self.run.trained, self.start_bytes()
+        checkpoint, adapter = written_bytes(self.plan, trained[0], trained[-1].optimizer)
         if self.on_cpu and start:
             training = [replace(phase, parts=phase.parts | {"adapter": phase.parts["adapter"] + start}) for phase in training]
         if self.on_cpu and config.checkpoint.background and self.plan.saves_before_the_end:
@@ -166,7 +169,7 @@ class Forecaster:
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
         cache = self.cache_bytes()
         host = {} if self.on_cpu else self.host(cache, checkpoint)
-        return Forecast((*encoding, *training), cache, checkpoint, host=host, streaming=self.streaming())
+        return Forecast((*encoding, *training), cache, checkpoint, adapter, host=host, streaming=self.streaming())
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -357,17 +360,20 @@ class Forecaster:
         largest = max(starting, stepping, key=lambda moment: sum(moment.values()))
         return {what: size for what, size in (kept | largest).items() if size}
 
-    def checkpoint_bytes(self) -> int:
-        """The bytes of one checkpoint."""
-        kept = self.held["optimizer"] + self.held.get("averages", 0) + self.start_bytes()
-        return self._parameter_bytes() + kept
-
     def start_bytes(self) -> int:
         """The bytes of the weights that a run with adapter.init_from keeps of its start."""
-        return self._parameter_bytes() if self.plan.config.adapter.init_from else 0
+        return _bytes_of(self.run.trained[0]) if self.plan.config.adapter.init_from else 0
 
-    def _parameter_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.run.trained[0].named_parameters().values())
+
+def written_bytes(plan: RunPlan, adapter: Adapter, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """(of one checkpoint, of the trained weights): bytes. The tensors may have no values."""
+    config, trained = plan.config, _bytes_of(adapter)
+    copies = 1 + (config.ema.kind == "constant") + bool(config.adapter.init_from)
+    return copies * trained + optim.state_bytes(config.optimizer.name, optimizer), trained
+
+
+def _bytes_of(adapter: Adapter) -> int:
+    return sum(parameter.nbytes for parameter in adapter.named_parameters().values())
 
 
 def _own(layer: nn.Module) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from trainer.base.console import LIVE, WIDTH, fitted, write
 from trainer.base.files import naming, write_atomic
 from trainer.base.progress import QUIET, Fields, Phases
 from trainer.monitoring.course import CHANGED, PHOTOS
@@ -95,6 +96,8 @@ class Metrics:
         self._follow(entry)
         self.phase.fields = partial(self._fields, entry)
         self.phase.advance()
+        if LIVE.json:
+            write(fitted(self._fields(entry), WIDTH), fields=entry)
 
     def _follow(self, entry: dict[str, Any]) -> None:
         """What the lines for people say of more than one step."""

@@ -1,5 +1,6 @@
 """From the config to the photos of a run, and to the cache of their encodings."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,14 @@ def read_sources(config: Config, phases: Phases) -> Scanned:
     return survey(sources_of(data), strict_captions=data.strict_captions, phases=phases, outputs=outputs)
 
 
-def open_cache(data: DataTable, folder: Path) -> Cache | MemoryCache | None:
-    """The cache of encodings; None where nothing is cached. folder: of a cache on disk."""
+def open_cache(
+    data: DataTable, folder: Path, foresee: Callable[[int], object] = lambda size: None
+) -> Cache | MemoryCache | None:
+    """The cache of encodings; None where nothing is cached. folder: of a cache on disk. foresee: is told how many bytes will
+    be written there, once that is known."""
     if data.cache == "none":
         return None
     if data.cache == "memory":
         return MemoryCache()
-    return Cache(folder, limit=None if data.cache_limit is None else parse_size(data.cache_limit))
+    limit = None if data.cache_limit is None else parse_size(data.cache_limit)
+    return Cache(folder, limit=limit, foresee=foresee)

@@ -12,14 +12,14 @@ from typing import Any
 from urllib.parse import quote
 
 from trainer.base.errors import NonFiniteError
-from trainer.base.progress import duration
+from trainer.base.progress import Sign, duration, last_sign
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import PHOTOS, moved_by
 from trainer.monitoring.diagnosis import series
 from trainer.report import curves
 from trainer.report.curves import Curve
 from trainer.report.history import History, Series, Standing, read_standing
-from trainer.report.live import CAUSES, quiet_for
+from trainer.report.live import CAUSES
 from trainer.report.paired import BySeed, Difference, Pair, corrected
 from trainer.report.rendering import document
 from trainer.report.samples import Row, Samples, read_samples
@@ -41,7 +41,7 @@ OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys
 @dataclass(frozen=True)
 class Seen:
     """A run as its files tell it. name: unique on the page. config: the resolved one, by full key. kept: steps whose adapter
-    can be taken. variant: what a comparison calls its setting; "" where none does."""
+    can be taken. variant: what a comparison calls its setting; "" where none does. sign: of life, if it left one."""
 
     name: str
     config: Mapping[str, Any]
@@ -50,6 +50,7 @@ class Seen:
     kept: Sequence[int]
     standing: Standing
     variant: str = ""
+    sign: Sign | None = None
 
     @property
     def link(self) -> str:
@@ -63,8 +64,8 @@ class Seen:
         return self.standing.total or (given if isinstance(given, int) else None)
 
     def state(self, now: float) -> State:
-        """The state that its last start ended in. One that has told no end is at work, or was killed: by the clock of its
-        last step, as its own page does it."""
+        """The state that its last start ended in. One that has told no end is at work, or was killed: by the time of its last
+        step or sign of life."""
         step, total, told = self.history.step, self.total or self.history.step, self.standing
         if told.why:
             return State("ended", total, why=told.why, finite=told.why != CAUSES[NonFiniteError])
@@ -73,7 +74,8 @@ class Seen:
             return State("finished", total)
         times = self._times()
         silence = max((after - before for before, after in pairwise(times)), default=0.0)
-        alive = not told.ended and bool(times) and now - times[-1] < quiet_for(silence)
+        signs = [Sign(time, silence, "") for time in times[-1:]] + ([self.sign] if self.sign else [])
+        alive = not told.ended and not all(sign.is_over(now) for sign in signs)
         return State("training" if alive else "stopped", total)
 
     def _times(self) -> list[float]:
@@ -90,7 +92,7 @@ def seen(name: str, layout: Layout, history: History | None = None, thumbnails: 
     config, history = values(layout.config), history or History(layout.metrics)
     kept = layout.adapter_steps(str(config.get("run.name", name)))
     samples = read_samples(layout.samples, thumbnails)
-    return Seen(name, config, history.read(), samples, kept, read_standing(layout.phases))
+    return Seen(name, config, history.read(), samples, kept, read_standing(layout.phases), sign=last_sign(layout.alive))
 
 
 def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None, asked: str = "") -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.base.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, ending
 from trainer.base.files import hash_file, write_atomic
+from trainer.base.progress import quiet_for
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import BLOCKS
 from trainer.report.history import Events, History, marks_of, read_starts
@@ -24,8 +25,6 @@ from trainer.report.thumbnails import Thumbnails
 
 SHARE = 0.01  # of a run's time that writing may take, apart from what is asked for at its start and end
 EVERY_SECONDS = 15.0  # without anything to see but more steps: as often as the page loads itself again
-QUIET_SECONDS, QUIET_TIMES = 600.0, 4  # a run is silent for no longer: seconds, and in its longest silence so far
-
 
 # What ends a run, in a few words.
 CAUSES: Mapping[Any, str] = {
@@ -34,11 +33,6 @@ CAUSES: Mapping[Any, str] = {
     DataError: "data could not be read",
     (NotWritten, OSError): "a file could not be written or read",
 }
-
-
-def quiet_for(silence: float) -> float:
-    """Seconds that a run which is alive may be silent. silence: its longest one so far."""
-    return max(QUIET_SECONDS, QUIET_TIMES * silence)
 
 
 @contextmanager
@@ -57,8 +51,9 @@ def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # it never came to be
-            layout.report.unlink()
+        for file in (layout.report, layout.alive):
+            with suppress(OSError):  # it never came to be
+                file.unlink()
         for folder in made:
             with suppress(OSError):  # nor did the folder, or others are at work there
                 folder.rmdir()

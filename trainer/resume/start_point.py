@@ -43,8 +43,6 @@ def find_start(
     """
     layout = Layout(Path(config.run.output_dir))
     output_dir = f"run.output_dir = {str(layout.root)!r}"
-    if layout.root.exists() and not layout.root.is_dir():
-        raise UserError(f"{output_dir} is a file; give a folder")
     folder, passed_over = store.find(layout.checkpoints, resume_from, phases)
     steps = store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints)
     results = steps or layout.adapters.exists()

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from trainer import __version__
 from trainer import config as configs
-from trainer.base.console import printable, write
+from trainer.base.console import LIVE, printable, write
 from trainer.base.digests import FileDigests
 from trainer.base.errors import Interrupted, NonFiniteError, UserError
 from trainer.base.files import json_bytes, make_folder, write_atomic
@@ -75,6 +75,7 @@ class Compared:
 def compare_all(asked: Variations, *, only_plan: bool = False) -> None:
     """Train what is missing of a comparison, and write its page; or print the command of each run. Raises what `train` does,
     and UserError, before a weight is read, for a comparison that cannot be made."""
+    LIVE.json = asked.runs[0].config.logging.json
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             f"--compare trains one run after the other in one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}; start "

@@ -35,7 +35,7 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
         if not processes.is_main:
             return None
         check_library(url)
-        ask = Asker(url, config.checkpoint.mirror_wait, processes.say, processes.check)
+        ask = Asker(url, config.checkpoint.mirror_wait, processes.say, phases.check)
         with phases("asking the mirror", keep=False):
             mirror = ask(lambda: open_mirror(url), "opening it")
             theirs = ask(mirror.owner, "asking whose it is")

@@ -20,7 +20,7 @@ from trainer.base import files
 from trainer.base.digests import FileDigests
 from trainer.base.errors import TOO_LARGE, Interrupted
 from trainer.base.memory import give_back
-from trainer.base.progress import Phases, Record
+from trainer.base.progress import Alive, Phases, Record
 from trainer.base.protocols import Kernels
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
@@ -36,12 +36,12 @@ from trainer.engine.encoding import encode, report_captions
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.engine.policies import NonFinite, what_would_fit
 from trainer.engine.step import Step
+from trainer.memory_plan.estimate import written_bytes
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
 from trainer.monitoring.trackers import sign_in
-from trainer.plan.data_sources import open_cache
 from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
 from trainer.report import LiveReport, first_page
@@ -52,7 +52,7 @@ from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.mirroring import ask_mirror, mirrored
 from trainer.run.output_folder import open_trackers, opened
-from trainer.run.setup import Beginning, Launch, begin, cache_dir, updates_of
+from trainer.run.setup import Beginning, Launch, begin, cache_dir, disk_needs, opened_cache, updates_of, warn_of_disk
 from trainer.runtime.attention import Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
@@ -81,11 +81,12 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
     source = open_source(config)
     config = resolve(config, source)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
-    peers = start_processes(config)
-    with Signals() as signals, peers.attending(signals):
+    peers, layout = start_processes(config), Layout(Path(config.run.output_dir))
+    alive, every = Alive(layout.alive, enabled=peers.is_main), config.logging.every_seconds
+    with Signals() as signals, peers.attending(signals, alive), alive:
         record = Record() if peers.is_main else None
-        phases = Phases(check=peers.check, show=peers.is_main, every=config.logging.every_seconds, record=record)
-        context = RunContext(peers, phases, Layout(Path(config.run.output_dir)))
+        phases = Phases(check=peers.check, sign=peers.sign, show=peers.is_main, every=every, record=record)
+        context = RunContext(peers, phases, layout)
         refuse_unlike_configs(peers, config)
         with first_page(context.layout, name=config.run.name, enabled=peers.is_main):
             context = replace(context, copier=ask_mirror(config, context, resume_from))
@@ -187,8 +188,9 @@ def build(
         files.make_folder(context.layout.root, "run.output_dir")
     non_finite = NonFinite(plan.config.step.non_finite, plan.config.step.max_skipped, begun.progress, peers.say)
     components, contents = build_components(plan, there.kernels, begun.attention, context, pieces)
-    reader = encode(plan, components, open_cache(plan.config.data, cache_dir(plan.config)), on_non_finite=non_finite.entry)
+    reader = encode(plan, components, opened_cache(plan, peers.say), on_non_finite=non_finite.entry)
     state, origin, step = build_state(plan, components, begun, allowed)
+    warn_of_disk(disk_needs(plan, *written_bytes(plan, state.adapter, step.optimizer)), peers.say)
     pieces.complete()
     refuse_unlike_states(peers, config, pieces)
     give_back()

@@ -5,25 +5,32 @@ written over is a warning there: a plan writes nothing.
 """
 
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from trainer.base import files
+from trainer.base.console import printable
+from trainer.base.errors import UserError
 from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
+from trainer.base.tensorfile import size_text
 from trainer.checkpoint.mirror import check_library
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Pin, Progress, Saved
 from trainer.config import Config
 from trainer.data import identity
 from trainer.data.batches import sampler
+from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
 from trainer.memory_plan.fitting import fitted
 from trainer.models.loading import ModelSource
+from trainer.plan.data_sources import open_cache
 from trainer.plan.run_plan import RunPlan, make_plan
 from trainer.resume import pins, start_point
 from trainer.resume.allowed_changes import Allowance
@@ -50,11 +57,13 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Launch:
-    """The way a run is started. resume_from, allowed: what the command line says. planned: nothing will be written."""
+    """The way a run is started. resume_from, allowed: what the command line says. planned: nothing will be written.
+    elsewhere: what this machine lacks is said and not refused, as another one is planned for."""
 
     resume_from: str | None
     allowed: Allowance
     planned: bool = False
+    elsewhere: bool = False
 
 
 def begin(
@@ -73,8 +82,7 @@ def begin(
     Raises UserError for what can be refused without weights.
     """
     allowed = asked.allowed
-    if config.checkpoint.mirror is not None:
-        check_library(config.checkpoint.mirror)
+    _check_machine(config, asked.elsewhere, say)
     saved, config, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     given = config.step.accumulation
     if saved is not None:
@@ -111,12 +119,86 @@ def begin(
     if config.data.strict_captions and source.fetched:
         report_captions(plan.data, source.family, tokenizers_alone(source, plan.model.options))
     layout = Layout(Path(config.run.output_dir))
-    files.check_folder(layout.root, "run.output_dir")
-    files.check_folder(cache_dir(config), "data.cache_dir")
     if layout.lock.exists() and os.access(layout.lock, os.W_OK):
         with files.locked(layout.lock, shared=True):  # each process of this start asks at about the same time
             pass
     return Beginning(plan, layout, saved, pieces, progress, start, environment, attention)
+
+
+def _check_machine(config: Config, elsewhere: bool, say: Callable[[str], None]) -> None:
+    """Raises UserError, or OSError, where the run could not write here, or lacks a library for it. elsewhere: it is said."""
+    checks = [
+        partial(files.check_folder, Path(config.run.output_dir), "run.output_dir"),
+        partial(files.check_folder, cache_dir(config), "data.cache_dir"),
+    ]
+    if config.checkpoint.mirror is not None:
+        checks.append(partial(check_library, config.checkpoint.mirror))
+    for check in checks:
+        try:
+            check()
+        except (UserError, OSError) as error:
+            if not elsewhere:
+                raise
+            say(f"note: not on this machine: {error}")
+
+
+def disk_needs(plan: RunPlan, checkpoint: int, adapter: int, cache: int = 0) -> dict[str, tuple[Path, int]]:
+    """(folder, bytes that will be written there) by the key that moves them: weights of a hub id, what the run leaves,
+    encodings.
+
+    checkpoint, adapter: bytes of each checkpoint, of the trained weights. cache: of all encodings; 0 where they are there. An
+    image takes two bytes a pixel, as those of photos do.
+    """
+    config, source, steps = plan.config, plan.model.source, plan.length.max_steps
+    layout, versions = Layout(Path(config.run.output_dir)), 1 + (config.ema.kind == "constant")
+    kept = min(config.checkpoint.keep_last, steps) + 1  # the oldest goes when the newest is there
+    exports, drawn = (
+        steps // every + 1 if every else 1 for every in (config.export.every_steps, config.validation.every_steps)
+    )
+    images = sum(2 * request.width * request.height for request in plan.data.requests)
+    output = to_write(kept * checkpoint, layout.checkpoints)
+    output += to_write(exports * versions * len(config.export.formats) * adapter, layout.adapters)
+    output += to_write((drawn + 1) * versions * images, layout.samples)
+    needs = {"run.output_dir": (layout.root, output)}
+    if config.data.cache == "disk" and cache:
+        needs["data.cache_dir"] = (cache_dir(config), to_write(cache, cache_dir(config)))
+    if download := source.to_fetch():
+        needs["HF_HUB_CACHE"] = (source.repository.blobs, download)
+    return needs
+
+
+def to_write(size: int, folder: Path) -> int:
+    """What is left of `size` bytes that a folder will hold, after those that it holds already and will take the place of.
+    Checkpoints that were set aside stay."""
+    inside = (path for path in folder.rglob("*") if not path.relative_to(folder).parts[0].startswith("superseded-"))
+    return max(0, size - sum(path.lstat().st_size for path in inside if path.is_file()))
+
+
+def shortages(needs: Mapping[str, tuple[Path, int]]) -> list[str]:
+    """A sentence for each disk that has less free space than will be written there. needs: (folder, bytes) by key."""
+    disks: dict[int, tuple[list[str], Path, int]] = {}
+    for key, (folder, size) in needs.items():
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        keys, _, before = disks.get(there.stat().st_dev, ([], there, 0))
+        disks[there.stat().st_dev] = [*keys, key], there, before + size
+    return [
+        f"{' and '.join(keys)} need about {size_text(size)}, and the disk of {printable(there)} has {size_text(free)} free; "
+        f"free some, give another folder{', or lower checkpoint.keep_last' if 'run.output_dir' in keys else ''}"
+        for keys, there, size in disks.values()
+        if (free := shutil.disk_usage(there).free) < size
+    ]
+
+
+def warn_of_disk(needs: Mapping[str, tuple[Path, int]], say: Callable[[str], None]) -> None:
+    """Say what is too small for that. The run goes on: room may be made meanwhile."""
+    for line in shortages(needs):
+        say(f"warning: {line}")
+
+
+def opened_cache(plan: RunPlan, say: Callable[[str], None]) -> Cache | MemoryCache | None:
+    """The cache of encodings, which says, once it is known, that the disk is too small for it."""
+    folder = cache_dir(plan.config)
+    return open_cache(plan.config.data, folder, lambda size: warn_of_disk({"data.cache_dir": (folder, size)}, say))
 
 
 def environment_pin(

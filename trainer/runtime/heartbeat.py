@@ -59,6 +59,7 @@ class Heartbeat:
         self._known: dict[int, dict[str, Any] | None] = {}  # as of the last look
         self._silent = dict.fromkeys(self._others, 0.0)
         self._gone = False  # the store
+        self.work = 0  # pieces that the main thread has done: these threads give signs while it hangs
         self._given, self._late = time.monotonic(), False  # this one's last sign of life, and whether any was late
         self._left = lost_after  # seconds from when a process was found lost until this one has ended
         self._lost, self._found, self._heard, self._over = "", threading.Event(), threading.Event(), threading.Event()
@@ -85,6 +86,11 @@ class Heartbeat:
         """Whether the others may have missed this process: it was stopped, or its store gave no answer, for so long."""
         return self._late or time.monotonic() - self._given > 0.7 * self._lost_after
 
+    @property
+    def work_elsewhere(self) -> int:
+        """The pieces that the others have done, as far as they have told."""
+        return sum(beat["work"] for beat in list(self._beats.values()))
+
     def answer(self) -> None:
         """Raises PeerStopped, with its rank, host and process number, once a process is lost."""
         if self._found.is_set():
@@ -103,7 +109,7 @@ class Heartbeat:
         if self._store.check([REPLACED]):
             self._end("this process was stopped or cut off, and a later start goes on without it; nothing was written since")
         self._late, self._given = self.missed, time.monotonic()
-        beat = {"sign": sign, "host": socket.gethostname(), "pid": os.getpid()}
+        beat = {"sign": sign, "work": self.work, "host": socket.gethostname(), "pid": os.getpid()}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
         for other in self._others:
             if self._store.check([f"beat/{other}"]):

@@ -19,6 +19,7 @@ import torch
 
 from trainer.base.console import write
 from trainer.base.errors import PeerStopped, ending
+from trainer.base.progress import Alive
 from trainer.base.signals import Signals
 from trainer.runtime.heartbeat import REPLACED, STATUS, Heartbeat
 from trainer.runtime.starts import meet, prefix_of, refuse_nameless
@@ -48,6 +49,7 @@ class Processes:
         self._store: Any = store if self.count > 1 else None
         self._meetings, self._asked = 0, 0.0
         self._launched, self._lost_after, self._heartbeat = launched(), lost_after, None
+        self._alive: Alive | None = None
         self._lend: Callable[[], bool] | None = None
         self._rounds: Any = None  # the process group of rounds: they go by the host, whatever computes
 
@@ -145,10 +147,10 @@ class Processes:
         return int(key[:16], 16) % self.count == self.rank
 
     @contextmanager
-    def attending(self, signals: Signals) -> Iterator[None]:
+    def attending(self, signals: Signals, alive: Alive | None = None) -> Iterator[None]:
         """A block in which the processes hear of each other's signals, of one that leaves the block with an exception, and
-        of one that is lost."""
-        self._signals = signals
+        of one that is lost. alive: of the main process, for `sign`."""
+        self._signals, self._alive = signals, alive
         if self._store is None:
             yield
             return
@@ -188,6 +190,13 @@ class Processes:
         """Raises Interrupted once any process was asked to stop, PeerStopped once one has failed."""
         self._listen()
         self._signals.check()
+
+    def sign(self, doing: str) -> None:
+        """Give a sign of life: what this process does gets on. doing: its name."""
+        if self._heartbeat is not None:
+            self._heartbeat.work += 1
+        if self._alive is not None:
+            self._alive.sign(doing)
 
     def wait(self, *, obey: bool = False) -> None:
         """Wait until every process is here, however long that takes. obey: a stop is raised as Interrupted meanwhile.
@@ -259,14 +268,18 @@ class Processes:
                 raise PeerStopped(f"process {failed['rank']} could not go on; its message says why", failed["status"])
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
-        """Until all the keys are there: then all have come here, whatever became of one since."""
-        pause = 0.001
+        """Until all the keys are there: then all have come here, whatever became of one since. The main process is alive
+        meanwhile as far as one that it waits for gets on."""
+        pause, work = 0.001, 0
         while not self._there(keys):
             try:
                 check()
             except PeerStopped:
                 if not self._there(keys):
                     raise
+            if self._alive is not None and self._heartbeat is not None and self._heartbeat.work_elsewhere != work:
+                work = self._heartbeat.work_elsewhere
+                self._alive.sign("waiting for another process")
             time.sleep(pause)
             pause = min(2 * pause, ASK_SECONDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -159,3 +160,43 @@ def test_a_shortlist_accounts_for_every_name(names: list[str], most: int) -> Non
 
 def test_a_shortlist_is_one_line_whatever_a_name_holds() -> None:
     assert console.shortlist(["a\nb", "\x1b[2J"], 2) == "a\\nb, \\x1b[2J"
+
+
+@pytest.fixture
+def as_json(monkeypatch) -> None:
+    monkeypatch.setattr(console.LIVE, "json", True)
+
+
+@pytest.mark.usefixtures("as_json")
+@pytest.mark.parametrize(
+    ("text", "level", "message"),
+    [
+        ("device cpu", "info", "device cpu"),
+        ("Effect\n  what  value", "info", "Effect\n  what  value"),
+        ("warning: the disk is small", "warning", "the disk is small"),
+        ("warning: two\nlines: of it", "warning", "two\nlines: of it"),
+        ("error: no such key", "error", "no such key"),
+        ("a/b: warning: no", "info", "a/b: warning: no"),
+        ("\x1b[31m \udc80 \u2028", "info", "\x1b[31m \udc80 \u2028"),
+        ("", "info", ""),
+    ],
+)
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_line_is_an_object_on_stdout_and_an_error_stands_on_stderr_too(
+    capsys, text: str, level: str, message: str, stream: str
+) -> None:
+    console.write(text, getattr(sys, stream), whole=True, fields={"step": 3})
+    found = capsys.readouterr()
+    (line,) = found.out.splitlines()
+    entry = json.loads(line)
+    assert isinstance(entry.pop("time"), float) and found.out.isascii()
+    assert entry == {"level": level, "message": message, "step": 3}
+    assert found.err == (f"{text}\n" if level == "error" and stream == "stderr" else "")
+
+
+@pytest.mark.usefixtures("as_json")
+def test_objects_move_no_line_of_a_terminal(monkeypatch) -> None:
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(theirs, "w") as screen, os.fdopen(ours, "rb"):
+        assert not console.moves(screen)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.base.progress import Sign
 from trainer.base.run_layout import Layout
 from trainer.report.compared import Seen, compare, grouped, not_judged, pairs_of, record, seen
+from trainer.report.history import Standing
 
 
 def run(root: Path, variant: str, seed: int, losses: list[float], keys: str = "") -> Seen:
@@ -47,6 +49,15 @@ def test_how_weights_are_stored_and_what_is_trained_by_changes_no_unit(tmp_path:
     both = (("a", ""), ("b", keys))
     runs = [run(tmp_path, name, seed, [0.9, 0.5 + seed / 9], more) for name, more in both for seed in (1, 2)]
     assert len(pairs_of(grouped(runs))) == 1 and not not_judged(grouped(runs))
+
+
+@pytest.mark.parametrize(("age", "kind"), [(60, "training"), (599, "training"), (601, "stopped"), (None, "stopped")])
+def test_a_run_that_encodes_for_an_hour_is_at_work(tmp_path: Path, age: int | None, kind: str) -> None:
+    """By its signs of life: it makes no step meanwhile."""
+    alone = replace(run(tmp_path, "a", 1, [0.9]), config={"run.max_steps": 9})
+    sign = None if age is None else Sign(2e9 - age, 5, "encoding photos")
+    assert replace(alone, sign=sign).state(2e9).kind == kind
+    assert replace(alone, sign=sign, standing=Standing(9, ended=True)).state(2e9).kind == "stopped", "it has told its end"
 
 
 def test_variants_of_other_lengths_are_judged_at_their_ends_too(tmp_path: Path) -> None:

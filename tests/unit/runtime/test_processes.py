@@ -12,6 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from trainer.base.errors import Interrupted, PeerStopped, UserError
+from trainer.base.progress import Alive
 from trainer.base.signals import Signals
 from trainer.runtime import heartbeat, processes
 from trainer.runtime.processes import Processes
@@ -135,6 +136,36 @@ def test_a_signal_to_the_one_that_waits_is_heard_by_the_one_that_works(pair) -> 
     first, second = side_by_side(pair, main, other)
     assert isinstance(first, Interrupted) and first.signum == 15
     assert isinstance(second, PeerStopped) and second.status == 143
+
+
+def test_who_waits_is_alive_as_long_as_another_one_gets_on(pair, tmp_path, monkeypatch) -> None:
+    """The threads that watch the others give signs while a main thread hangs: these count for nothing here."""
+    (main_view, signals), (other, others_signals) = pair
+    signs: list[str] = []
+    alive = Alive(tmp_path / "alive.json")
+    alive.sign = signs.append
+    monkeypatch.setattr(heartbeat.Heartbeat, "__enter__", lambda self: self)
+    monkeypatch.setattr(heartbeat.Heartbeat, "__exit__", lambda *_: None)
+
+    def exchange(works: int) -> None:
+        for _ in range(works):
+            other.sign("encoding photos")
+        other._heartbeat.exchange(len(signs) + works)
+        main_view._heartbeat.exchange(1)
+
+    with main_view.attending(signals, alive), other.attending(others_signals):
+        rounds = iter((0, 0, 2, 0, 0, 1, 0))
+
+        def check() -> None:
+            if (works := next(rounds, None)) is None:
+                main_view._store.set("there", "")
+            else:
+                exchange(works)
+
+        main_view._await(["there"], check)
+        assert signs == ["waiting for another process"] * 2
+        main_view.sign("loading")
+        assert signs[2:] == ["loading"]
 
 
 def test_a_lost_process_ends_the_wait_for_it_and_the_work_beside_it(pair, monkeypatch) -> None:

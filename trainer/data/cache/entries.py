@@ -8,7 +8,7 @@ import errno
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -28,11 +28,19 @@ class Cache:
     """Entries in `directory`, the most recently used ones also in memory, up to `memory_bytes`.
 
     Every entry is verified once in a process, when it is first read or asked for in `missing`.
-    limit: bytes of the directory; above it, entries that no running process uses are deleted.
+    limit: bytes of the directory; above it, entries that no running process uses are deleted. foresee: takes the bytes that
+    all missing entries will have, once the first one is there.
     """
 
-    def __init__(self, directory: Path | str, *, memory_bytes: int = 2**30, limit: int | None = None) -> None:
-        self.directory = Path(directory)
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        memory_bytes: int = 2**30,
+        limit: int | None = None,
+        foresee: Callable[[int], object] = lambda size: None,
+    ) -> None:
+        self.directory, self.foresee, self._absent = Path(directory), foresee, 0
         self.memory_bytes, self.limit = memory_bytes, limit
         self.over_limit = 0  # bytes in use above the limit, when it was last enforced
         self.pruned = 0  # entries that were deleted for the limit
@@ -66,6 +74,7 @@ class Cache:
                 if key not in self._verified and not (self._mark(key) and self._read(key) is not None):
                     absent.append(key)
                 phase.advance()
+        self._absent = len(absent)
         return absent
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -84,7 +93,10 @@ class Cache:
             pruning.share(self.path(key), self._shared)
         self._verified.add(key)
         self._forget(key)
-        self._written += sum(tensor.nbytes for tensor in tensors.values())
+        self._written += (size := sum(tensor.nbytes for tensor in tensors.values()))
+        absent, self._absent = self._absent, 0
+        if absent:
+            self.foresee(absent * size)
         if self.limit is not None and self._written > self._before_scan:
             self.keep_limit()
 
