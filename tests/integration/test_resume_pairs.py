@@ -26,8 +26,6 @@ from trainer.base.tensorfile import TensorFile
 from trainer.plan import fixed_draws
 from trainer.run.run import train
 
-pytestmark = pytest.mark.usefixtures("few_draws")
-
 LENGTH = 5
 LAST = Path("checkpoints") / f"step-{LENGTH:08d}"
 # The first level of each is the plain one.

@@ -57,9 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         next_one = partial(next_command, chosen, loaded, given)
         if planned:
             preview(loaded, memory, resume_from=resume_from, allowed=allowed)
-        else:
-            if not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
-                write(f"go on: {next_one()}", whole=True)
+        elif not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
+            write(f"go on: {next_one()}", whole=True)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, Interrupted) and chosen.fork_from is not None and alone:
             error = Interrupted(error.signum, error.where, "this command goes on")
@@ -68,14 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
             if LIVE.json:  # its traceback goes to stderr
                 write(f"error: {type(error).__name__}: {error}")
             raise
-        said = told(error, said)
-        if alone and not planned and (status == 6 or status > 128):
-            said += f"\ngo on: {next_one()}"
-        write(said, sys.stderr, whole=True)
-        if not (alone or planned or chosen.compare) and not isinstance(error, (PeerStopped, Interrupted, KeyboardInterrupt)):
+        goes_on = alone and not planned and (status == 6 or status > 128)
+        write(told(error, said) + (f"\ngo on: {next_one()}" if goes_on else ""), sys.stderr, whole=True)
+        if not (alone or planned or chosen.compare):
             from trainer.runtime.processes import excuse
 
-            excuse(status)
+            excuse(error, status)
         return status
     finally:
         gc.enable()

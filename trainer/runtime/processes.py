@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trainer.base.console import write
-from trainer.base.errors import PeerStopped, ending
+from trainer.base.errors import Interrupted, PeerStopped, ending
 from trainer.base.progress import Alive
 from trainer.base.signals import Signals
 from trainer.runtime.heartbeat import REPLACED, STATUS, Heartbeat
@@ -377,9 +377,10 @@ def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Pr
     return Processes(accelerator, store, lost_after=lost_after, quiet=quiet)
 
 
-def excuse(status: int) -> None:
+def excuse(error: BaseException, status: int) -> None:
     """Tell the others of a run that this process ends with that exit status before it met them: they would wait for it."""
-    if torch.distributed.is_available() and not torch.distributed.is_initialized():
+    known = isinstance(error, (PeerStopped, Interrupted, KeyboardInterrupt))  # to them, too
+    if not known and torch.distributed.is_available() and not torch.distributed.is_initialized():
         # ValueError: the environment does not say where they are.
         with suppress(PeerStopped, torch.distributed.DistError, ValueError, KeyboardInterrupt):
             _open_store(status)
