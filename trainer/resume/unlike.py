@@ -19,7 +19,7 @@ from trainer import __version__
 from trainer import config as configs
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError, shown
-from trainer.base.tensorfile import TensorFile, tensor_sha256
+from trainer.base.tensorfile import tensor_sha256
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import Config
 from trainer.data import identity
@@ -51,33 +51,31 @@ def refuse_unlike_configs(peers: Processes, config: Config) -> None:
 
     config: the resolved one. Raises UserError, in all processes, with the keys and versions that differ.
     """
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
-    ours = {"trainer": f"{__version__}, source {digest}"}
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    ours = {"trainer": f"{__version__}, source {_digest(''.join(file.read_text(encoding='utf-8') for file in files))}"}
     _compare(peers, config, lambda: {"config": configs.tree(config), "versions": ours | versions(config.optimizer.name)})
 
 
 def refuse_unlike_data(peers: Processes, plan: RunPlan, pieces: Pieces) -> None:
-    """Compare photos, captions, model files by their headers, and what the run goes on from. plan: its model's files are
-    here. pieces: those that need no weight.
+    """Compare photos, captions, model files by their sizes and headers, and what the run goes on from. plan: its model's
+    files are here. Raises UserError, in all processes, with what differs, and the names of photos."""
+    source, held_out = plan.model.source, plan.data.held_out
 
-    Raises UserError, in all processes, with what differs, and the names of photos.
-    """
-
-    def data() -> Mapping[str, Mapping[str, Any]]:
-        source = plan.model.source
-        files = {each.name: [_header(file) for file in source.weights(each.name).files] for each in source.family.components}
+    def data() -> dict[str, Mapping[str, Any]]:
+        files = {
+            component.name: [[f.path.stat().st_size, _digest(repr(sorted(f.entries.items())))] for f in weights.files]
+            for component in source.family.components
+            for weights in [source.weights(component.name)]
+        }
         of_model = {"model": source.contents((), str), "model files": files}
-        return pieces.states() | of_model | {"held-out photos": identity.fingerprint(plan.data.held_out)}
+        return pieces.states() | of_model | {"held-out photos": identity.fingerprint(held_out)}
 
-    _compare(peers, plan.config, data, lambda: identity.photo_digests((*plan.data.examples, *plan.data.held_out)))
+    _compare(peers, plan.config, data, lambda: identity.photo_digests((*plan.data.examples, *held_out)))
 
 
 def refuse_unlike_states(peers: Processes, config: Config, pieces: Pieces) -> None:
-    """Compare all of what a checkpoint would have now: the bytes of the frozen base, adapter and optimizer among it.
-
-    Raises UserError, in all processes, with the tensors that differ.
-    """
+    """Compare what a checkpoint would have now: the bytes of the frozen base, adapter and optimizer among it. Raises
+    UserError, in all processes, with the tensors that differ."""
     _compare(peers, config, lambda: pieces.states(but=DERIVED))
 
 
@@ -101,16 +99,12 @@ def _compare(
     left = [key for key in found if not (lines and key in of_data)]
     lines += [f"{key.removeprefix('config: ')}: {_by_rank(found[key])}" for key in left[:LISTED]]
     lines += [f"and {len(left) - LISTED} more"] * (len(left) > LISTED)
-    raise UserError(
-        "\n".join(["the processes of this run do not train the same:", *lines])
-        + "\ngive all of them the same config, photos, model files, versions and checkpoints, and start all again"
-    )
+    remedy = "give all of them the same config, photos, model files, versions and checkpoints, and start all again"
+    raise UserError("\n".join(["the processes of this run do not train the same:", *lines, remedy]))
 
 
-def _header(file: TensorFile) -> str:
-    """The file's size, and a digest of all tensors that it lists."""
-    tensors = hashlib.sha256(repr(sorted(file.entries.items())).encode()).hexdigest()[:12]
-    return f"{file.path.stat().st_size} bytes, tensors {tensors}"
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _text(value: Any) -> str:
@@ -119,13 +113,10 @@ def _text(value: Any) -> str:
 
 def _by_rank(values: Sequence[str | None]) -> str:
     """Each value with the ranks that have it."""
-    ranks: dict[str | None, list[str]] = {}
+    ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    texts = {value: "absent" if value is None else shown(json.loads(value)) for value in ranks}
-    return ", ".join(
-        f"{texts[value]} in process{'es' if own[1:] else ''} {shortlist(own, LISTED)}" for value, own in ranks.items()
-    )
+        ranks.setdefault("absent" if value is None else shown(json.loads(value)), []).append(str(rank))
+    return ", ".join(f"{text} in process{'es' if own[1:] else ''} {shortlist(own, LISTED)}" for text, own in ranks.items())
 
 
 def _of_photos(peers: Processes, own: Mapping[str, torch.Tensor]) -> list[str]:
