@@ -73,6 +73,20 @@ def test_rules_keep_what_earlier_rules_said() -> None:
     assert alphas([Rule("text_encoder", "b.*", rank=2)])["b.q"] == (2, 2, None)
 
 
+def test_a_rule_is_of_its_component_and_of_none_whose_name_begins_alike() -> None:
+    """OneTrainer #1671: a filter for text_encoder took text_encoder_2's layers, too."""
+    layers = {"unet": ["a.to_q"], "text_encoder": ["b.q"], "text_encoder_2": ["b.q", "c.q"]}
+    for component in ("text_encoder", "text_encoder_2"):
+        rules = [Rule(component, "*", rank=2)]
+        targets = match_targets(layers, denoiser="unet", targets=["*"], presets={}, rules=rules, rank=8, alpha=None)
+        assert {t.component: t.rank for t in targets} == {"unet": 8, component: 2}
+    for pattern in ("text_encoder.*", "text_encoder*", "c.q"):
+        with pytest.raises(UserError, match="matches no layer of text_encoder "):
+            match_targets(
+                layers, denoiser="unet", targets=["*"], presets={}, rules=[Rule("text_encoder", pattern)], rank=8, alpha=None
+            )
+
+
 def test_rules_set_the_learning_rate(bench: Workbench) -> None:
     rules = [{"component": "unet", "match": "*to_q", "lr": 1e-30}]
     with built(bench.config(adapter__rules=rules, optimizer__lr=1e-2)) as training:

@@ -85,6 +85,7 @@ def assert_adapted_weights(bench: Workbench, out: Path, cell: tuple, pipe: Flux2
             a16, b16 = (getattr(stock, f"lora_{part}")["default_0"].weight.detach().double() for part in "AB")
             w16, scaling = stock.base_layer.weight.detach().double(), layer.scaling["default"]
             assert torch.equal(a, a16) and torch.equal(b, b16) and stock.scaling["default_0"] == scaling, name
+            assert b.any(), name  # ai-toolkit #1054: of streamed and recomputed blocks, too
             if cell[2] == "lora":
                 continue
             w, m = layer.get_base_layer().dequantize(torch.float32).double(), layer.lora_magnitude_vector["default"].weight
@@ -121,11 +122,21 @@ def test_comfyui_has_a_layer_for_every_key(everything: Path, models: Path, capsy
     known |= {f"text_encoders.qwen3_4b.transformer.model.{name}": shape for name, shape in encoder}
     file = TensorFile(everything / "adapters" / "bear_comfyui.safetensors")
     stems = {key.partition(".lora_")[0] for key in file.entries if ".lora_" in key}
+    base = TensorFile(models / "flux2" / "transformer" / "diffusion_pytorch_model.safetensors")
+    weights = {
+        f"lora_unet_{link.original.removesuffix('.weight').replace('.', '_')}":
+            torch.cat([base.read(part).double() for part in link.parts])
+        for link in names.links if len(link.parts) > 1
+    }  # fmt: skip
+    assert weights and weights.keys() <= stems
     assert stems <= known.keys()
     for stem in stems:
         rows, columns = known[stem]
         up, down = (file.entries[f"{stem}.lora_{end}.weight"].shape for end in ("up", "down"))
         assert (up[0], down[1]) == (rows, columns) and file.entries[f"{stem}.dora_scale"].shape == (rows, 1)
+        if (fused := weights.get(stem)) is not None:  # OneTrainer #1666: the magnitudes of fused layers stayed at their start
+            start = fused.norm(dim=1, keepdim=True)
+            assert ((file.read(f"{stem}.dora_scale").double() - start).abs() > 1e-3 * start).float().mean() > 0.9, stem
     assert {"lora_unet_double_stream_modulation_img_lin", "lora_unet_time_in_in_layer", "lora_unet_single_blocks_1_linear1",
             "lora_unet_final_layer_adaLN_modulation_1", "lora_unet_double_blocks_0_txt_attn_qkv",
             "text_encoders.qwen3_4b.transformer.model.layers.20.self_attn.q_proj"} <= stems  # fmt: skip

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bench_attention import SHAPES
-from tests.harness import DENOISER, ROOT, Workbench, built
+from tests.harness import DENOISER, ROOT, Workbench, built, take_step
 from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import config as configs
 from trainer import kernels
@@ -23,7 +25,7 @@ from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
 from trainer.optim import OPTIMIZERS
 from trainer.run import run as runs
-from trainer.runtime import attention, precision
+from trainer.runtime import attention, precision, streaming
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
@@ -169,11 +171,14 @@ def test_attention_at_the_published_shapes_is_plain_attention(
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 @pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3", "nf4"])
-def test_trains_and_resumes(bench: Workbench, family: str, storage: str) -> None:
-    """Three steps with clipping and accumulation: finite, every tensor with a gradient moved; and a resume goes on."""
+@pytest.mark.parametrize("memory", [{}, {"offload": "blocks", "resident_blocks": 0}], ids=["resident", "streamed"])
+def test_trains_and_resumes(bench: Workbench, family: str, storage: str, memory: dict[str, Any]) -> None:
+    """Three steps with clipping, accumulation and recomputed blocks, streamed ones, too (ai-toolkit #1054): finite, every
+    tensor with a gradient moved; and a resume goes on."""
     tree = config_of(bench, family, storage, "bf16", "auto", "run").model_dump(exclude_none=True, mode="json")
     tree["optimizer"] = {"name": "adamw8bit", "lr": 1e-3}
     tree["step"]["accumulation"] = 2
+    tree["memory"] |= memory
     for steps in (2, 3):
         tree["run"]["max_steps"] = steps
         runs.train(configs.parse(tree), resume_from="auto")
@@ -183,6 +188,32 @@ def test_trains_and_resumes(bench: Workbench, family: str, storage: str) -> None
     assert all(torch.isfinite(t).all() for t in adapter.values())
     still = [name for name, t in adapter.items() if name.endswith("lora_B.weight") and not t.any()]
     assert not still, still
+
+
+def test_masters_take_no_more_of_the_hosts_memory_than_their_bytes() -> None:
+    """AnimaLora #511: what is streamed took up to twice its bytes."""
+    masters = [torch.empty(2**26 + 2**20 * number, dtype=torch.uint8) for number in range(8)]
+    torch.zeros(1, device=DEVICE)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    streaming._pin(masters)
+    taken = process.memory_info().rss - before
+    streaming._unpin(masters)
+    assert taken <= 1.03 * sum(master.nbytes for master in masters)
+
+
+@pytest.mark.parametrize("offload", ["none", "blocks"])
+def test_reserved_memory_does_not_grow_with_changes_of_size(bench: Workbench, offload: str) -> None:
+    """AnimaLora #506: another size each step let the allocator keep more and more."""
+    sizes = {"run__device": DEVICE, "run__max_steps": 200, "data__resolution": [48, 64, 80], "data__batch_size": 1}
+    reserved, shapes = [], []
+    with built(bench.config("flux", **sizes, precision__compute="bf16", memory={"offload": offload})) as run:
+        for step, update in enumerate(run.updates(), 1):
+            take_step(run, step, update)
+            reserved.append(torch.cuda.memory_reserved())
+            shapes.append(run.reader[update[0]].latents.shape)
+    assert len(reserved) == 200 and sum(one != other for one, other in pairwise(shapes)) > 60
+    assert max(reserved[100:]) == max(reserved[:100])
 
 
 def deterministic_tree(bench: Workbench, family: str, adapter: str, optimizer: str, out: str) -> dict[str, Any]:

@@ -41,6 +41,8 @@ def gradients(config: configs.Config, copies: int = 0) -> list[torch.Tensor]:
         for step in (1, 2):
             result = take_step(run, step, next(updates))
             found += [torch.tensor([result.loss, result.grad_norm]), *(p.grad.clone() for p in run.step.parameters)]
+        named = run.adapter.named_parameters().items()
+        assert all(p.any() for name, p in named if "lora_B" in name), "ai-toolkit #1054: blocks that no gradient reached"
         streamers = run.components.streamers
         assert bool(streamers) == bool(copies) and sum(each.copies for each in streamers.values()) >= copies
         return found
@@ -70,6 +72,24 @@ def test_every_gradient_is_that_of_a_resident_base(
     resident = gradients(config_of(bench, family, "resident", **more))
     streamed = gradients(config_of(bench, family, "streamed", **more, **STREAMED), copies=8)
     assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        *("fp8_e4m3", "int8"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp16", "fp8_e5m2", "int4", "nf4")),
+    ],
+)
+def test_magnitudes_over_a_streamed_base_start_in_fp32_as_its_norms(bench: Workbench, storage: str) -> None:
+    """OneTrainer #1571: codes lay on one device, their scales on another. #1672: magnitudes had the codes' dtype."""
+    keys = {"adapter__type": "dora", "model__components": {"transformer": {"dtype": storage}}}
+    with built(config_of(bench, "flux", "out", **keys, **STREAMED)) as run:
+        assert run.components.streamers and run.adapter.layers
+        for name, layer in run.adapter.layers.items():
+            magnitude = layer.lora_magnitude_vector["default"].weight
+            norms = layer.get_base_layer().dequantize(torch.float32).double().norm(dim=1)
+            assert magnitude.dtype == torch.float32 and torch.allclose(magnitude.double(), norms, rtol=1e-5), name
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])

@@ -12,10 +12,13 @@ import re
 import sys
 import textwrap
 import time
+import traceback
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
+
+from trainer.base.errors import Interrupted, PeerStopped, ending
 
 GONE = {errno.EIO, errno.EPIPE, errno.EBADF}
 
@@ -173,3 +176,20 @@ def _escaped(character: str) -> str:
     if "\udc80" <= character <= "\udcff":  # a byte, as Python keeps it in names
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode()
+
+
+@contextmanager
+def cause_first() -> Iterator[None]:
+    """A block that tells at once, in a line, what ends it: a save that follows may hang, or fail and be all that is told."""
+    try:
+        yield
+    except (Interrupted, PeerStopped):  # told when the signal came; told by the process that ended
+        raise
+    except Exception as error:
+        status, said = ending(error)
+        line = said.partition("\n")[0]
+        if status == 1:  # nobody foresaw it, and its traceback is printed last
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            line = f"{type(error).__name__}: {line} ({place.filename}, line {place.lineno})"
+        write(f"stopping: {line}", sys.stderr)
+        raise

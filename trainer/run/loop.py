@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
+from trainer.base.console import cause_first
 from trainer.base.errors import DataError, Interrupted, PeerStopped
 from trainer.base.memory import peak_bytes, reset_peak
 from trainer.base.progress import PACE_UNITS, pace_of
@@ -58,7 +59,8 @@ class Loop:
         progress, at_once = self.state.progress, False
         self.signals.promise = SAVED
         try:
-            self._steps()
+            with cause_first():
+                self._steps()
             finished = progress.step >= self.last
             if not finished:
                 said = f"stopped after step {progress.step} as asked (run.stop_after), which is saved"

@@ -110,6 +110,17 @@ def test_captions_are_read_as_the_stock_pipeline_reads_them(model: Model, stock,
     assert most == 512 and counts[1] < counts[0] < 512 < counts[2]
 
 
+def test_padding_has_the_positions_that_follow_the_caption(model: Model, encoded: Conditioning) -> None:
+    """Whatever the library makes of a mask: of padding transformers 4.57 made position 1, and 5 made 0 (diffusers' flux3)."""
+    ids, present = torch.stack(list(FAMILY.tokens(model, "text_encoder", CAPTIONS))).unbind(1)
+    mask = torch.ones(512, 512, dtype=torch.bool).tril() & present.bool()[:, None, None, :]
+    with torch.no_grad():
+        states = model.modules["text_encoder"](
+            ids, attention_mask=mask, position_ids=torch.arange(512)[None], use_cache=False, output_hidden_states=True
+        ).hidden_states
+    assert torch.equal(encoded.sequence, torch.cat([states[layer] for layer in (9, 18, 27)], dim=-1))
+
+
 def test_the_chat_message_ends_with_an_empty_think_block(model: Model) -> None:
     """Which Qwen3's template adds with thinking off; diffusion-pipe left the template out, and its loss stayed high."""
     tokenizer, (tokens, *_) = model.tokenizers["tokenizer"], FAMILY.tokens(model, "text_encoder", CAPTIONS[:1])

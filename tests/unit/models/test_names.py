@@ -101,6 +101,20 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
         assert torch.equal(tensor, right[name]), name
 
 
+@pytest.mark.parametrize(("family", "denoiser"), [("flux-dev", "transformer"), ("flux2-klein-4b", "transformer")])
+def test_presets_leave_out_no_layer_of_a_block_that_has_another_name(family: str, denoiser: str) -> None:
+    """unsloth #8267: of single blocks `to_out` was left out, where the others' is `to_out.0`. Layers of gates are apart."""
+    (_, class_name), presets = class_of(family, denoiser), FAMILIES[family.partition("-")[0]].presets
+    with torch.device("meta"):
+        module = getattr(diffusers, class_name).from_config(published(family, denoiser))
+    layers = {name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+    in_blocks = {name for name in layers if "transformer_blocks." in name and ".norm" not in name}
+    for preset, wanted in (("attention+mlp", in_blocks), ("linear", layers), ("all", layers)):
+        assert {name for name in layers if any(fnmatchcase(name, each) for each in presets[preset])} == wanted
+    outs = {name for name in presets["attention"] if name.endswith(("to_out", "to_out.0"))}
+    assert len(outs) == 2 or family == "flux-dev"
+
+
 @pytest.mark.parametrize("source", ["tiny", "published"])
 @pytest.mark.parametrize(("family", "component"), list(COUNTS))
 def test_table_covers_every_parameter_exactly_once(family, component, source):

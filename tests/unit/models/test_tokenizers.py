@@ -8,12 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AddedToken, CLIPTokenizer
 
 from tests.harness import Workbench
 from trainer.data.cache.fill import text_key
 from trainer.models import FAMILIES
+from trainer.models.base import Model
 from trainer.models.config_files import PUBLISHED
+from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
 from trainer.models.shared.clip import clip_ids
 from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary, embedded_merges, load_tokenizer
@@ -86,6 +89,26 @@ def test_an_exclamation_mark_is_a_word_and_not_the_padding(bench: Workbench, lay
     first = load_tokenizer((PUBLISHED if layout == "embedded" else bench.models) / "sdxl/tokenizer", "tokenizer")
     for caption, ids in zip(CAPTIONS, clip_ids(first, CAPTIONS).tolist(), strict=True):
         assert ids == byte_pair_ids(caption, merges, padding=first.eos_token_id), caption
+
+
+@pytest.mark.parametrize(
+    ("family", "guidance", "limits"), [("sdxl", False, [77, 77]), ("flux", True, [77, 512]), ("flux", False, [77, 256])]
+)
+def test_a_caption_is_cut_where_it_is_told_to_be(bench: Workbench, family: str, guidance: bool, limits: list[int]) -> None:
+    """AnimaLora #496: a caption of 600 tokens was cut elsewhere. FLUX.2's, in its chat message: test_flux2.py."""
+    chosen, words = FAMILIES[family], ["bear"] * 600
+    tokenizers = load_tokenizers(chosen, open_model(chosen, str(bench.models / family)))
+    model = Model({}, {"transformer": {"guidance_embeds": guidance}}, tokenizers, {}, {}, torch.device("cpu"))
+    told = chosen.count_tokens(model, [" ".join(words)])
+    assert [limit for _, limit in told.values()] == limits
+    for name, ((count,), limit) in told.items():
+
+        def ids(number: int, encoder: str = chosen.tokenizers[name]) -> list[int]:
+            changed = " ".join("photo" if place == number else word for place, word in enumerate(words))
+            return chosen.tokens(model, encoder, [changed])[0].flatten().tolist()
+
+        last = limit - (count - len(words)) - 1  # of the words that are read
+        assert len(ids(599)) == limit < count and ids(last + 1) == ids(599) != ids(last)
 
 
 def test_a_folders_other_added_tokens_stay(bench: Workbench) -> None:

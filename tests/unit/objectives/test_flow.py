@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.base.errors import UserError
+from trainer.models import FAMILIES
 from trainer.models.base import Markers
-from trainer.models.flux import objective
+from trainer.models.flux import objective, pack
 from trainer.models.shared.flow import resolution_shift
 from trainer.objectives import Flow, Loss, Noise, Times
 
@@ -22,6 +23,17 @@ SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
 @pytest.mark.parametrize(("tokens", "shift"), [(1024, 1.88), (4096, 3.16)])
 def test_resolution_shift(tokens: int, shift: float) -> None:
     assert resolution_shift(tokens) == pytest.approx(shift, abs=0.005)
+
+
+@pytest.mark.parametrize(("family", "side", "packed"), [("flux", 8, pack), ("flux2", 16, lambda x: x.flatten(2).mT)])
+@pytest.mark.parametrize(("width", "height"), [(512, 512), (1024, 1024), (832, 1216), (2048, 1536)])
+def test_the_shift_is_of_the_packed_tokens_and_the_stock_pipelines(family, side, packed, width: int, height: int) -> None:
+    """OneTrainer #1698: of latents that lie in patches already, a quarter was counted. FLUX.2 is shifted as Flux is."""
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    tokens = packed(torch.zeros(1, 16, height // side, width // side)).shape[1]
+    assert FAMILIES[family].image_tokens(height, width) == tokens == height // 16 * (width // 16)
+    assert resolution_shift(tokens) == pytest.approx(math.exp(calculate_shift(tokens)), rel=1e-12)
 
 
 @given(st.floats(0.001, 0.999), st.floats(0.5, 5), st.floats(-1, 1), st.floats(0.2, 2))

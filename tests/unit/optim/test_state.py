@@ -25,10 +25,10 @@ def entered(monkeypatch) -> None:
         monkeypatch.setitem(OPTIMIZERS, name, entry)
 
 
-def trained(name: str, steps: int = 2) -> tuple[OptimizerState, list[nn.Parameter]]:
+def trained(name: str, steps: int = 2, device: str = "cpu") -> tuple[OptimizerState, list[nn.Parameter]]:
     """A matrix, a convolution and a vector, the vector in a group of its own."""
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (2, 3, 3, 3), (300,))]
+    parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in ((3, 4), (2, 3, 3, 3), (300,))]
     groups = [
         {"params": part, "lr": 1e-2, "weight_decay": 0.1, "magnitudes": magnitudes}
         for part, magnitudes in ((parameters[:2], False), (parameters[2:], True))
@@ -66,6 +66,16 @@ def test_what_is_restored_goes_on_as_what_was_saved(name: str) -> None:
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key], key
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *ENTRIES])
+def test_a_state_is_restored_where_its_parameter_is(name: str) -> None:
+    """lora-scripts-next #320: it stayed on the CPU. The meta device stands for a card."""
+    saved, there = trained(name)[0].state_dict(), trained(name, steps=0, device="meta")[0]
+    there.load_state_dict(through_files(saved))
+    held = [v for part in (*there.optimizer.state.values(), *there.optimizer.param_groups) for v in part.values()]
+    assert all(v.device.type == "meta" for v in held if isinstance(v, torch.Tensor))
+    assert there.state_dict().keys() == saved.keys()
 
 
 def test_names_and_kinds() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -67,20 +69,23 @@ def test_what_one_process_met_with_is_raised_by_all_after_the_same_step(error: E
     assert isinstance(error, type(there.value))
 
 
-def ended(error: BaseException | None, step: int = 3, *, replaced: bool = False) -> tuple[list[str], BaseException | None]:
-    """(what a loop does whose steps end like this, what it raises). replaced: whether a later start goes on without it."""
+def ended(
+    error: BaseException | None, step: int = 3, *, replaced: bool = False, saved: Callable[..., None] | None = None
+) -> tuple[list[str], BaseException | None]:
+    """(what a loop does whose steps end like this, what it raises). replaced: whether a later start goes on without it.
+    saved: what a save does."""
     done: list[str] = []
 
     def steps() -> None:
         if error is not None:
             raise error
 
-    def saved(**how: bool) -> None:
+    def noted(**how: bool) -> None:
         done.append(" ".join(["saved", *(word for word, is_so in how.items() if is_so)]))
 
     loop = SimpleNamespace(
         state=SimpleNamespace(progress=SimpleNamespace(step=step)), last=step, signals=SimpleNamespace(), _steps=steps,
-        saves=SimpleNamespace(save=saved, close=lambda: done.append("saver closed")),
+        saves=SimpleNamespace(save=saved or noted, close=lambda: done.append("saver closed")),
         measurements=SimpleNamespace(end=lambda error: None, log=SimpleNamespace(close=lambda: done.append("log closed"))),
         data=SimpleNamespace(close=lambda: done.append("data closed")),
         context=SimpleNamespace(processes=SimpleNamespace(replaced=replaced)),
@@ -113,6 +118,28 @@ def test_the_last_whole_step_is_saved_however_a_run_ends(error: BaseException | 
     assert done == does and type(raised) is type(error)
     if isinstance(error, Interrupted):
         assert "after step 3, which is saved" in str(raised) and "which is saved" not in str(ended(error, step=0)[1])
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OutOfMemory("step 4: out of memory\nlower this"), "stopping: step 4: out of memory"),
+        (NonFiniteError("step 4: the loss"), "stopping: step 4: the loss"),
+        (KeyError("ours"), f"stopping: KeyError: 'ours' ({__file__}, line "),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_ends_a_run_is_told_before_a_save_that_may_hang_or_fail(error: Exception, line: str, capsys) -> None:
+    """Else a full disk was all that was told of a run that ran out of memory."""
+    told: list[str] = []
+
+    def failing(**how: bool) -> None:
+        told.append(capsys.readouterr().err)
+        raise OSError(errno.ENOSPC, "no space")
+
+    done, raised = ended(error, saved=failing)
+    assert done == CLOSED and (told or [capsys.readouterr().err])[0].startswith(line)
+    assert isinstance(raised, KeyError if isinstance(error, KeyError) else OSError)
 
 
 def test_a_process_that_a_later_start_does_without_writes_nothing() -> None:

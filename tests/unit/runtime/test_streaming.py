@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +128,23 @@ def test_a_step_copies_each_block_there_and_back_but_for_the_ends(count: int, re
     assert streamer.copied == 2 * max(0, streamed - 2) * (streamer.sizes[0] if streamed else 0)
     assert streamer.kept == streamed * streamer.sizes[0]
     assert device_bytes(streamer.sizes, resident) == (resident + min(2, streamed)) * streamer.sizes[0]
+
+
+def test_masters_are_pinned_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AnimaLora #511: torch's own allocator of pinned memory took up to twice their bytes, powers of two."""
+    pinned: dict[int, int] = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda place, size, flags: pinned.__setitem__(place, size) or 0,
+        cudaHostUnregister=lambda place: pinned.pop(place) * 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    _, streamer = made(6, 2)
+    masters = [block.kept for block in streamer.streamed.values()]
+    streaming._pin(masters)
+    assert pinned == {master.data_ptr(): master.nbytes for master in masters} and sum(pinned.values()) == streamer.kept
+    streaming._unpin(masters)
+    assert not pinned
 
 
 def test_without_gradients_the_blocks_go_round() -> None:

@@ -122,6 +122,20 @@ def test_without_flip_dropout_and_text_cache(dataset):
             assert batch.captions == tuple(captions[o.sample] for o in batch.occurrences)
 
 
+def test_the_same_captions_are_dropped_with_a_text_cache_and_without(dataset):
+    """ai-toolkit ab5fef89: dropout took effect beside cached text alone."""
+    each = [
+        reader(dataset),
+        reader(dataset, text_fingerprint=None),
+        reader(dataset, cache=None, encoders=Encoders(pool, encode_text)),
+    ]
+    batches = [[b for made in iterate(updates(dataset), one, num_workers=0) for b in made] for one in each]
+    cached, live, without = ([batch.captions for batch in made] for made in batches)
+    assert cached == live == without and {"" in captions for captions in cached} == {True, False}
+    for batch in batches[0]:
+        assert torch.equal(batch.conditioning.sequence, encode_text(list(batch.captions)).sequence)
+
+
 def test_an_appearance_is_the_same_in_every_batch_size(dataset):
     def appearances(batch_size):
         found = {}

@@ -330,6 +330,19 @@ def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):
     assert equal(stored.tensors(), expected.tensors()) and stored.sequence.dtype == torch.bfloat16
 
 
+def test_captions_of_several_lines_have_entries_of_their_own(tmp_path):
+    """SimpleTuner 03d824c27: the name of an entry was made of the caption, which a line break ended."""
+    captions, cache = (
+        ["a bear", "a bear\n", "a bear\non a beach", "a bear\r\non a beach\n\nat night", "\n", "a/b\0c"],
+        Cache(tmp_path),
+    )
+    assert fill_text(cache, captions, fingerprint="t", encode=singly(encode_text), on_non_finite=refuse) == len(captions) + 1
+    for caption in ["", *captions]:
+        found = Cache(tmp_path).get(text_key(caption, fingerprint="t"))
+        assert equal(found, encode_text([caption]).tensors()), caption
+    assert len({path.name for path in tmp_path.rglob("*.safetensors")}) == len(captions) + 1
+
+
 def test_a_photo_that_is_encoded_in_tiles_has_another_key(monkeypatch):
     small = dataset()[0]
     large = replace(small, bucket=(2048, 2048))

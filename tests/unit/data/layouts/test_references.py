@@ -31,7 +31,7 @@ def save(path: Path, size: tuple[int, int] = (64, 64), seed: int = 0) -> None:
 
 
 def source(folder: Path, references: str | None = "files", **more) -> Source:
-    return Source(0, str(folder), references=references, resolutions=(64,), captions="none", **more)
+    return Source(0, str(folder), references=references, resolutions=(64,), **({"captions": "none"} | more))
 
 
 def shown(folder: Path, references: str | None = "files") -> dict[str, list[str]]:
@@ -205,8 +205,11 @@ def encode(pixels: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_batch_holds_them_as_they_are_shown(edits: Path, cached: bool) -> None:
-    """Whole, mirrored where the photo is, and of the photo's own; a jitter of the photo leaves them alone."""
-    made = sized(edits, flip=True, crop_jitter=0.2)
+    """Whole, mirrored where the photo is, and of the photo's own; a jitter of the photo leaves them alone, and so does a
+    caption that is dropped (ai-toolkit 21dc6597)."""
+    for name in "ace":
+        (edits / f"{name}.txt").write_text("make it blue")
+    made = sized(edits, flip=True, crop_jitter=0.2, captions="files", caption_dropout=0.5)
     cache = MemoryCache() if cached else None
     if cache is not None:
         wanted = latents_wanted(made, seed=3, fingerprint="f")
@@ -217,14 +220,15 @@ def test_a_batch_holds_them_as_they_are_shown(edits: Path, cached: bool) -> None
         latent_fingerprint="f", text_fingerprint=None, collate=lambda parts: parts[0],
         encoders=None if cached else Encoders(encode, lambda texts: pytest.fail("no texts")),
     )  # fmt: skip
-    mirrored = set()
+    mirrored, captions = set(), set()
     for repeat in range(4):
         occurrences = tuple(Occurrence(0, f"0/{name}.png", repeat) for name in "ace")
         batch = reader[occurrences]
         assert [each.shape for each in batch.references] == [(3, 768, 4, 6)]
+        captions |= {*batch.captions}
         for occurrence, latents in zip(occurrences, batch.references[0], strict=True):
             flip = views.drawn(3, occurrence, reader.examples[occurrence.sample]).flip
             mirrored.add(flip)
             image = Image.open(edits / occurrence.sample[2:].replace(".png", ".ref.png")).crop((0, 3, 96, 67))
             assert torch.equal(latents, encode(buckets.to_pixels(image).flip(2) if flip else buckets.to_pixels(image)))
-    assert mirrored == {True, False}
+    assert mirrored == {True, False} and captions == {"", "make it blue"}
