@@ -76,8 +76,7 @@ SDXL = (
     Cell("sdxl", "rank-4", {"adapter__rank": 4}, draws=True),
     Cell("sdxl", "rank-64", {"adapter__rank": 64}),
     Cell("sdxl", "float8-products", {"precision__matmul": "fp8"}),
-    # From the smallest size that bitsandbytes keeps in 8 bits: most layers of so small a model are below the usual one.
-    Cell("sdxl", "adamw8bit", {"optimizer__name": "adamw8bit", "optimizer__min_8bit_size": 256}),
+    Cell("sdxl", "adamw8bit", {"optimizer__name": "adamw8bit"}),
     Cell("sdxl", "computed-fp16", {"precision__compute": "fp16"}),
     Cell("sdxl", "no-min-snr", {"objective": {}}),
     Cell("sdxl", "attention+mlp", {"adapter__targets": "attention+mlp"}),

@@ -50,10 +50,8 @@ RATES: dict[str, Sequence[float]] = {
 
 
 def changes(name: str, rate: float) -> dict[str, Any]:
-    """The config's keys of one run. From 256 numbers on 8-bit states have 8 bits: the pocket's layers are small."""
+    """The config's keys of one run."""
     keys: dict[str, Any] = {"optimizer__name": name, "optimizer__lr": rate}
-    if OPTIMIZERS[name].eight_bit:
-        keys["optimizer__min_8bit_size"] = 256
     if OPTIMIZERS[name].finds:
         keys |= {"optimizer__lr": 1.0, "optimizer__options": {"d0": rate}}
     if OPTIMIZERS[name].schedules:

@@ -92,9 +92,7 @@ class Bench:
         checkpoint_blocks(blocks, recomputed, family.unread, family.skipped, compiled)
         if compiler is not None:
             compiler.compile(compiled)
-        built = optim.build_optimizer(
-            optimizer, self.adapter.parameter_groups(Rates(lr=1e-4, weight_decay=0.01)), min_8bit_size=1
-        )  # fmt: skip
+        built = optim.build_optimizer(optimizer, self.adapter.parameter_groups(Rates(lr=1e-4, weight_decay=0.01)))
         with unset_fake_temporarily():  # it reads its noise levels
             self.objective = objective = family.objective(
                 source.scheduler, Markers(), prediction="auto", zero_terminal_snr="auto", min_snr_gamma=None,

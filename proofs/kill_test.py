@@ -588,7 +588,8 @@ def write_config(cell: Cell, steps: int, models: Path, folder: Path) -> Path:
         data__sources=[{"path": str(PHOTOS), "repeats": 2}], data__flip=True, data__caption_dropout=0.3,
         data__num_workers=cell.workers, data__cache_dir="out/cache", step__accumulation=2,
         optimizer__name=cell.optimizer, optimizer__lr=1e-2,
-        **({"optimizer__min_8bit_size": 1} if cell.optimizer == "adamw8bit" else {}),
+        # Of a smaller group the state would not have 8 bits.
+        **({"adapter__rank": 8} if cell.optimizer == "adamw8bit" else {}),
         schedule__name="cosine", schedule__warmup=0.3,
         checkpoint__every_steps=SAVE_EVERY, checkpoint__keep_last=KEEP_LAST,
         export__every_steps=EXPORT_EVERY, validation__every_steps=DRAW_EVERY,

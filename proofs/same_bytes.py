@@ -109,8 +109,6 @@ def config(cell: Cell, model: Path, cache: Path) -> dict[str, Any]:
     }  # fmt: skip
     if cell.family == "flux":
         settings["data.text_length"] = 32
-    if cell.optimizer == "adamw8bit":
-        settings["optimizer.min_8bit_size"] = 16
     tree: dict[str, Any] = {}
     for key, value in (settings | dict(cell.more)).items():
         *tables, leaf = key.split(".")

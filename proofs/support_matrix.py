@@ -39,6 +39,7 @@ from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -52,14 +53,14 @@ from trainer import config as configs  # noqa: E402
 from trainer.base.errors import UserError  # noqa: E402
 from trainer.base.tensorfile import TensorFile  # noqa: E402
 from trainer.quantization import ALL_FORMATS  # noqa: E402
+from trainer.runtime import precision  # noqa: E402
 from trainer.runtime.precision import COMPUTE_DTYPES  # noqa: E402
 
 KINDS = ("lora", "dora")
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 STEPS, STOP, ACCUMULATION = 3, 1, 2
 CLIP = 1e-3  # far below the gradient's norm
-# Low enough that fp16 gradients of the tiny models rarely overflow; the scale moves within three steps.
-SCALING = {"precision__loss_scale": 1024.0, "precision__loss_scale_growth_interval": 2}
+SCALE = 1024.0  # low enough that fp16 gradients of the tiny models rarely overflow
 STORAGE = tuple(f"{f.dtype_name}-{f.backend}" for f in ALL_FORMATS)
 DISTRIBUTIONS = ("torch", "bitsandbytes", "optimum-quanto", "diffusers", "transformers", "peft")
 
@@ -148,7 +149,8 @@ def run_cell(cell: Cell, bench: Workbench, *, resumed: bool = True) -> Result:
     gc.disable()
     gc.freeze()
     try:
-        with one_thread(), redirect_stdout(log), redirect_stderr(log):
+        soon = patch.object(precision, "GROWTH_INTERVAL", 2)  # so that the scale moves within three steps
+        with one_thread(), redirect_stdout(log), redirect_stderr(log), soon:
             skipped, left_out = exercise(cell, bench, folder, resumed=resumed)
         state, reason = "ok", ""
     except UserError as error:
@@ -189,7 +191,7 @@ def config_of(
     return bench.config(
         cell.family, run__output_dir=str(out), run__max_steps=STEPS, run__stop_after=stop_after,
         model__components=stored | {"vae": {"dtype": "fp32"}},
-        precision__compute=cell.compute, **(SCALING if cell.compute == "fp16" else {}),
+        precision__compute=cell.compute, **({"precision__loss_scale": SCALE} if cell.compute == "fp16" else {}),
         adapter__type=cell.kind, adapter__targets=cell.targets,
         adapter__rules=[{"component": name, "match": "*"} for name in TEXT_ENCODERS],
         # Twice the five photos: no update of the first epoch lacks a micro-batch.

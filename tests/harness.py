@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config as configs
+from trainer.base import files
 from trainer.base.signals import Signals
+from trainer.checkpoint import store
 from trainer.data.batches.sampler import MicroBatch
 from trainer.engine.step import StepResult
 from trainer.run import run as runs
@@ -110,6 +113,16 @@ def command_line(*arguments: str, timeout: float = 120, **kwargs: Any) -> subpro
         [sys.executable, str(ROOT / "train.py"), *arguments],
         capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **kwargs,
     )  # fmt: skip
+
+
+def reseal(folder: Path) -> None:
+    """The manifest of what a checkpoint holds now."""
+    listed = json.loads((folder / store.MANIFEST).read_text())["files"]
+    told = {}
+    for name in listed:
+        data = (folder / name).read_bytes()
+        told[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    (folder / store.MANIFEST).write_bytes(files.json_bytes({"files": told}))
 
 
 def metrics_of(output_dir: Path | str) -> list[dict[str, Any]]:

@@ -192,7 +192,6 @@ def test_other_rates_of_a_rule(bench: Workbench, optimizer: str) -> None:
         rule = {"component": "unet", "match": "*attn1.to_k"} | rates
         wanted = {"adapter__targets": ["*attn1.to_q", "*attn1.to_k"], "adapter__rules": [rule], "adapter__type": "dora",
                   "optimizer__name": optimizer, "run__stop_after": stop}  # fmt: skip
-        wanted |= {"optimizer__min_8bit_size": 1} if optimizer == "adamw8bit" else {}
         train(tree(bench, "out", **wanted), None if stop == 2 else "auto", allow)
 
     def same(name: str) -> tuple[bool, bool]:

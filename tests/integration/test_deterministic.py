@@ -37,7 +37,7 @@ REFUSED_FOR_FLOATS = {"cumsum", "cumsum_", "bincount"}
 
 CELLS = {
     "sdxl": dict(
-        adapter__type="dora", optimizer__name="adamw8bit", optimizer__min_8bit_size=1,
+        adapter__type="dora", optimizer__name="adamw8bit",
         model__components={"unet": {"dtype": "fp8_e4m3"}}, memory__gradient_checkpointing=True,
         adapter__targets=["*.attn1.to_q", "*.attn2.to_v", "*resnets.0.conv1", "*upsamplers.0.conv"],
         adapter__rules=[{"component": "text_encoder_2", "match": "*.q_proj"}],

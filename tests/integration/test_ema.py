@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from PIL import Image
 
 from scripts import adapter as script
-from tests.harness import Workbench, built, metrics_of, take_step, train_built
+from tests.harness import Workbench, built, metrics_of, reseal, take_step, train_built
 from tests.optimizers import ENTRIES
 from trainer import config as configs
+from trainer.base import files
 from trainer.base.errors import Interrupted, UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.kernels import dora_torch
@@ -225,6 +227,49 @@ def test_what_cannot_be_is_refused_with_the_reason(bench: Workbench, monkeypatch
         with pytest.raises(UserError, match="ema.decay"):
             train(bench, "out", ema__kind="constant", ema__decay=decay)
     assert not (bench.tmp / "out").exists()
+
+
+def as_an_earlier_version(root: Path, step: int, **values: Any) -> None:
+    """Give a run's config.toml and checkpoint the keys that earlier versions had, with their defaults or these values."""
+    folder = root / "checkpoints" / f"step-{step:08d}"
+    earlier = {
+        "ema__snapshot_every_steps": 0, "export__license_link": "", "optimizer__min_8bit_size": 4096,
+        "precision__loss_scale_growth_interval": 2000,
+    } | values  # fmt: skip
+    state = json.loads((folder / "state.json").read_text())
+    for key, value in earlier.items():
+        table, _, name = key.partition("__")
+        state["pieces"]["config"]["state"][table][name] = value
+    (folder / "state.json").write_bytes(files.json_bytes(state))
+    (root / "config.toml").write_text(tomli_w.dumps(state["pieces"]["config"]["state"]))
+    reseal(folder)
+
+
+@pytest.mark.slow
+def test_a_run_of_an_earlier_version_goes_on_to_the_same_bytes_or_is_refused_in_one_sentence(bench: Workbench) -> None:
+    """By its own config.toml, which has keys that there are no more."""
+    one = CONSTANT | {"run__max_steps": 2}
+    whole = train(bench, "whole", **one)
+    parts = train(bench, "parts", **one | {"run__stop_after": 1})
+    as_an_earlier_version(parts, 1)
+    config = configs.load(str(parts / "config.toml"), ["run.stop_after="])
+    with pytest.raises(UserError, match="already holds this run's checkpoints; add --resume_from auto"):
+        runs.train(config, resume_from=None)
+    as_an_earlier_version(parts, 1, ema__kind="power", ema__snapshot_every_steps=1)
+    before = {path: path.read_bytes() for path in parts.rglob("*.*") if path.is_file()}
+    for average in (CONSTANT, {}):  # as the sentence says, and without the key that the checkpoint's piece was asked by
+        for resume_from, what in (("auto", "the checkpoint .*step-00000001"), (None, "run.output_dir = '.*parts'")):
+            gone = "ema.kind = 'power', ema.snapshot_every_steps = 1: averages of any length are gone; "
+            with pytest.raises(UserError, match=f"^{what}: {gone}.*028b4cb$"):
+                train(bench, "parts", resume_from, **{"run__max_steps": 2} | average)
+    assert before == {path: path.read_bytes() for path in parts.rglob("*.*") if path.is_file()}, "half-written"
+    as_an_earlier_version(parts, 1, ema__kind="constant")
+    runs.train(config, resume_from="auto")
+    assert "snapshot_every_steps" not in (parts / "config.toml").read_text()
+    last = "checkpoints/step-00000002"
+    files_of = [f"{last}/{piece}.safetensors" for piece in ("adapter", "optimizer", "ema")]
+    for file in (*files_of, "adapters/bear_ema.safetensors"):
+        assert (whole / file).read_bytes() == (parts / file).read_bytes(), file
 
 
 def test_an_average_neither_comes_nor_goes_in_mid_run(bench: Workbench) -> None:

@@ -23,7 +23,6 @@ from trainer import config as configs
 from trainer import kernels
 from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
-from trainer.optim import OPTIMIZERS
 from trainer.run import run as runs
 from trainer.runtime import attention, precision, streaming
 
@@ -225,7 +224,6 @@ def deterministic_tree(bench: Workbench, family: str, adapter: str, optimizer: s
         memory__gradient_checkpointing=True, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}},
         optimizer__name=optimizer, optimizer__lr=1.0 if optimizer == "prodigy" else 1e-3,
         validation__prompts=["a bear"], validation__steps=2,
-        **({"optimizer__min_8bit_size": 1} if OPTIMIZERS[optimizer].eight_bit else {}),
         **({"optimizer__options": {"d0": 1e-4}} if optimizer == "prodigy" else {}),
     )  # fmt: skip
     if adapter == "lora":

@@ -12,6 +12,7 @@ from tests.tape import Taping
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.engine.graphs import WARM_UP, Graphs
+from trainer.runtime import precision
 
 STEPS = 10
 ENCODERS = [{"component": name, "match": "*0*.self_attn.q_proj"} for name in ("text_encoder", "text_encoder_2")]
@@ -61,7 +62,7 @@ def trained(bench: Workbench, family: str, *, taped: bool, **more: Any) -> tuple
             "sdxl",
             {
                 "adapter__type": "dora", "adapter__targets": ["*attn1.to_*", "conv_in"], "adapter__rules": ENCODERS,
-                "precision__compute": "fp16", "precision__loss_scale": 1024.0, "precision__loss_scale_growth_interval": 2,
+                "precision__compute": "fp16", "precision__loss_scale": 1024.0,
                 "objective": {"loss": "huber", "min_snr_gamma": 5.0, "input_perturbation": 0.1, "stratified": True},
                 "model__components": {"unet": {"dtype": "fp8_e4m3"}},
             },
@@ -69,7 +70,10 @@ def trained(bench: Workbench, family: str, *, taped: bool, **more: Any) -> tuple
         ),
     ],
 )  # fmt: skip
-def test_replayed_micro_batches_leave_the_bytes_of_eager_ones(bench: Workbench, family: str, more: dict[str, Any]) -> None:
+def test_replayed_micro_batches_leave_the_bytes_of_eager_ones(
+    bench: Workbench, monkeypatch, family: str, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(precision, "GROWTH_INTERVAL", 2)
     eager, before = trained(bench, family, taped=False, **more)
     replayed, after = trained(bench, family, taped=True, **more)
     assert replayed == eager and all(each.updated for each in eager[2:])

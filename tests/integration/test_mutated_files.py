@@ -81,7 +81,7 @@ def pieces_of_a_run() -> dict[str, Any]:
     """Every piece of a checkpoint as a run has it, but for the adapter."""
     parameters = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))]
     groups = [{"params": [p], "lr": 1e-3, "weight_decay": 0.0, "magnitudes": False} for p in parameters]
-    optimizer = optim.build_optimizer("adamw", groups, min_8bit_size=1)
+    optimizer = optim.build_optimizer("adamw", groups)
     for parameter in parameters:
         parameter.grad.fill_(1)
     optimizer.step()

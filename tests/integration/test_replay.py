@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -13,7 +12,7 @@ import pytest
 from PIL import Image
 
 from scripts import make_model, replay
-from tests.harness import PHOTOS, Workbench, built, pairs
+from tests.harness import PHOTOS, Workbench, built, pairs, reseal
 from tests.integration.test_compiled import traced_only
 from trainer import config as configs
 from trainer import kernels
@@ -46,16 +45,6 @@ def trained(
     assert cli.main([*config, "--set", f"run.stop_after={BEGUN}"]) == 0
     assert cli.main([*config, "--resume_from", "auto", *([] if stop is None else ["--set", f"run.stop_after={stop}"])]) == 0
     return bench.tmp / name / "checkpoints" / store.folder_name(BEGUN)
-
-
-def reseal(folder: Path) -> None:
-    """The manifest of what a checkpoint holds now."""
-    listed = json.loads((folder / store.MANIFEST).read_text())["files"]
-    told = {}
-    for name in listed:
-        data = (folder / name).read_bytes()
-        told[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    (folder / store.MANIFEST).write_bytes(files.json_bytes({"files": told}))
 
 
 def contents(root: Path) -> dict[Path, bytes]:

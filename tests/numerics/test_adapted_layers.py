@@ -144,15 +144,16 @@ def test_switching_and_disabling_adapters() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("storage", ["bf16", "int8"])
-def test_cached_norm_is_fresh_after_every_optimizer(name: str, storage: str) -> None:
+def test_cached_norm_is_fresh_after_every_optimizer(name: str, storage: str, monkeypatch) -> None:
     """Neither optimizer advances the version counter of the parameters; the norm follows all the same.
 
     Magnitudes have 32-bit state and no weight decay, also in an 8-bit optimizer.
     """
+    monkeypatch.setattr(optim.libraries, "MIN_8BIT_SIZE", 1)
     model = network(FORMATS[storage])
     adapter = with_adapter(model, rank=16)
     groups = adapter.parameter_groups(Rates(lr=1e-2, weight_decay=0.1))
-    optimizer = optim.build_optimizer(name, groups, min_8bit_size=1)
+    optimizer = optim.build_optimizer(name, groups)
     x = torch.randn(2, 6, 5, 5)
     for _ in range(3):
         model(x).square().sum().backward()

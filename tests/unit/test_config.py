@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -12,8 +13,10 @@ import tomli_w
 from tests.harness import ROOT
 from trainer import config as configs
 from trainer.base.errors import UserError
+from trainer.optim import libraries
 from trainer.resume import pins
 from trainer.resume.allowed_changes import Allowance
+from trainer.runtime import precision
 
 MINIMAL = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 4},
@@ -251,9 +254,60 @@ def test_a_path_of_windows_is_told_its_name_in_wsl(path: str) -> None:
         configs.load(path, [])
 
 
-def test_a_key_that_earlier_versions_wrote_into_every_config_is_no_mistake() -> None:
-    """Of an average that is gone; without it the key never had an effect."""
-    tree = MINIMAL | {"ema": {"kind": "constant", "snapshot_every_steps": 0}}
-    assert configs.parse(tree).ema.kind == "constant"
-    with pytest.raises(UserError, match=r"ema\.kind: .power.|ema\.kind = .power."):
-        configs.parse(tree | {"ema": {"kind": "power", "snapshot_every_steps": 5}})
+# What every config.toml and checkpoint of an earlier version has beside the keys of this one.
+EARLIER = {
+    "ema": {"kind": "constant", "snapshot_every_steps": 0},
+    "export": {"license_link": ""},
+    "optimizer": {"min_8bit_size": 4096},
+    "precision": {"loss_scale_growth_interval": 2000},
+}
+
+
+def test_keys_that_earlier_versions_wrote_into_every_config_are_no_mistake() -> None:
+    """With their defaults they ask for what every run does."""
+    assert configs.parse(MINIMAL | EARLIER) == configs.parse(MINIMAL | {"ema": {"kind": "constant"}})
+    left_out = {key for table, keys in EARLIER.items() for key in (f"{table}.{name}" for name in keys)}
+    assert left_out == configs.REMOVED.keys() and {"ema.kind"} == configs.REMOVED.keys() & configs.known_keys().keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"ema.kind": "power"}, "ema.kind = 'power': averages of any length are gone; take ema.kind = 'constant' alone"),
+        (
+            {"ema.kind": "power", "ema.snapshot_every_steps": 5},
+            "ema.kind = 'power', ema.snapshot_every_steps = 5: averages of any length are gone; take ema.kind",
+        ),
+        ({"ema.snapshot_every_steps": 5}, "ema.snapshot_every_steps = 5: averages of any length are gone; take ema.kind"),
+        (
+            {"export.license_link": "https://me:secret@a.example"},
+            "export.license_link = 'https://***@a.example': leave it out; for a licence that the hub has no name for",
+        ),
+        (
+            {"optimizer.min_8bit_size": 16},
+            "optimizer.min_8bit_size = 16: a group of fewer than 4096 elements has 32-bit state in every run; leave",
+        ),
+        (
+            {"precision.loss_scale_growth_interval": {"a": 1}},
+            "precision.loss_scale_growth_interval = {'a': 1}: the loss scale doubles after 2000 updates without an over",
+        ),
+    ],
+)
+def test_what_an_earlier_version_had_is_named_in_one_sentence_with_what_to_take(given: dict[str, Any], line: str) -> None:
+    overrides: dict[str, Any] = {}
+    for key, value in given.items():
+        table, _, name = key.partition(".")
+        overrides.setdefault(table, {})[name] = value
+    with pytest.raises(UserError) as refusal:
+        configs.parse(MINIMAL | overrides)
+    assert str(refusal.value).startswith(line) and "\n" not in str(refusal.value)
+    assert all(configs.hint(key) in str(refusal.value) for key in given if key not in configs.known_keys())
+
+
+def test_the_numbers_that_are_no_keys_any_more_are_those_of_the_runs() -> None:
+    """What a default of a removed key stands for, and what the sentence says of it."""
+    for key, number in {
+        "optimizer.min_8bit_size": libraries.MIN_8BIT_SIZE, "precision.loss_scale_growth_interval": precision.GROWTH_INTERVAL
+    }.items():  # fmt: skip
+        asks, instead = configs.REMOVED[key]
+        assert not asks(number) and asks(number + 1) and str(number) in instead

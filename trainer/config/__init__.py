@@ -2,7 +2,7 @@
 
 from trainer.config.comparison import Variation, Variations, literal, read_comparison
 from trainer.config.data_tables import DataTable, Resolutions
-from trainer.config.keys import choices, fields, flatten, generic, known_keys, unread, whole
+from trainer.config.keys import REMOVED, choices, drop_removed, fields, flatten, generic, known_keys, unread, whole
 from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
 from trainer.config.reading import dumps, load, override, parse, read_resolved, tree
@@ -10,9 +10,8 @@ from trainer.config.tables import AdapterTable, ComponentTable, Config, LoggingT
 from trainer.config.training_tables import ObjectiveTable, OptimizerTable, ScheduleTable
 
 __all__ = [
-    "AdapterTable", "ComponentTable", "Config", "DataTable", "LoggingTable", "ObjectiveTable", "OptimizerTable",
+    "REMOVED", "AdapterTable", "ComponentTable", "Config", "DataTable", "LoggingTable", "ObjectiveTable", "OptimizerTable",
     "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table", "ValidationTable", "Variation", "Variations",
-    "choices", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "literal", "load", "near_miss",
-    "override",
-    "parse", "read_comparison", "read_resolved", "tree", "unread", "whole",
+    "choices", "drop_removed", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "literal",
+    "load", "near_miss", "override", "parse", "read_comparison", "read_resolved", "tree", "unread", "whole",
 ]  # fmt: skip

@@ -1,15 +1,40 @@
-"""The names of the keys that there are."""
+"""The names of the keys that there are, and of those that earlier versions had."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from trainer.base.console import without_keys
+from trainer.base.errors import UserError
 from trainer.config.kinds import ReadWith, Table
 from trainer.config.tables import Config
+
+_LENGTHS = "averages of any length are gone; take ema.kind = 'constant' alone, or finish such a run with commit 028b4cb"
+_LAST = "leave it out, or finish a run that has it with commit 51dd1b4"
+# What earlier versions had, by key: whether a value of it asks for what is gone, and what to take instead. Every config.toml
+# and checkpoint of theirs has these keys; with their defaults they ask for nothing.
+REMOVED = {
+    "ema.kind": (lambda value: value == "power", _LENGTHS),
+    "ema.snapshot_every_steps": (lambda value: value != 0, _LENGTHS),
+    "export.license_link": (
+        lambda value: value != "",
+        "leave it out; for a licence that the hub has no name for set export.license = 'other', and write license_name and "
+        "license_link into the header of adapters/README.md, which then stays as it is",
+    ),
+    "optimizer.min_8bit_size": (
+        lambda value: value != 4096,
+        f"a group of fewer than 4096 elements has 32-bit state in every run; {_LAST}",
+    ),
+    "precision.loss_scale_growth_interval": (
+        lambda value: value != 2000,
+        f"the loss scale doubles after 2000 updates without an overflow in every run; {_LAST}",
+    ),
+}
 
 
 def generic(key: str) -> str:
@@ -29,6 +54,30 @@ def whole(key: str) -> str:
 def known_keys() -> dict[str, Any]:
     """Every key of the contract, as `generic` writes it, and its default as TOML has it."""
     return {key: list(field.default) if isinstance(field.default, tuple) else field.default for key, field in fields()}
+
+
+def drop_removed(tree: Mapping[str, Any], what: str = "", may_change: Collection[str] = ()) -> dict[str, Any]:
+    """The tree without the keys that only earlier versions had, where they ask for nothing.
+
+    Raises UserError, a line for each thing that is gone, where one asks for it and is not of the patterns `may_change`: such
+    a key stays. what: the tree's name in the message.
+    """
+    known, left = known_keys(), dict(tree)
+    asked: dict[str, list[str]] = {}
+    for key, (asks, instead) in REMOVED.items():
+        table, _, name = key.partition(".")
+        values = left.get(table)
+        if not isinstance(values, Mapping) or name not in values:
+            continue
+        if asks(values[name]):
+            if not any(fnmatchcase(key, pattern) for pattern in may_change):
+                asked.setdefault(instead, []).append(f"{key} = {without_keys(repr(values[name]))}")
+        elif key not in known:
+            left[table] = {other: value for other, value in values.items() if other != name}
+    if asked:
+        lines = (f"{', '.join(keys)}: {instead}" for instead, keys in asked.items())
+        raise UserError("\n".join(f"{what}: {line}" if what else line for line in lines))
+    return left
 
 
 def fields(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

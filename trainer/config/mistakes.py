@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.base import other_trainers, patterns
 from trainer.base.console import without_keys
-from trainer.config.keys import flatten, generic, known_keys
+from trainer.config.keys import REMOVED, flatten, generic, known_keys
 
 # What pydantic calls a type, in words.
 TYPES = {
@@ -134,6 +134,8 @@ def _is_union_tag(part: str) -> bool:
 
 def hint(key: str) -> str:
     """What to write in place of a key that there is not."""
+    if key in REMOVED:
+        return REMOVED[key][1]
     meant = near_miss(key)
     if meant is None:
         return "see docs/keys.md for the keys that there are"

@@ -18,6 +18,7 @@ from trainer.base import patterns
 from trainer.base.errors import UserError
 from trainer.base.text import decoded
 from trainer.config import mistakes
+from trainer.config.keys import drop_removed
 from trainer.config.kinds import expand_home
 from trainer.config.tables import Config
 
@@ -87,15 +88,8 @@ def _remedy(text: str, error: tomllib.TOMLDecodeError) -> str:
 
 def parse(tree: dict[str, Any]) -> Config:
     """A checked Config from a plain tree. Raises UserError with one line for each mistake."""
-    ema = tree.get("ema")
-    if isinstance(ema, dict) and ema.get("kind") == "power":
-        gone = "averages of any length are gone; set ema.kind = 'constant', or finish such a run with commit 028b4cb"
-        raise UserError(f"ema.kind = 'power': {gone}")
-    if isinstance(ema, dict):
-        # Earlier versions wrote it into every config.toml and checkpoint; without that kind it never had an effect.
-        tree = tree | {"ema": {key: value for key, value in ema.items() if key != "snapshot_every_steps"}}
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(drop_removed(tree))
     except ValidationError as error:
         raise UserError(mistakes.explain(error.errors(include_url=False))) from error
 

@@ -117,8 +117,6 @@ class PrecisionTable(Table):
     """`fp8` multiplies in float8 where the denoiser is stored as fp8_e4m3 and the card can do it."""
     loss_scale: Annotated[float, Field(ge=1)] = 65536.0
     """The first factor of the loss scaling. Read only where something computes in fp16."""
-    loss_scale_growth_interval: Count = 2000
-    """Steps without an overflow before the factor doubles. Read only where something computes in fp16."""
 
 
 class RuleTable(Table):
@@ -230,8 +228,6 @@ class ExportTable(Table):
     """The base model's hub id, for the model card. Left empty: `model.path`, if that is one."""
     license: str = ""
     """The adapter's licence, for example `"cc-by-4.0"`."""
-    license_link: Annotated[str, ReadWith("export.license")] = ""
-    """A link to a licence of another name than the hub knows."""
     on_stop: bool = True
     """Write adapter files after a signal or `run.stop_after`, too, once the checkpoint is safe."""
     thumbnail: bool = False

@@ -142,8 +142,6 @@ class OptimizerTable(Table):
     """The decay rates of the optimizer's averages. Left out: the library's own."""
     eps: Positive | None = None
     """A small number in the denominator. Left out: the library's own."""
-    min_8bit_size: Count = 4096
-    """A smaller group of parameters keeps its state in fp32. Read by the 8-bit optimizers."""
     lora_plus: Positive = 1.0
     """The rate of B, as a multiple of A's."""
     text_encoder_lr: Positive | None = None

@@ -121,12 +121,7 @@ def build_step(
     """
     peers, encoders = components.processes, components.family.text_encoders
     optimizer, schedule = _optimizer(config, adapter, encoders, progress.total_steps)
-    scaler = precision.loss_scaler(
-        components.plan.scales_loss,
-        peers.device,
-        initial_scale=config.precision.loss_scale,
-        growth_interval=config.precision.loss_scale_growth_interval,
-    )
+    scaler = precision.loss_scaler(components.plan.scales_loss, peers.device, initial_scale=config.precision.loss_scale)
     regrouping = None if then is None else _regrouping(config, then, adapter, encoders)
     kept = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
     pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
@@ -187,7 +182,6 @@ def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total:
         adapter.parameter_groups(Rates.read(chosen.model_dump(), encoders)),
         betas=chosen.betas,
         eps=chosen.eps,
-        min_8bit_size=chosen.min_8bit_size,
         options=chosen.options,
     )
     schedule = optim.build_schedule(

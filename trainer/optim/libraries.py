@@ -8,6 +8,7 @@ import torch
 
 from trainer.optim.parameters import ALIGNMENT
 
+MIN_8BIT_SIZE = 4096  # elements: a smaller group keeps its state in fp32, as in bitsandbytes
 Groups = Sequence[Mapping[str, Any]]
 # What is kept for a parameter, by key: a tensor without values, or a number of the kind.
 StateLayout = dict[str, Any]
@@ -82,10 +83,10 @@ def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.opti
     import bitsandbytes
 
     def bits(group: Mapping[str, Any]) -> int:
-        small = sum(parameter.numel() for parameter in group["params"]) < keys["min_8bit_size"]
+        small = sum(parameter.numel() for parameter in group["params"]) < MIN_8BIT_SIZE
         return 32 if group["magnitudes"] or small else 8
 
-    optimizer = library([{**group, "bits": bits(group)} for group in groups], **keys)
+    optimizer = library([{**group, "bits": bits(group)} for group in groups], min_8bit_size=MIN_8BIT_SIZE, **keys)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     for group in optimizer.param_groups:
         # All are told: it remembers places and ids of parameters that are gone, which come again.

@@ -14,10 +14,9 @@ from trainer.optim.table import build_optimizer, optimizer_named
 
 # Keywords of the libraries that are no options: what says them instead, or "" where the trainer does.
 ELSEWHERE = {
-    "lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "min_8bit_size": "optimizer.min_8bit_size",
-    "warmup_steps": "schedule.warmup",
+    "lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "warmup_steps": "schedule.warmup",
     **dict.fromkeys(("self", "params", "args", "optim_bits", "is_paged", "foreach", "fused", "capturable"), ""),
-    **dict.fromkeys(("differentiable", "maximize"), ""),
+    **dict.fromkeys(("differentiable", "maximize", "min_8bit_size"), ""),
 }  # fmt: skip
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 

@@ -27,7 +27,7 @@ class OptimizerKind:
     shared: of a flat parameter's state, what is there once and not for each of its blocks of ALIGNMENT elements.
     group_keys: what an update changes in its groups and a later one reads, for example Prodigy's "d". Not "lr": the schedule
     sets it after every update. derived: what it changes there and no later one reads.
-    eight_bit: its state has 8 bits, in groups of `optimizer.min_8bit_size` elements or more. paged: CUDA may move it out.
+    eight_bit: its state has 8 bits, in groups of MIN_8BIT_SIZE elements or more. paged: CUDA may move it out.
     apart: betas and eps are of a part that trains the magnitudes alone.
     hold: (optimizer, parameter, state) -> the state as the library holds it, of one that was read.
     cpu_scratch: bytes that an update takes for a moment on a CPU, for each element of its largest parameter.
@@ -126,7 +126,6 @@ def build_optimizer(
     *,
     betas: Sequence[float] | None = None,
     eps: float | None = None,
-    min_8bit_size: int = 4096,
     options: Mapping[str, Any] = {},
 ) -> torch.optim.Optimizer:
     """The optimizer `name`. groups: as `OptimizerKind.make` takes them, not laid out. betas, eps: None for the library's.
@@ -140,8 +139,6 @@ def build_optimizer(
         keys["betas"] = tuple(betas)
     if eps is not None:
         keys["eps"] = eps
-    if entry.eight_bit:
-        keys["min_8bit_size"] = min_8bit_size
     laid_out = [
         {**group, "params": flatten(params) if entry.flat else matrices(params, magnitudes=group["magnitudes"])}
         for group in groups

@@ -70,7 +70,7 @@ def unread_beside_others(config: Config) -> dict[str, str]:
     components, unread = config.model.components, configs.unread(config)
     if "fp16" not in {config.precision.compute, *(component.compute for component in components.values())}:
         remedy = "in a run that computes nothing in fp16; leave it out, or set precision.compute = 'fp16'"
-        unread |= {"precision.loss_scale": remedy, "precision.loss_scale_growth_interval": remedy}
+        unread["precision.loss_scale"] = remedy
     unread |= _unread_of_optimizer(config)
     for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
         if all(getattr(source, key) is not None for source in config.data.sources):
@@ -92,9 +92,6 @@ def _unread_of_optimizer(config: Config) -> dict[str, str]:
         changed = [key for key in ("betas", "eps") if getattr(config.optimizer, key) != getattr(OPTIMIZERS[name], key)]
         remedy = f"with optimizer.name = {name!r} and adapter.type = 'lora': they are of magnitudes alone; leave it out"
         unread |= {f"optimizer.{key}": remedy for key in changed}
-    if name in OPTIMIZERS and not OPTIMIZERS[name].eight_bit:
-        others = " or ".join(other for other, entry in OPTIMIZERS.items() if entry.eight_bit)
-        unread["optimizer.min_8bit_size"] = f"with optimizer.name = {name!r}; leave it out, or choose {others}"
     return unread
 
 

@@ -13,7 +13,7 @@ from trainer.base.errors import UserError
 def values(path: Path) -> dict[str, Any]:
     """The values of a resolved config.toml by full key; none of a damaged or missing file."""
     try:
-        return configs.flatten(configs.read_resolved(path)) if path.is_file() else {}
+        return configs.flatten(configs.drop_removed(configs.read_resolved(path), may_change=("*",))) if path.is_file() else {}
     except UserError:
         return {}
 

@@ -27,7 +27,6 @@ NEVER = {
     "precision.*": "the saved state was computed so",
     "ema.kind": "an average is of all updates of a run",
     "optimizer.name": "its saved state would not fit",
-    "optimizer.min_8bit_size": "its saved state would not fit",
     "optimizer.options*": "its saved state follows from them",
     "data.cache_text": "which text encoders are loaded, and compared with the checkpoint's, follows from it",
 }

@@ -29,7 +29,6 @@ MAY_CHANGE = (
     "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
     "step.non_finite", "step.max_skipped", "step.attention", "step.graphs",
     "validation.*", "logging.*", "export.*", "checkpoint.*",
-    "ema.snapshot_every_steps",  # a key of earlier versions
 )  # fmt: skip
 
 # Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,
@@ -63,7 +62,7 @@ def refuse_changes(
     allowed: Allowance,
 ) -> None:
     """Note in `allowed` what it permits. Raises UserError for all else that differs, with the way to permit it."""
-    old, new = configs.flatten(saved), configs.flatten(now)
+    old, new = configs.flatten(configs.drop_removed(saved, what, may_change)), configs.flatten(now)
     # A key that there was not yet: its default is what the run did without it.
     defaults = configs.known_keys()
     for key in set(map(configs.whole, new)) - set(map(configs.whole, old)):

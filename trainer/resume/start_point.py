@@ -47,6 +47,8 @@ def find_start(
     steps = store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints)
     results = steps or layout.adapters.exists()
     if folder is not None:
+        # First: what is gone may have left a piece, which no key asks for any more.
+        configs.drop_removed(Saved.whatever(folder).state("config"), f"the checkpoint {folder}", MAY_CHANGE)
         saved = Saved(folder, census(config), phases)
         config = as_chosen(config, saved.state("config"))
         saved.restore(config=pin_config(config, f"the checkpoint {folder}", allowed=allowed))

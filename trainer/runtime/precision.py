@@ -22,6 +22,7 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 # What a run that does not fit is advised to store frozen weights in: of 8 and of 4 bits, those that cost least learning.
 SMALLER_DTYPES = ("fp8_e4m3", "nf4")
 SMALLER_VAE = "bf16"  # and the VAE; in fp16 the stock one overflows
+GROWTH_INTERVAL = 2000  # updates without an overflow, after which the loss scale doubles
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -198,9 +199,9 @@ def needs_scaling(compute: Iterable[torch.dtype]) -> bool:
     return torch.float16 in compute
 
 
-def loss_scaler(enabled: bool, device: torch.device, *, initial_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+def loss_scaler(enabled: bool, device: torch.device, *, initial_scale: float) -> torch.amp.GradScaler:
     """torch's GradScaler; enabled where gradients pass through fp16. Those it unscales are of fp32 adapters, always."""
-    scaler = torch.amp.GradScaler(device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=enabled)
+    scaler = torch.amp.GradScaler(device.type, init_scale=initial_scale, growth_interval=GROWTH_INTERVAL, enabled=enabled)
     # It makes its tensors when it first scales a loss; a process without a micro-batch in its first step has none to scale,
     # and unscales the gradients of the others.
     scaler.scale(torch.zeros((), device=device))

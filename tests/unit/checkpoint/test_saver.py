@@ -36,7 +36,7 @@ class Training:
         torch.manual_seed(0)
         self.parameters = {"a": nn.Parameter(torch.randn(300)), "b": nn.Parameter(torch.randn(4, 5))}
         group = {"params": list(self.parameters.values()), "lr": 1e-2, "weight_decay": 0.1, "magnitudes": False}
-        self.optimizer = optim.build_optimizer("adamw", [group], min_8bit_size=1)
+        self.optimizer = optim.build_optimizer("adamw", [group])
         self.progress = state.Progress(step=0, images=0, non_finite=0, total_steps=9, started="2025-01-01T00:00:00+00:00")
 
     def step(self) -> None:

@@ -140,7 +140,7 @@ def of_a_run(updates: int) -> dict[str, Any]:
          "weight_decay": 0.1, "magnitudes": magnitudes}
         for magnitudes in (False, True)
     ]  # fmt: skip
-    optimizer = optim.build_optimizer("adamw", groups, min_8bit_size=1)
+    optimizer = optim.build_optimizer("adamw", groups)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1 / (n + 1)] * 2)
     pieces = {
         "adapter": adapter,

@@ -36,7 +36,7 @@ class Peer:
 def step_with(peer: Peer, losses=lambda batch: batch.latents.mean((1, 2, 3))) -> tuple[Step, torch.nn.Parameter]:
     parameter = torch.nn.Parameter(torch.ones(4))
     group = {"params": [parameter], "lr": 0.1, "weight_decay": 0.0, "magnitudes": False}
-    optimizer = optim.build_optimizer("adamw", [group], min_8bit_size=4096)
+    optimizer = optim.build_optimizer("adamw", [group])
     step = Step(
         losses=lambda batch, update: losses(batch) * parameter.sum(),
         optimizer=optimizer,

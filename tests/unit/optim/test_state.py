@@ -14,7 +14,7 @@ from torch import nn
 from tests.optimizers import ENTRIES
 from trainer import optim
 from trainer.base.errors import UserError
-from trainer.optim import OPTIMIZERS, OptimizerState
+from trainer.optim import OPTIMIZERS, OptimizerState, libraries
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import optimizer_named
 
@@ -23,6 +23,7 @@ from trainer.optim.table import optimizer_named
 def entered(monkeypatch) -> None:
     for name, entry in ENTRIES.items():
         monkeypatch.setitem(OPTIMIZERS, name, entry)
+    monkeypatch.setattr(libraries, "MIN_8BIT_SIZE", 1)
 
 
 def trained(name: str, steps: int = 2, device: str = "cpu") -> tuple[OptimizerState, list[nn.Parameter]]:
@@ -33,7 +34,7 @@ def trained(name: str, steps: int = 2, device: str = "cpu") -> tuple[OptimizerSt
         {"params": part, "lr": 1e-2, "weight_decay": 0.1, "magnitudes": magnitudes}
         for part, magnitudes in ((parameters[:2], False), (parameters[2:], True))
     ]
-    optimizer = optim.build_optimizer(name, groups, min_8bit_size=1)
+    optimizer = optim.build_optimizer(name, groups)
     state = OptimizerState(optimizer, name)
     for _ in range(steps):
         step(state, parameters)
@@ -229,14 +230,14 @@ def test_an_unknown_name_is_refused_with_the_one_that_was_meant(name: str, meant
 SHAPES = {"a": (3, 4), "b": (2, 3, 3, 3), "c": (300,), "d": (600,)}
 
 
-def grouped(name: str, groups: list[list[str]], then: list[list[str]] | None = None, *, steps: int = 0, at_least: int = 1):
+def grouped(name: str, groups: list[list[str]], then: list[list[str]] | None = None, *, steps: int = 0):
     """(state, parameters by name) in these groups; then: those of the state that will be loaded."""
     torch.manual_seed(0)
     parameters = {key: nn.Parameter(torch.randn(shape)) for key, shape in SHAPES.items()}
     made = [
         {"params": [parameters[key] for key in keys], "lr": 1e-2, "weight_decay": 0.1, "magnitudes": False} for keys in groups
     ]
-    optimizer = optim.build_optimizer(name, made, min_8bit_size=at_least)
+    optimizer = optim.build_optimizer(name, made)
     sizes = {key: parameter.numel() for key, parameter in parameters.items()}
     state = OptimizerState(optimizer, name, then and optim.Regrouping(then, groups, sizes))
     for _ in range(steps):
@@ -302,12 +303,13 @@ def test_before_the_first_update_there_is_nothing_to_regroup() -> None:
     assert not any(other.optimizer.state.values())
 
 
-def test_groups_that_cannot_be_one_are_refused() -> None:
+def test_groups_that_cannot_be_one_are_refused(monkeypatch) -> None:
     """In 8 and in 32 bit; and of an optimizer that keeps an estimate for each group."""
-    saved = grouped("adamw8bit", [["d"], ["a", "b", "c"]], steps=1, at_least=1024)[0].state_dict()
+    monkeypatch.setattr(libraries, "MIN_8BIT_SIZE", 1024)
+    saved = grouped("adamw8bit", [["d"], ["a", "b", "c"]], steps=1)[0].state_dict()
     assert saved["group.0|state1"].dtype == torch.float32 and saved["group.1|state1"].dtype == torch.uint8
     with pytest.raises(UserError, match="become one that keep their state in different ways"):
-        grouped("adamw8bit", ONE, [["d"], ["a", "b", "c"]], at_least=1024)[0].load_state_dict(saved)
+        grouped("adamw8bit", ONE, [["d"], ["a", "b", "c"]])[0].load_state_dict(saved)
     saved = grouped("growing", TWO, steps=1)[0].state_dict()
     with pytest.raises(UserError, match="become one that keep their state in different ways"):
         grouped("growing", ONE, TWO)[0].load_state_dict(saved)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.optim import OPTIMIZERS, build_optimizer, levers, state_bytes
+from trainer.optim import OPTIMIZERS, build_optimizer, levers, libraries, state_bytes
 from trainer.optim.options import options_of
 
 # A and B of a Linear and of a convolution, and magnitudes: as an adapter has them.
@@ -132,13 +132,14 @@ def test_prodigy_decays_as_the_formula_has_it(decay: float, tolerance: float) ->
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_five_updates_are_those_of_the_library(name: str, monkeypatch) -> None:
     """With the adapter's own shapes, or with matrices where it needs matrices."""
+    monkeypatch.setattr(libraries, "MIN_8BIT_SIZE", 1)
     if OPTIMIZERS[name].eight_bit:  # the library remembers ids of parameters that are gone, which come again
         from bitsandbytes.optim import GlobalOptimManager
 
         monkeypatch.setattr(GlobalOptimManager.get_instance(), "pid2config", {})
     rate = 1.0 if OPTIMIZERS[name].finds else 1e-2
     groups, ours = adapter(rates=(rate, rate))
-    optimizer = build_optimizer(name, groups, min_8bit_size=1, options=PRODIGY if name == "prodigy" else {})
+    optimizer = build_optimizer(name, groups, options=PRODIGY if name == "prodigy" else {})
     _, theirs = adapter()
     views = [
         p if OPTIMIZERS[name].flat else nn.Parameter(p.data.reshape(p.shape[0], -1) if i < 4 else p.data.reshape(-1))
@@ -167,9 +168,10 @@ def test_five_updates_are_those_of_the_library(name: str, monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("least", [1, 512, 10**6])
-def test_what_the_plan_counts_is_what_is_kept(name: str, least: int) -> None:
+def test_what_the_plan_counts_is_what_is_kept(name: str, least: int, monkeypatch) -> None:
+    monkeypatch.setattr(libraries, "MIN_8BIT_SIZE", least)
     groups, _ = adapter()
-    optimizer = build_optimizer(name, groups, min_8bit_size=least)
+    optimizer = build_optimizer(name, groups)
     counted = state_bytes(name, optimizer)
     optimizer.step()
     assert counted == sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))

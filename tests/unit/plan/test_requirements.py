@@ -177,11 +177,9 @@ def test_guidance_is_refused_where_the_model_has_no_embedding_of_it() -> None:
 # (what is set, beside what it has no effect, beside what it has one)
 BESIDE = [
     ("precision.loss_scale", 1024.0, {"precision.compute": "bf16"}, {"precision.compute": "fp16"}),
-    ("precision.loss_scale_growth_interval", 9, {}, {"model.components.unet.compute": "fp16"}),
     ("step.max_skipped", 3, {}, {"step.non_finite": "skip"}),
     ("export.dora_scale", "magnitude", {"adapter.type": "lora"}, {"adapter.type": "dora"}),
     ("export.dora_scale", "magnitude", {"adapter.type": "dora", "export.formats": ["diffusers"]}, {"adapter.type": "dora"}),
-    ("optimizer.min_8bit_size", 16, {}, {"optimizer.name": "adamw8bit"}),
     ("model.components.vae.exclude", ["*"], {"model.components.vae.dtype": "bf16"}, {"model.components.vae.dtype": "int8"}),
     ("schedule.end", 0.1, {"schedule.name": "constant"}, {"schedule.name": "rex"}),
     ("schedule.cycles", 3, {"schedule.name": "cosine"}, {"schedule.name": "cosine_restarts"}),
@@ -207,7 +205,6 @@ BESIDE = [
     ("objective.p2_gamma", 0.5, {}, {"objective.weighting": "p2"}),
     ("objective.multires_noise_discount", 0.4, {}, {"objective.multires_noise_iterations": 6}),
     ("adapter.init_resize", True, {}, {"adapter.init_from": "a.safetensors"}),
-    ("export.license_link", "https://a.example", {}, {"export.license": "mine"}),
     ("optimizer.magnitude_lr", 1e-3, {"adapter.type": "lora"}, {"adapter.type": "dora"}),
     ("ema.decay", 0.9, {}, {"ema.kind": "constant"}),
     ("data.cache_limit", "1GB", {"data.cache": "memory"}, {}),

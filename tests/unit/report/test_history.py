@@ -136,6 +136,12 @@ def test_the_keys_that_differ_from_their_defaults(tmp_path: Path) -> None:
     assert {"run.name", "run.max_steps", "model.path", "data.sources.0.path"} <= set(
         without
     ) and "optimizer.lr" not in without
+    text = path.read_text()
+    path.write_text(text.replace("[precision]\n", "[precision]\nloss_scale_growth_interval = 2000\n"))
+    assert changed_keys(path) and not any("growth" in key for key, _, _ in changed_keys(path)), "of an earlier version"
+    path.write_text(text.replace("[precision]\n", "[precision]\nloss_scale_growth_interval = 9\n"))
+    assert ("precision.loss_scale_growth_interval", 9, None) in changed_keys(path)
+    path.write_text(text)
     shown = render("configuration.html", config=configuration(path))
     assert "2 keys differ from the defaults" in shown and "data.<wbr>batch_<wbr>size" in shown
     path.write_text("[run\n")
