@@ -214,6 +214,17 @@ def check_folder(folder: Path, key: str) -> None:
     raise UserError(f"{key} = {str(folder)!r} cannot be made: {os.strerror(why)}; give another folder")
 
 
+def others_may_write(folder: Path) -> bool:
+    """Whether another user may put files into `folder`, or another folder into its place. A group with its owner's number is
+    the owner alone. False on Windows, where modes do not tell. Raises OSError."""
+    for each in (folder, *folder.parents) if os.name != "nt" else ():
+        about = each.stat()
+        shared = about.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if about.st_gid != about.st_uid else 0))
+        if about.st_uid not in (0, os.getuid()) or (shared and (each == folder or not about.st_mode & stat.S_ISVTX)):
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold a folder for this process alone, by a record lock on `path` in it, which ends with the process, however it ends.
