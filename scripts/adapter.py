@@ -49,22 +49,23 @@ def export(chosen: argparse.Namespace) -> None:
     from trainer.adapter_files.read import open_checkpoint
     from trainer.adapters import sd_scripts
     from trainer.adapters.export import not_loaded_by_diffusers
+    from trainer.base.files import FileGroup
     from trainer.base.run_layout import AVERAGE
     from trainer.base.tensorfile import TensorFile
 
-    opened = open_checkpoint(chosen.checkpoint)
+    opened, made = open_checkpoint(chosen.checkpoint), {}
     averaged = opened.averaged()
-    written = opened.export(chosen.folder, sample=opened.sample())
+    with FileGroup(keep=True) as group:
+        written = opened.export(chosen.folder, "", opened.sample(), group.write)
+        if averaged is not None:
+            made = averaged.export(chosen.folder, opened.about.name + AVERAGE, opened.sample(AVERAGE), group.write)
     for format, path in written.items():
         write(f"{format}: {path}")
     for sentence in not_loaded_by_diffusers(n for n in opened.layers if n.partition(".")[0] not in opened.model.family.peft):
         write(f"note: {sentence}")
     if (comfyui := written.get("comfyui")) and (said := TensorFile(comfyui).metadata.get(sd_scripts.ENTRY)):
         write(f"note: {sd_scripts.sentence(said)}")
-    if averaged is None:
-        return
-    made = averaged.export(chosen.folder, opened.about.name + AVERAGE, opened.sample(AVERAGE))
-    for format in opened.formats:
+    for format in opened.formats if averaged is not None else ():
         write(f"{format}, average: {made.get(format, NOT_WRITTEN)}")
 
 
@@ -191,13 +192,14 @@ def average(chosen: argparse.Namespace) -> None:
     OUT is written once nothing but the loss of the mean is left to do.
     """
     from trainer.adapter_files.average import average, shares_of
-    from trainer.base.files import check_folder
+    from trainer.base.files import check_folder, refuse_taken
     from trainer.base.progress import Phases
     from trainer.models.base_weights import BaseWeights
 
-    if chosen.out.suffix != ".safetensors" or chosen.out.exists():
-        why = "is there already" if chosen.out.exists() else "is no .safetensors file"
-        raise UserError(f"{chosen.out} {why}; OUT comes first: adapter.py average OUT FILE FILE ... --rank R")
+    first = "OUT, which comes first: adapter.py average OUT FILE FILE ... --rank R"
+    if chosen.out.suffix != ".safetensors":
+        raise UserError(f"{chosen.out} is no .safetensors file; give another {first}")
+    refuse_taken(chosen.out, place=first)
     check_folder(chosen.out.parent, "the folder of OUT")
     shares, phases, base, config = shares_of(chosen.weights, len(chosen.files)), Phases(show=True), chosen.base, None
     if chosen.config is not None:

@@ -51,7 +51,7 @@ def judged(sign: Sign, name: str, now: float) -> tuple[int, str]:
 
     doing = f" ({sign.doing})" if sign.doing else ""
     silence = duration(max(0.0, now - sign.time))
-    if sign.is_over(now):
+    if now >= sign.over:
         way = "start it again with --resume_from auto"
         return 1, f"hung: {name} has given no sign of life for {silence}{doing}, or was killed; {way}"
     return 0, f"healthy: {name} gave a sign of life {silence} ago{doing}"

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainer.base.errors import UserError  # noqa: E402
-from trainer.base.files import appearing, leftovers_of, remove_leftovers  # noqa: E402
+from trainer.base.files import appearing, leftovers_of, refuse_taken, remove_leftovers  # noqa: E402
 from trainer.base.tensorfile import Recipe, Tensors, serialize, write_tensors  # noqa: E402
 from trainer.base.types import Link  # noqa: E402
 from trainer.cli.tools import run_tool  # noqa: E402
@@ -621,8 +621,7 @@ def make(
         raise UserError(f"OUT = {str(out)!r} must end in .safetensors with --layout single_file")
     folder = out.with_suffix("") if single else out
     for path in {folder, out}:
-        if path.exists():
-            raise UserError(f"{path} exists; remove it or give another OUT")
+        refuse_taken(path)
 
     kind, variant = variant, kinds[variant or next(iter(kinds))]
     own_merges = train_bpe(CAPTION_WORDS, MERGES)

@@ -31,6 +31,7 @@ class Hub:
 
     gated: needs this token. drop_after: every answer with weights is cut off after so many bytes. pause: seconds after each
     piece of PIECE_BYTES of weights. flip: weights arrive with another first byte.
+    more: bytes that follow each file of weights. page: what it answers in place of a listing.
     ranges: whether a file is given from its middle.
     asked: (method, path, first byte) of every request for a file.
     """
@@ -40,6 +41,8 @@ class Hub:
     drop_after: int | None = None
     pause: float = 0.0
     flip: bool = False
+    more: int = 0
+    page: bytes = b""
     ranges: bool = True
     url: str = ""
     tags: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -174,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def say(self, tree: Any) -> None:
-        data = json.dumps(tree).encode()
+        data = self.hub.page or json.dumps(tree).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -217,13 +220,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Accept-Ranges", "bytes")
         if asked:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        self.send_header("Content-Length", str(len(data) - start))
+        more = hub.more if name.endswith(".safetensors") else 0
+        self.send_header("Content-Length", str(len(data) + more - start))
         self.end_headers()
         if self.command == "HEAD":
             return
         weights = name.endswith(".safetensors")
         if hub.flip and weights and start == 0:
             data = bytes([data[0] ^ 1]) + data[1:]
+        data += b"x" * more
         body = data[start:]
         for place in range(0, len(body), PIECE_BYTES):
             if weights and hub.drop_after is not None and place >= hub.drop_after:

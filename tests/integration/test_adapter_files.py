@@ -89,6 +89,28 @@ def test_a_checkpoint_gives_the_files_of_its_run(outputs: Runs, tmp_path: Path, 
             assert (made / f"bear{end}.safetensors").read_bytes() == (out / f"adapters/{name}{end}.safetensors").read_bytes()
 
 
+def test_no_tool_writes_over_what_is_there(outputs: Runs, models: Path, tmp_path: Path, capsys) -> None:
+    """Not the weights of a model, not their own source. The same command again, which writes the same, is no fault."""
+    out, mine = outputs("flux lora"), tmp_path / "mine.safetensors"
+    source = out / "adapters" / "bear.safetensors"
+    mine.write_bytes(before := source.read_bytes())
+    checkpoint, taken = str(out / "checkpoints" / "step-00000004"), tmp_path / "exported"
+    taken.mkdir()
+    (taken / "bear_comfyui.safetensors").write_bytes(b"a model")
+    model, base = str(models / "flux"), ["--base", str(models / "flux")]
+    for command in (
+        ["convert", str(mine), str(mine), "--to", "kohya", *base],
+        ["resize", str(mine), str(mine), "--rank", "1", *base],
+        ["extract", model, model, str(mine), "--rank", "1"],
+        ["export", checkpoint, str(taken)],
+    ):
+        assert script.main(command) == 2
+        assert "exists; remove it, or give another OUT" in capsys.readouterr().err
+        assert mine.read_bytes() == before and [path.read_bytes() for path in taken.iterdir()] == [b"a model"]
+    for _ in range(2):
+        assert script.main(["export", checkpoint, str(tmp_path / "again")]) == 0
+
+
 def test_a_checkpoint_that_is_not_whole_gives_none(outputs: Runs, tmp_path: Path, capsys) -> None:
     folder = outputs("flux lora") / "checkpoints" / "step-00000002"
     copy = tmp_path / folder.name

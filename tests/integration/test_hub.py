@@ -411,6 +411,44 @@ def test_other_bytes_than_the_hub_lists_are_refused(bench: Workbench, both: Path
         assert fetch(open_hub(bench)).weights("unet").files
 
 
+def test_a_download_ends_at_the_listed_size_whatever_is_sent(bench: Workbench, both: Path, monkeypatch) -> None:
+    beyond, append = [], hub._Blob._append
+
+    def appended(blob, out, piece: bytes) -> None:
+        append(blob, out, piece)
+        beyond.append(os.fstat(out.fileno()).st_size - blob.file.bytes)
+
+    monkeypatch.setattr(hub._Blob, "_append", appended)
+    with stand_in.serve({ID: both}, more=10**6) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        assert fetch(open_hub(bench)).weights("unet").files
+    assert max(beyond) == 0
+
+
+@pytest.mark.parametrize("odd", ["../../../../odd", "a" * 39, "A" * 40, "", None])
+def test_what_is_no_hash_and_no_commit_names_no_file(bench: Workbench, both: Path, monkeypatch, odd: str | None) -> None:
+    for of_commit in (True, False):
+        with stand_in.serve({ID: both}) as served:
+            served.use(monkeypatch, bench.tmp / "home")
+            if of_commit:
+                served.commit = lambda hub_id: odd
+            elif odd:
+                served.listings[ID][UNET]["sha256"] = odd
+            else:
+                continue
+            with pytest.raises(UserError, match=f"it lists {odd!r} as a commit or hash, which is none"):
+                open_hub(bench)
+    assert not (bench.tmp / "home").exists()
+
+
+@pytest.mark.parametrize("page", [b"<html>Welcome to our network</html>", b"[]", b'{"siblings": [7]}', b"{}"])
+def test_a_page_in_place_of_a_listing_is_no_hub(bench: Workbench, both: Path, monkeypatch, page: bytes) -> None:
+    with stand_in.serve({ID: both}, page=page) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        with pytest.raises(UserError, match="could not be had from the hub: what answers is no hub"):
+            open_hub(bench)
+
+
 def test_too_little_room_is_told_before_the_download(bench: Workbench, both: Path, monkeypatch, capsys) -> None:
     with stand_in.serve({ID: both}) as served:
         served.use(monkeypatch, bench.tmp / "home")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -217,6 +218,38 @@ def test_a_program_of_another_attention_is_not_taken(tmp_path, monkeypatch) -> N
             of(torch.ones(1, 1, 16, 8, requires_grad=True)).sum().backward()
         found.append(counters["autograd_cache_hit"] - before)
     assert found == [0, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["cut off", "a file", "shared", "shared above"])
+def test_a_cache_that_cannot_be_trusted_counts_as_empty(tmp_path, monkeypatch, fault: str) -> None:
+    """It is named, and what is computed is the same. What others may write would be run as this user."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    said, counters, folder = [], torch._dynamo.utils.counters["aot_autograd"], tmp_path / "cache" / "compiled"
+
+    def run() -> Tensor:
+        of = Attends()
+        Compiler(folder, "math", said.append).compile({"0": of})
+        with Attention(("math",)).used():
+            return of(torch.ones(1, 1, 16, 8, requires_grad=True))
+
+    assert torch.equal(first := run(), run()) and not said
+    if fault == "cut off":
+        for file in folder.rglob("*.*"):
+            if file.suffix in (".so", ".py"):
+                file.write_bytes(file.read_bytes()[:100])
+    elif fault == "a file":
+        folder.rename(tmp_path / "aside")
+        folder.write_text("")
+    else:
+        (folder if fault == "shared" else folder.parent).chmod(0o777)
+    torch._inductor.codecache.PyCodeCache.cache_clear()
+    hits = counters["autograd_cache_hit"]
+    assert torch.equal(run(), first) and (fault == "cut off" or counters["autograd_cache_hit"] == hits)
+    (line,) = said
+    assert line.startswith(f"warning: compiled code in {folder} counts as none (")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(folder)
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_large_weight_is_one_loop_of_a_program() -> None:

@@ -17,6 +17,7 @@ from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
 from trainer.adapters.ranks import nearest, relative_error, with_factors
 from trainer.adapters.targets import lora_config
 from trainer.base.errors import UserError
+from trainer.base.files import write_new
 from trainer.base.tensorfile import Tensors, write_tensors
 
 # What each format's readers divide a magnitude by; of ComfyUI's it can be chosen.
@@ -70,7 +71,7 @@ def write_as(
     opened: OpenedAdapter, portable: Portable, out: Path, to: str, weight: WeightOf | None, notes: list[str]
 ) -> Converted:
     """Write `portable`, made of what was opened, under the keys of the format. weight: of the base model, where it was
-    given. Raises UserError for what the format cannot hold."""
+    given. Raises UserError for what the format cannot hold, and where something with other bytes is at `out`."""
     portable.check_finite()
     notes += opened.account.lines()
     for form, count in opened.read.fused.items():
@@ -94,7 +95,7 @@ def write_as(
     if to in KOHYA and (said := sd_scripts.left_out_phrase(portable, opened.model.family.not_in_sd_scripts)):
         fields[sd_scripts.ENTRY] = said
         notes.append(sd_scripts.sentence(said))
-    write_tensors(out, tensors, with_hash(tensors, fields))
+    write_tensors(out, tensors, with_hash(tensors, fields), write=write_new)
     return Converted(portable, notes)
 
 

@@ -25,7 +25,7 @@ from trainer.adapter_files.read import NamedModel, OpenedAdapter
 from trainer.adapters.keys import some
 from trainer.adapters.portable import Factors, is_finite, recipe
 from trainer.base.errors import NonFiniteError, UserError
-from trainer.base.files import appearing, hash_file, leftovers_of, remove_leftovers, write_atomic
+from trainer.base.files import appearing, hash_file, leftovers_of, refuse_taken, remove_leftovers, write_atomic
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import Recipe, Tensors, size_text, write_tensors
 from trainer.models.base_weights import BaseWeights
@@ -114,8 +114,7 @@ def merge(
     """
     source, single = model.source, out.suffix == ".safetensors"
     assert source is not None
-    if out.exists():
-        raise UserError(f"{out} exists; remove it, or give another OUT")
+    refuse_taken(out)
     if not single and source.single_file is not None:
         raise UserError(
             f"OUT = {str(out)!r}: {model.label} is one file, and so is what is made of it; let OUT end in .safetensors"

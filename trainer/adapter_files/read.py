@@ -23,6 +23,7 @@ from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
 from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, grouped, with_rates
 from trainer.base.account import Account
 from trainer.base.errors import UserError
+from trainer.base.files import Write, write_new
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.base.run_layout import Layout, folder_name
 from trainer.base.tensorfile import TensorFile, is_safetensors
@@ -329,15 +330,12 @@ class OpenedCheckpoint:
 
     def sample(self, ending: str = "") -> Path | None:
         """The first that the run drew at this step at full strength, where that lies beside its checkpoints, and where the
-        run's files have a thumbnail.
-
-        ending: "", or AVERAGE.
-        """
+        run's files have a thumbnail. ending: "", or AVERAGE."""
         layout, step = Layout(self.folder.absolute().parent.parent), self.about.step
         own = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
         return first_sample(layout.samples_of(step), ending) if own and self.thumbnail else None
 
-    def export(self, folder: Path, stem: str | None = None, sample: Path | None = None) -> dict[str, Path]:
+    def export(self, folder: Path, stem: str = "", sample: Path | None = None, write: Write = write_new) -> dict[str, Path]:
         """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
 
         stem: of the files' names; left out: the run's name. sample: for the thumbnail.
@@ -352,6 +350,7 @@ class OpenedCheckpoint:
             rows=lambda name: shapes[name][0],
             not_in_sd_scripts=self.model.family.not_in_sd_scripts,
             peft=self.model.family.peft,
+            write=write,
         )
         picture = thumbnail(sample, THUMBNAIL) if sample else ""
         return export.write_files(files, stem or self.about.name, self.about, self.portable, self.norms, thumbnail=picture)

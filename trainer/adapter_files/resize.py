@@ -14,6 +14,7 @@ from trainer.adapters.ranks import blank, nearest, relative_error, shrunk, with_
 from trainer.adapters.reading import ReadAdapter
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
+from trainer.base.files import refuse_taken
 from trainer.base.progress import QUIET, Phases
 from trainer.models.base_weights import BaseWeights
 
@@ -79,6 +80,7 @@ def extract(
     Two weights are in memory at once, and the adapter. Layers that do not differ get none.
     """
     check_rank(rank)
+    refuse_taken(out)
     assert tuned.source is not None and base.source is not None
     weights, theirs = BaseWeights(tuned.source), BaseWeights(base.source)
     shapes = base.full_layers(base.adaptable)

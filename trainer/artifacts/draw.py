@@ -19,7 +19,7 @@ from trainer.adapters.portable import Factors, Portable, derived
 from trainer.artifacts import sampling
 from trainer.base.digests import FileDigests
 from trainer.base.errors import UserError
-from trainer.base.files import write_atomic
+from trainer.base.files import refuse_taken, write_atomic
 from trainer.base.progress import QUIET, Phases
 from trainer.base.text import visible
 from trainer.base.types import Conditioning
@@ -97,8 +97,7 @@ def draw(
     config: of the model and its storage; of its data and training nothing is read. adapters: (file, strength).
     Raises UserError for what cannot be drawn, most of it before a weight is read.
     """
-    if out.exists():
-        raise UserError(f"{out} exists; remove it, or give another folder with --out")
+    refuse_taken(out, place="folder with --out")
     source = open_source(config)
     config = resolve(config, source)
     if drawing.negative and "validation.samples.*.negative" not in source.family.reads:

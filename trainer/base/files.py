@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import filecmp
 import glob
 import hashlib
 import json
@@ -92,14 +93,31 @@ def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes], advance
         return one.write(path, pieces, advance)
 
 
+def write_new(path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
+    """Write as `write_atomic` does, to a place that a person named. Raises UserError where other bytes are there."""
+    with FileGroup(keep=True) as one:
+        return one.write(path, pieces, advance)
+
+
+def refuse_taken(path: Path, made: Path | None = None, *, place: str = "OUT") -> None:
+    """Raises UserError where there is something at `path`, other than a file with the bytes of `made`. place: the argument
+    that names another."""
+    if os.path.lexists(path) and not (made is not None and path.is_file() and filecmp.cmp(made, path, shallow=False)):
+        raise UserError(f"{path} exists; remove it, or give another {place}")
+
+
 class FileGroup:
     """Files that belong together, written one after another in a `with` block: all get their names at its end, or, where it
     raises, none does, and those of before stay. Between two names nothing is written and no signal heard; only a kill there
-    leaves some of the old and some of the new."""
+    leaves some of the old and some of the new.
 
-    def __init__(self) -> None:
+    keep: raises UserError where the place of one of them is taken (`refuse_taken`).
+    """
+
+    def __init__(self, *, keep: bool = False) -> None:
         self._named: list[tuple[Path, Path]] = []
         self._old: list[Path] = []
+        self._keep = keep
 
     def write(self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
         """The (sha256, bytes) of a file that gets its name at the end of the block. Raises OSError."""
@@ -119,6 +137,8 @@ class FileGroup:
     def __exit__(self, kind: object, *error: object) -> None:
         try:
             if kind is None:
+                for temporary, path in self._named if self._keep else ():
+                    refuse_taken(path, temporary)
                 while self._named:
                     os.replace(*self._named[0])
                     del self._named[0]
@@ -192,6 +212,17 @@ def check_folder(folder: Path, key: str) -> None:
     else:
         return
     raise UserError(f"{key} = {str(folder)!r} cannot be made: {os.strerror(why)}; give another folder")
+
+
+def others_may_write(folder: Path) -> bool:
+    """Whether another user may put files into `folder`, or another folder into its place. A group with its owner's number is
+    the owner alone. False on Windows, where modes do not tell. Raises OSError."""
+    for each in (folder, *folder.parents) if os.name != "nt" else ():
+        about = each.stat()
+        shared = about.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if about.st_gid != about.st_uid else 0))
+        if about.st_uid not in (0, os.getuid()) or (shared and (each == folder or not about.st_mode & stat.S_ISVTX)):
+            return True
+    return False
 
 
 @contextlib.contextmanager

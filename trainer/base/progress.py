@@ -241,9 +241,10 @@ class Sign:
     silence: float
     doing: str
 
-    def is_over(self, now: float) -> bool:
-        """Whether a run that is alive would have given another one by `now`."""
-        return now - self.time >= quiet_for(self.silence)
+    @property
+    def over(self) -> float:
+        """Unix time by which a run that is alive would have given another one."""
+        return self.time + quiet_for(self.silence)
 
 
 def last_sign(path: Path) -> Sign | None:

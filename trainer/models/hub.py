@@ -8,6 +8,7 @@ cache only when its hash is what the hub lists. huggingface_hub then finds it th
 import errno
 import hashlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -20,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from trainer.base import files
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, reason_of, shown
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import size_text
 
@@ -30,6 +31,7 @@ PIECE_BYTES = 2**20  # of a partial file, read again to go on with its hash
 TIMEOUT = 10.0  # seconds without an answer
 RETRIES, RETRY_AFTER = 5, 1.0  # without a byte in between; seconds
 POLL = 0.1  # seconds between two looks at signals
+HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 PATIENCE = 1.0  # seconds for the threads to end after a signal
 
 
@@ -216,9 +218,10 @@ class _Blob:
                 with self._opened() as response:
                     if self.done and response.status_code != 206:
                         digest = self._start_over(out)  # the server gives the whole file
-                    for piece in response.iter_raw():
-                        if stop.is_set():
-                            break
+                    for received in response.iter_raw():
+                        if stop.is_set() or self.done == self.file.bytes:
+                            break  # what follows the listed size is never written: it may have no end
+                        piece = received[: self.file.bytes - self.done]
                         self._append(out, piece)
                         digest.update(piece)
                 lost: Exception = ConnectionError("the connection was closed before the file's end")
@@ -300,8 +303,14 @@ def look(hub_id: str, revision: str | None = None) -> Repository:
         raise _refused(hub_id, _reason(error)) from error
     except (OSError, transport_error()) as error:
         reason = _reason(error)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # a web page, say, of whoever gives the network
+        reason = f"what answers is no hub ({reason_of(error)})"
     else:
         listed = {file.rfilename: HubFile(file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings}
+        # They become names of files below the cache.
+        for name in (info.sha, *(file.hash for file in listed.values() if file.hash is not None)):
+            if not HASH.fullmatch(str(name)):
+                raise _refused(hub_id, f"it lists {shown(name)} as a commit or hash, which is none; is HF_ENDPOINT right?")
         return opened(listed, folder / "snapshots" / info.sha)
     try:
         snapshot = Path(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 from urllib.parse import quote
 
 from trainer.base.errors import NonFiniteError
-from trainer.base.progress import Sign, duration, last_sign
+from trainer.base.progress import Sign, last_sign
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import PHOTOS, moved_by
 from trainer.monitoring.diagnosis import series
@@ -24,7 +26,7 @@ from trainer.report.paired import BySeed, Difference, Pair, corrected
 from trainer.report.rendering import document
 from trainer.report.samples import Row, Samples, read_samples
 from trainer.report.settings import values
-from trainer.report.status import State, judged
+from trainer.report.status import Judgement, State, judged
 from trainer.report.tables import size
 from trainer.report.thumbnails import Thumbnails
 
@@ -35,13 +37,15 @@ UNITS = re.compile(
 )
 DRAWN = 8  # lines of a chart that can still be told apart
 ALL = 1e15  # seconds: of a page that nobody expects to be written again
+YEAR_2242 = 2**33  # a later Unix time is none
 OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys that say nothing of the training
 
 
 @dataclass(frozen=True)
 class Seen:
     """A run as its files tell it. name: unique on the page. config: the resolved one, by full key. kept: steps whose adapter
-    can be taken. variant: what a comparison calls its setting; "" where none does. sign: of life, if it left one."""
+    can be taken. variant: what a comparison calls its setting; "" where none does. sign: of life, if it left one. stamp: that
+    of the history when it was read."""
 
     name: str
     config: Mapping[str, Any]
@@ -51,6 +55,14 @@ class Seen:
     standing: Standing
     variant: str = ""
     sign: Sign | None = None
+    stamp: tuple[object, ...] = ()
+    _judgements: dict[State, Judgement] = field(default_factory=dict, compare=False, repr=False)
+
+    def judgement(self, state: State) -> Judgement:
+        """What is said of its success in that state. It takes most of a page's time, and is made once."""
+        if state not in self._judgements:
+            self._judgements[state] = judged(self.history, state, kept=self.kept, levers="the learning rate")
+        return self._judgements[state]
 
     @property
     def link(self) -> str:
@@ -72,19 +84,21 @@ class Seen:
         # After the last step there are still samples and files to make. A run of an older program told neither.
         if self.total is not None and step >= self.total and (told.ended or told.started is None):
             return State("finished", total)
-        times = self._times()
-        silence = max((after - before for before, after in pairwise(times)), default=0.0)
-        signs = [Sign(time, silence, "") for time in times[-1:]] + ([self.sign] if self.sign else [])
-        alive = not told.ended and not all(sign.is_over(now) for sign in signs)
+        alive = not told.ended and now < self._silent_from
         return State("training" if alive else "stopped", total)
 
-    def _times(self) -> list[float]:
-        """Unix times at which its last start was heard of: when it began, and after each step. Of a run that told no start
-        the last step's."""
-        times, started = self.history.series("time"), self.standing.started
+    @cached_property
+    def _silent_from(self) -> float:
+        """Unix time from which its silence is too long. Its last start was heard of when it began, and after each step; of a
+        run that told no start the last step was."""
+        told, started = self.history.series("time"), self.standing.started
         if started is None:
-            return [time for _, time in times if time is not None][-1:]
-        return [started, *(time for step, time in times if step > self.standing.begun and time is not None)]
+            times = [time for _, time in told if time is not None][-1:]
+        else:
+            times = [started, *(time for step, time in told if step > self.standing.begun and time is not None)]
+        silence = max((after - before for before, after in pairwise(times)), default=0.0)
+        signs = [Sign(time, silence, "") for time in times[-1:]] + ([self.sign] if self.sign else [])
+        return max((sign.over for sign in signs), default=-math.inf)
 
 
 def seen(name: str, layout: Layout, history: History | None = None, thumbnails: Thumbnails | None = None) -> Seen:
@@ -92,7 +106,9 @@ def seen(name: str, layout: Layout, history: History | None = None, thumbnails: 
     config, history = values(layout.config), history or History(layout.metrics)
     kept = layout.adapter_steps(str(config.get("run.name", name)))
     samples = read_samples(layout.samples, thumbnails)
-    return Seen(name, config, history.read(), samples, kept, read_standing(layout.phases), sign=last_sign(layout.alive))
+    history.read()
+    standing, sign = read_standing(layout.phases), last_sign(layout.alive)
+    return Seen(name, config, history, samples, kept, standing, sign=sign, stamp=history.stamp)
 
 
 def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None, asked: str = "") -> str:
@@ -233,24 +249,22 @@ def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
         said = f"{len(group)} runs {alike}{band}"
     for run in group:
         state = run.state(now)
-        judgement = judged(run.history, state, kept=run.kept, levers="the learning rate")
+        last = run.history.last("time") if state.kind in ("training", "stopped") else None
         rows.append({
-            "run": run, "state": _state(run, state, now), "judgement": judgement, "numbers": _numbers(run.history)
+            "run": run, "state": _state(run, state), "last": last if 0 < (last or 0) < YEAR_2242 else None,
+            "judgement": run.judgement(state), "numbers": _numbers(run.history),
         })  # fmt: skip
     return {"said": said, "line": line, "rows": rows}
 
 
-def _state(run: Seen, state: State, now: float) -> str:
+def _state(run: Seen, state: State) -> str:
     step = run.history.step
     at = f"step {step:,}" + (f" of {run.total:,}" if run.total else "")
-    last = run.history.last("time")
     if state.kind == "finished":
         return f"finished: {at}"
     if state.kind == "ended":
         return f"ended at {at}: {state.why}"
-    if last is None:
-        return "no step yet"
-    return f"{at}, the last one {duration(max(0.0, now - last))} ago"
+    return at if run.history.rows else "no step yet"
 
 
 def _numbers(history: History) -> list[str]:

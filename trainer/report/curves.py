@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from trainer.report.history import NOTHING, Events, Series
@@ -71,11 +71,11 @@ class Axes:
 
     def path(self, curve: Curve) -> str:
         """A gap where a value is missing. A lone value is a dot: a line of no length with round ends."""
-        return "".join(f"M{self._through(run)}{'h0' * (len(run) == 1)}" for run in _unbroken(thin(curve.series)))
+        return "".join(f"M{self._through(run)}{'h0' * (len(run) == 1)}" for run in _unbroken(curve.series))
 
     def band(self, curve: Curve) -> str:
         """The area between the lowest and the highest; "" of a curve that has none, or has one point."""
-        low, high = ([(s, v) for s, v in thin(series) if v is not None] for series in curve.band or ([], []))
+        low, high = ([(s, v) for s, v in series if v is not None] for series in curve.band or ([], []))
         if len(low) < 2:
             return ""
         return f"M{self._through([*low, *reversed(high)])}"
@@ -102,13 +102,15 @@ def draw(
     lines = [line for line in lines if any(value is not None for _, value in line.series)]
     if not lines:
         return ""
-    values = [value for line in lines for series in (line.series, *line.band) for _, value in series if value is not None]
+    known = {line.name: [value for _, value in line.series if value is not None] for line in lines}
     steps = [step for line in lines for step in (line.series[0][0], line.series[-1][0])]
     steps += [range_of[0][0], range_of[-1][0]] if range_of else []
     steps += [mark.step for mark in events.marks if mark.step < min(steps)] if wide else []
+    said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in known.items())
+    # From here on a long run costs what a short one does.
+    lines = [replace(line, series=thin(line.series), band=[thin(series) for series in line.band]) for line in lines]
+    values = [value for line in lines for series in (line.series, *line.band) for _, value in series if value is not None]
     axes = Axes.over(steps, values, log=min(values) > 0 and max(values) / min(values) > LOG_ABOVE)
-    ends = {line.name: [value for _, value in line.series if value is not None] for line in lines}
-    said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in ends.items())
     summary = f"{title} over {lines[0].over} {axes.first:g} to {axes.last:g}: {said}"
     inside = {
         name: [axes.x_of(step) for step in mine if axes.first <= step <= axes.last] for name, mine in events.steps.items()

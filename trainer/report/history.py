@@ -70,6 +70,11 @@ class History:
                     self._columns.setdefault(f"{name}/{key}" if key else name, []).append((step, _finite(number)))
 
     @property
+    def stamp(self) -> tuple[object, ...]:
+        """What is another one once `read` has found anything new."""
+        return self._file, self._place, self.unreadable
+
+    @property
     def fields(self) -> list[str]:
         """Those that hold numbers, lists of them apart."""
         return [name for name in self._columns if "/" not in name]

@@ -55,15 +55,21 @@ class Runs:
                 raise UserError(f"{printable(folder)} is no folder; give a run's output_dir, or a folder of such folders")
         self.folders = [folder.resolve() for folder in folders]
         self._read: dict[Path, tuple[History, Thumbnails]] = {}
+        self._seen: dict[Path, Seen] = {}
+        self._key: object = None
+        self._page = b""
         self._lock = threading.Lock()
 
     def found(self) -> dict[str, Layout]:
-        """The runs below the folders by a name that is unique: the folder's."""
+        """The runs below the folders by a name that is unique: the folder's, or that of a link to it. Each once."""
+        roots: dict[Path, str] = {}
+        for root in self._roots():
+            roots.setdefault(root.resolve(), root.name)
         named: dict[str, Layout] = {}
-        for root in dict.fromkeys(self._roots()):
-            name, again = root.name, 1
+        for root, own in roots.items():
+            name, again = own, 1
             while name in named:
-                name, again = f"{root.name}-{again + 1}", again + 1
+                name, again = f"{own}-{again + 1}", again + 1
             named[name] = Layout(root)
         return named
 
@@ -74,19 +80,29 @@ class Runs:
             else:
                 yield from (child for child in sorted(folder.iterdir()) if child.is_dir() and _is_run(child))
 
+    def page(self) -> bytes:
+        """The page of all runs, which stays the same one until a run has changed, or is silent for too long."""
+        with self._lock:
+            now, (runs, unread) = time.time(), self.seen()
+            key = runs, unread, [run.state(now) for run in runs]
+            if key != self._key:
+                self._key, self._page = key, compare(runs, unread, now).encode(errors="replace")
+            return self._page
+
     def seen(self) -> tuple[list[Seen], dict[str, str]]:
         """The runs, and of those whose files could not be read the reason, by name."""
-        seen, unread = [], {}
-        with self._lock:
-            for name, layout in self.found().items():
-                try:
-                    seen.append(self._seen(name, layout))
-                except OSError as error:
-                    unread[name] = f"{error.strerror}: {error.filename}"
-        return seen, unread
-
-    def _seen(self, name: str, layout: Layout) -> Seen:
-        return seen(name, layout, *self._read.setdefault(layout.root, (History(layout.metrics), Thumbnails())))
+        runs, unread = [], {}
+        for name, layout in self.found().items():
+            root = layout.root
+            try:
+                found = seen(name, layout, *self._read.setdefault(root, (History(layout.metrics), Thumbnails())))
+            except OSError as error:
+                unread[name] = f"{error.strerror}: {error.filename}"
+                continue
+            if self._seen.get(root) != found:  # one that is as it was has kept what was made of it
+                self._seen[root] = found
+            runs.append(self._seen[root])
+        return runs, unread
 
 
 def _host(header: str) -> str | None:
@@ -148,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
         if not name:
             if len(named) == 1:
                 return self._to_report(*next(iter(named.items())))
-            return self._send(compare(*self.runs.seen()).encode(errors="replace"))
+            return self._send(self.runs.page())
         if name not in named or "\0" in rest:
             return self._text(HTTPStatus.NOT_FOUND, "There is no such run.")
         if not rest:
@@ -158,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _file(self, layout: Layout, asked: PurePosixPath) -> None:
-        path = (layout.root / asked).resolve()
+        path = Path(os.path.realpath(layout.root / asked))  # Path.resolve raises for a link that leads to itself
         if not path.is_relative_to(layout.root) or path.suffix not in KINDS or any(p.startswith(".") for p in asked.parts):
             return self._text(HTTPStatus.NOT_FOUND, "There is no such file.")
         try:

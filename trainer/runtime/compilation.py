@@ -7,6 +7,7 @@ size or strength of theirs makes a further program.
 import os
 import shutil
 import sysconfig
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, one_line, raised_by_file, reason_of
+from trainer.base.files import others_may_write
 
 # Where torch keeps what it compiled: it looks there each time.
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -53,7 +55,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 class Compiler:
-    """Compiles blocks, and counts the programs. folder: where they are kept for the next start, but for a user's own.
+    """Compiles blocks, and counts the programs. folder: where they are kept for the next start, but for a user's own. What
+    cannot be read there, or others may write, counts as none.
 
     attention: what computes it, by name. say: prints a line.
 
@@ -62,7 +65,15 @@ class Compiler:
 
     def __init__(self, folder: Path, attention: str, say: Callable[[str], None]) -> None:
         self.say, self.made = say, Counter[str]()
-        os.environ[FOLDER] = USERS_FOLDER or str(folder.absolute())
+        self._own: tempfile.TemporaryDirectory | None = None
+        folder = Path(USERS_FOLDER or folder).absolute()
+        os.environ[FOLDER] = str(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if others_may_write(folder):
+                self._apart("others may write there, and it is run")
+        except OSError as error:
+            self._apart(one_line(error))
         # A program calls the kernel of attention that was set when it was traced; torch's own key does not say which.
         torch.compiler.config.cache_key_tag = attention
         torch.compiler.reset()  # of an earlier run in this process
@@ -89,7 +100,21 @@ class Compiler:
         """As torch.compile asks of a backend."""
         given = next((t for t in inputs if isinstance(t, torch.Tensor) and t.dim() == 3), None)
         self.made[f"{kind} of {'?' if given is None else 'x'.join(map(str, given.shape))}"] += 1
-        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+        backend = torch._dynamo.lookup_backend("inductor")
+        try:
+            return backend(graph, inputs)
+        except Exception as error:  # whatever torch makes of a damaged file
+            if not raised_by_file(error):
+                raise
+            self._apart(f"it could not be used: {reason_of(error):.120}; delete it")
+            return backend(graph, inputs)
+
+    def _apart(self, reason: str) -> None:
+        """Have this start compile into a folder of its own, which goes with it."""
+        said = f"compiled code in {os.environ[FOLDER]} counts as none ({reason})"
+        self.say(f"warning: {said}: this start compiles it again, for itself alone")
+        self._own = tempfile.TemporaryDirectory(prefix="compiled-")
+        os.environ[FOLDER] = self._own.name
 
     def told(self) -> dict[str, float]:
         """The entry of the log for a step: how many programs were made in it. They are named in a line."""

@@ -4,8 +4,9 @@ The order, the looking ahead and the hooks are those of runtime/streaming.py. Th
 process.
 """
 
+import errno
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,8 +41,8 @@ class InFile:
     def fill(self, payload: Payload) -> None:
         """Write the payload."""
         for name, tensor in payload.items():
-            self.file.seek(self.starts[name])
-            self.file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            view = memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            _whole(self.file, self.starts[name], view, self.file.write)
 
 
 class Spiller(Streamer):
@@ -62,6 +63,7 @@ class Spiller(Streamer):
     def homes(self, block: Streamed) -> Sequence[InFile]:
         self.places[block.place], first = self.end, self.end
         self.end += block.size
+        self.file.truncate(self.end)  # the padding of its last layer, too, can be read
         starts = [{name: first + start for name, start in own.items()} for own in places_of(block.layers)[0]]
         forms = [{name: tensor.to("meta") for name, tensor in layer.payload().items()} for layer in block.layers]
         return [InFile(self.file, form, own, self.device) for form, own in zip(forms, starts, strict=True)]
@@ -79,11 +81,15 @@ class Spiller(Streamer):
 
 
 def _fill(file: BinaryIO, start: int, flat: Tensor) -> None:
-    """Read a flat tensor of bytes. What lies behind the last written byte, the padding of the last layer, stays as it is."""
-    view, done = memoryview(flat.numpy()), 0
+    """Read a flat tensor of bytes. Raises OSError where the file gives less."""
+    _whole(file, start, memoryview(flat.numpy()), file.readinto)  # type: ignore[attr-defined]
+
+
+def _whole(file: BinaryIO, start: int, view: memoryview, move: Callable[[memoryview], int]) -> None:
+    """Read or write all of `view` from that place on: the system may move less at once. Raises OSError where it moves
+    nothing: weights that are not whole would be trained on."""
     file.seek(start)
-    while done < len(view):
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
-        if not count:
-            return
-        done += count
+    while view:
+        if not (count := move(view)):
+            raise OSError(errno.EIO, f"the temporary file of the weights ended {len(view)} bytes too early")
+        view = view[count:]

@@ -163,7 +163,8 @@ def test_the_first_file_is_not_taken_for_the_one_to_write(tmp_path: Path, capsys
     (tmp_path / "a.safetensors").write_bytes(b"mine")
     files = [str(tmp_path / name) for name in (out, "b.safetensors", "c.safetensors")]
     assert adapter.main(["average", *files, "--rank", "4"]) == 2
-    assert f"{tmp_path / out} is " in (said := capsys.readouterr().err) and "OUT comes first" in said
+    said = capsys.readouterr().err
+    assert f"{tmp_path / out} {'exists' if out == 'a.safetensors' else 'is no'}" in said and "OUT, which comes first" in said
     assert (tmp_path / "a.safetensors").read_bytes() == b"mine" and len([*tmp_path.iterdir()]) == 1
 
 

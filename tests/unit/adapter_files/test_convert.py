@@ -37,6 +37,7 @@ def written(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
 
 def converted(path: Path, to: str, family: str | None = None, **more) -> tuple[dict[str, torch.Tensor], Converted]:
     out = path.with_name(f"{to}.safetensors")
+    out.unlink(missing_ok=True)  # a test may convert twice, and no file is written over
     done = convert(open_adapter(path, family=family), out, to, **more)
     return TensorFile(out).read_all(), done
 
@@ -238,8 +239,8 @@ def test_comfyui_12938_a_flat_dora_scale_is_never_written(tmp_path: Path) -> Non
     of = published("sdxl")[0]
     opened = OpenedAdapter(tmp_path / "a", of, (of.label,), ReadAdapter(Portable({Q: factors})))
     for to in ("kohya", "comfyui", "onetrainer"):
-        convert(opened, tmp_path / "out.safetensors", to, weight=lambda name: w)
-        scales = [e for name, e in TensorFile(tmp_path / "out.safetensors").entries.items() if name.endswith(".dora_scale")]
+        convert(opened, out := tmp_path / f"{to}.safetensors", to, weight=lambda name: w)
+        scales = [e for name, e in TensorFile(out).entries.items() if name.endswith(".dora_scale")]
         assert [scale.shape for scale in scales] == [(1280, 1)], to
 
 

@@ -47,6 +47,40 @@ def test_files_that_belong_together_get_their_names_at_the_end_or_none_does(tmp_
     assert unlinked == ["gone", "never there"], "a temporary that got its name is not looked for again"
 
 
+def test_what_a_person_names_is_not_written_over_unless_the_same_bytes_stand_there(tmp_path: Path) -> None:
+    for name in ("same", "other"):
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for taken in ("other", "folder", "link"):
+        with (
+            pytest.raises(UserError, match=f"{taken} exists; remove it, or give another OUT"),
+            files.FileGroup(keep=True) as group,
+        ):
+            group.write(tmp_path / "new", [b"new"])
+            group.write(tmp_path / taken, [b"same"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "other", "same"]
+    assert (tmp_path / "other").read_bytes() == b"other"
+    files.write_new(tmp_path / "same", [b"same"])
+    files.write_new(tmp_path / "new", [b"new"])
+    assert (tmp_path / "new").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "shared"),
+    [(0o755, 0o755, False), (0o757, 0o755, True), (0o755, 0o777, True), (0o755, 0o1777, False), (0o1777, 0o755, True)],
+)
+def test_a_folder_that_others_may_write_is_known(tmp_path: Path, inner: int, outer: int, shared: bool) -> None:
+    """In a folder like /tmp nobody can rename what is another's."""
+    (folder := tmp_path / "outer" / "inner").mkdir(parents=True)
+    folder.chmod(inner)
+    folder.parent.chmod(outer)
+    assert files.others_may_write(folder) == shared
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+        assert files.others_may_write(folder)
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
 def test_a_folder_that_knows_no_sync_is_none_to_complain_about(tmp_path: Path, monkeypatch, number: int) -> None:
     def fails(descriptor: int) -> None:

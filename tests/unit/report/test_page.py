@@ -247,6 +247,23 @@ def test_thinning_keeps_a_spike() -> None:
     assert (31_234.0, 100.0) in curves.thin(series)
 
 
+def test_a_long_log_is_thinned_before_it_is_drawn(monkeypatch) -> None:
+    """Once for each line. The axes and the words are those of all values."""
+    seen, over, thin = [], curves.Axes.over, curves.thin
+
+    def counted(steps, values, *, log: bool):
+        seen.append(len(values))
+        return over(steps, values, log=log)
+
+    monkeypatch.setattr(curves.Axes, "over", staticmethod(counted))
+    monkeypatch.setattr(curves, "thin", lambda series: (seen.append("thinned"), thin(series))[1])
+    series = [(float(step), 3.0 + step % 7 + 50.0 * (step == 61_234)) for step in range(1, 100_001)]
+    line = curves.Curve("loss", series, "line0", band=[series, series])
+    text = curves.draw("Loss", "", [line])
+    assert seen == ["thinned"] * 3 + [seen[-1]] and seen[-1] <= 3 * 2 * curves.POINTS
+    assert "over steps 1 to 100000: loss from 4 to 8" in text and "[1.0, 100000.0, 3.0, 58.0, true]" in text
+
+
 def test_a_null_value_is_a_gap_and_a_lone_value_a_dot() -> None:
     svg = curves.draw("Loss", "", curves.lines_of({"loss": [(1, 0.5), (2, None), (3, 0.4), (4, 0.3)]}))
     (drawn,) = re.findall(r' d="(M[^"]*)"/></svg>', svg)

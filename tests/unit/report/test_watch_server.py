@@ -23,7 +23,7 @@ from trainer.artifacts.sampling import draw_samples
 from trainer.base.errors import Interrupted, NonFiniteError, NotWritten, PeerStopped, UserError
 from trainer.base.run_layout import Layout
 from trainer.models.base import SampleRequest
-from trainer.report import START, STOP, cause, watch_server
+from trainer.report import START, STOP, cause, compared, watch_server
 from trainer.report.compared import compare
 from trainer.report.rendering import policy
 from trainer.report.watch_server import Runs, Server
@@ -351,6 +351,53 @@ def test_a_run_without_a_sound_file_is_shown_with_what_it_has(runs: Path, browse
     assert "2 runs" in browser.text("/")
     status, _, said = browser.get("/fast/report.html")
     assert (status, said) == (404, b"The report is not written yet.\n")
+
+
+def test_a_page_stays_until_a_run_has_changed(runs: Path, browse, monkeypatch) -> None:
+    """What is judged of a run, too: most of a page's time. A run that falls silent is another page."""
+    made: list[str] = []
+
+    def counted(name: str, work):
+        return lambda *given, **more: (made.append(name), work(*given, **more))[1]
+
+    monkeypatch.setattr(watch_server, "compare", counted("page", watch_server.compare))
+    monkeypatch.setattr(compared, "judged", counted("judged", compared.judged))
+    browser = browse(runs)
+    first = browser.text("/")
+    assert browser.text("/") == first and made == ["page", "judged", "judged"]
+    layout = Layout(runs / "fast")
+    row = json.loads(layout.metrics.read_text().splitlines()[-1]) | {"step": 5, "time": time.time()}
+    for change in (
+        lambda: layout.metrics.write_text(layout.metrics.read_text() + json.dumps(row) + "\n"),
+        lambda: layout.metrics.write_text(layout.metrics.read_text() + '{"torn'),
+        lambda: layout.config.write_text(layout.config.read_text().replace("max_steps = 4", "max_steps = 9")),
+        lambda: layout.samples.rename(layout.root / "elsewhere"),
+        lambda: layout.phases.write_text(json.dumps({"phase": STOP, "done": 5}) + "\n"),
+    ):
+        made.clear()
+        change()
+        page = browser.text("/")
+        assert made == ["page", "judged"]
+        assert browser.text("/") == page and made == ["page", "judged"], "it stays"
+    layout.phases.unlink()
+    assert "at least one of them is training" in browser.text("/")
+    made.clear()
+    monkeypatch.setattr(watch_server.time, "time", lambda: row["time"] + 10**6)
+    assert "none of them is training now" in browser.text("/") and "page" in made
+
+
+def test_a_run_is_found_behind_a_link_once(tmp_path: Path, browse) -> None:
+    write_run(tmp_path / "disk" / "bear", lr=1e-4, losses=[0.5], colour="red")
+    (tmp_path / "outputs").mkdir()
+    for name in ("linked", "twice"):
+        (tmp_path / "outputs" / name).symlink_to(tmp_path / "disk" / "bear")
+    (tmp_path / "outputs" / "loop").symlink_to("loop")
+    (tmp_path / "disk" / "bear" / "loop.png").symlink_to("loop.png")
+    browser = browse(tmp_path / "outputs")
+    assert browser.get("/")[1]["location"] == "/linked/report.html"
+    assert browser.text("/linked/report.html") == "<title>bear</title>"
+    assert browser.get("/linked/samples/step-00000004/00.png")[0] == 200
+    assert browser.get("/linked/loop.png")[0] == 404
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:

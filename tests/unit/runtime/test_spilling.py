@@ -66,3 +66,42 @@ def test_the_numbers_are_those_of_blocks_in_memory(tmp_path: Path, stored: str, 
             spiller.close()
             assert spiller.file.closed
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
+
+
+class Faulty:
+    """A file that moves a few bytes at once, until it moves none."""
+
+    def __init__(self, file, left: int) -> None:
+        self.file, self.left = file, left
+
+    def _part(self, view: memoryview) -> memoryview:
+        part = view[: min(7, self.left)]
+        self.left -= len(part)
+        return part
+
+    def seek(self, place: int) -> None:
+        self.file.seek(place)
+
+    def write(self, view: memoryview) -> int:
+        return self.file.write(self._part(view))
+
+    def readinto(self, view: memoryview) -> int:
+        return self.file.readinto(self._part(view))
+
+
+def test_weights_that_are_not_whole_on_the_disk_are_an_error(tmp_path: Path) -> None:
+    """A short write or read is gone on with; one of nothing leaves no weight half old."""
+    model, spiller = filled("fp32", tmp_path)
+    layer, whole = model[2].first, spiller.file
+    wanted = layer.dequantize(torch.float32).clone()
+    for homes, tries in ((10**6, "goes on"), (20, "ends")):
+        spiller.file = layer._home.file = Faulty(whole, homes)
+        for work in (lambda: layer.load_weight(wanted), lambda: layer.dequantize(torch.float32)):
+            if tries == "goes on":
+                work()
+            else:
+                with pytest.raises(OSError, match="the temporary file of the weights ended .* bytes too early"):
+                    work()
+    layer._home.file = spiller.file = whole
+    assert torch.equal(layer.dequantize(torch.float32), wanted)
+    spiller.close()
