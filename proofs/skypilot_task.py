@@ -1,4 +1,4 @@
-"""SkyPilot reads deploy/skypilot.yaml: in an environment of its own, because its requirements are not this project's.
+"""SkyPilot reads docker/clouds/skypilot.yaml: in an environment of its own, because its requirements are not this project's.
 
     python proofs/skypilot_task.py [ENVIRONMENT]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SKYPILOT = "skypilot==0.14.1"
-TASK = ROOT / "deploy" / "skypilot.yaml"
+TASK = ROOT / "docker" / "clouds" / "skypilot.yaml"
 READ = """
 import sys, sky
 task = sky.Task.from_yaml(sys.argv[1])
@@ -27,6 +27,7 @@ task = sky.Task.from_yaml(sys.argv[1])
 assert wanted.use_spot and wanted.accelerators == {"H100": 1}, wanted
 assert wanted.job_recovery["recover_on_exit_codes"] == [143], wanted.job_recovery
 assert task.storage_mounts["/outputs"].mode.value == "MOUNT_CACHED" and task.file_mounts["/data"], task
+task.update_secrets([("HF_TOKEN", "hf_of_the_proof")])  # --secret-file
 print("SkyPilot", sky.__version__, "reads", task)
 """
 # Each of these it has to refuse: before, after.
@@ -48,18 +49,18 @@ def main(arguments: list[str] | None = None) -> int:
         if not python.exists():
             venv.create(environment, with_pip=True)
             subprocess.run([python, "-m", "pip", "install", "--quiet", SKYPILOT], check=True)
-        # As a clone that followed deploy/README.md: data/ is there. SkyPilot writes below its home.
+        # As a clone that followed docker/README.md: data/ is there. SkyPilot writes below its home.
         folder = Path(temporary, "clone")
-        for name in ("data", "deploy"):
+        for name in ("data", "docker/clouds"):
             (folder / name).mkdir(parents=True)
         shutil.copy(ROOT / "pyproject.toml", folder)
         text = TASK.read_text(encoding="utf-8")
         wrong = 0
         for before, after in [("", ""), *BROKEN]:
             assert before in text, before
-            (folder / "deploy" / TASK.name).write_text(text.replace(before, after, 1) if before else text, encoding="utf-8")
+            (folder / TASK.relative_to(ROOT)).write_text(text.replace(before, after, 1) if before else text, encoding="utf-8")
             read = subprocess.run(
-                [python, "-c", READ, f"deploy/{TASK.name}"],
+                [python, "-c", READ, TASK.relative_to(ROOT)],
                 cwd=folder,
                 env=os.environ | {"HOME": temporary, "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"},
                 capture_output=True,

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 to="${1:-constraints.txt}"
-# torch's CUDA wheels ask for exactly this one, its CPU wheel for none (deploy/Dockerfile has them all).
+# torch's CUDA wheels ask for exactly this one, its CPU wheel for none (docker/Dockerfile has them all).
 triton=3.7.1
 fresh="$(mktemp -d)"
 trap 'rm -rf "$fresh"' EXIT
@@ -15,7 +15,7 @@ trap 'rm -rf "$fresh"' EXIT
 frozen="$("$fresh/bin/pip" freeze --all --exclude-editable | grep -viE '^(pip|nvidia|cuda)[-_=]' | sed 's/+[a-z0-9.]*$//')"
 cat > "$to" << HEAD
 # The versions that the tests run on, of every package and of what it needs: scripts/setup.sh installs from here, and so does
-# deploy/Dockerfile. So the image of a commit is the image of its tests. Not needed for a plain pip install -e .
+# docker/Dockerfile. So the image of a commit is the image of its tests. Not needed for a plain pip install -e .
 # Made by scripts/constraints.sh, on Python 3.11.
 HEAD
 printf '%s\n' "$frozen" >> "$to"

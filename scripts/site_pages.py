@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "deploy/README.md": "deploy.md",
+    "docker/README.md": "docker.md",
     "tests/README.md": "tests.md",
 }
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

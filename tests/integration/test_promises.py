@@ -49,10 +49,9 @@ def test_a_dora_files_header_does_not_name_sd_scripts_own_module(dora: bool, mod
 
 
 def test_every_file_that_a_document_names_is_there() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").glob("*.md")]
-    named = (
-        r"(?:`|`?(?:python|bash) )((?:trainer|scripts|benchmarks|proofs|pocket|tests|docs|configs|examples)/[\w./-]+\.\w+)"
-    )
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docker").glob("*.md")]
+    folders = "trainer|scripts|benchmarks|proofs|pocket|tests|docs|docker|configs|examples"
+    named = rf"(?:`|`?(?:python|bash) )((?:{folders})/[\w./-]+\.\w+)"
     for page in pages:
         text = page.read_text(encoding="utf-8")
         for name in re.findall(named, text):
@@ -64,7 +63,7 @@ def test_every_file_that_a_document_names_is_there() -> None:
 
 def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
     """A bar in a cell is written `\\|`; else what is behind it is not shown."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docker").glob("*.md")]
     for page in pages:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         for table in re.findall(r"^\|.*\n\|[-| :]+\n(?:\|.*\n?)*", text, re.MULTILINE):

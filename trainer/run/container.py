@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-IN_IMAGE = "TRAINER_IMAGE"  # set by deploy/Dockerfile
+IN_IMAGE = "TRAINER_IMAGE"  # set by docker/Dockerfile
 MOUNTS = Path("/proc/self/mountinfo")
 # The folder that is mounted where nobody chose one: of Docker and containerd for a VOLUME without a -v; Kubernetes' emptyDir.
 UNNAMED = re.compile(r"/[0-9a-f]{64}(/_data)?$|/kubernetes\.io~empty-dir/")

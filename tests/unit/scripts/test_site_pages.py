@@ -57,7 +57,7 @@ def test_the_readme_links_to_places_that_there_are(site: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "page", "link", "written"),
     [("CONTRIBUTING.md", "contributing.md", "[f](docs/figures.md)", "[f](figures.md)"),
-     ("deploy/README.md", "deploy.md", "[i](../docs/data.md#images)", "[i](data.md#images)"),
+     ("docker/README.md", "docker.md", "[i](../docs/data.md#images)", "[i](data.md#images)"),
      ("docs/guide/use.md", "guide/use.md", "[c](../../CONTRIBUTING.md#rules)", "[c](../contributing.md#rules)"),
      ("docs/guide/use.md", "guide/use.md", "[m](../memory.md)", "[m](../memory.md)"),
      ("docs/models.md", "models.md", "![b](before_after.png)", "![b](before_after.png)"),

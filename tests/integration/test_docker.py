@@ -1,6 +1,7 @@
-"""The cloud kit, checked offline: each file of deploy/ by its named check, which a broken one does not pass.
+"""The cloud kit, checked offline: each file of docker/ by its named check, which a broken one does not pass.
 
-A tool that is missing fails its tests. SkyPilot itself reads its file in proofs/skypilot_task.py.
+A tool that is missing fails its tests. SkyPilot itself reads its file in proofs/skypilot_task.py. The image is built and the
+commands are started in it by proofs/image.py.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from proofs import recipes
 from scripts import health
 from tests.harness import ROOT
 from trainer.cli import arguments
 from trainer.run import container
 
-DEPLOY = ROOT / "deploy"
+DOCKER = ROOT / "docker"
+CLOUDS = DOCKER / "clouds"
 TOOLS = Path(sys.executable).parent
 SCHEMA = ["check-jsonschema", "--builtin-schema"]
 KUBERNETES = ["kubernetes-validate", "--strict"]
@@ -42,7 +45,9 @@ CHECKS = {
     "compose.yaml": [*SCHEMA, "vendor.compose-spec"],
     "image.yml": [*SCHEMA, "vendor.github-workflows"],
     "kubernetes.yaml": KUBERNETES,
+    "kubernetes_array.yaml": KUBERNETES,
     "kubernetes_elastic.yaml": KUBERNETES,
+    "runpod.sh": ["shellcheck"],
     "slurm.sh": ["shellcheck"],
 }
 OTHER_CHECKS = {"skypilot.yaml", "runpod.json"}
@@ -50,7 +55,7 @@ GRACE = 120  # s: between SIGTERM and SIGKILL
 
 
 def place(name: str) -> Path:
-    return ROOT / ".github" / "workflows" / name if name == "image.yml" else DEPLOY / name
+    return next(path for folder in (ROOT / ".github" / "workflows", DOCKER, CLOUDS) if (path := folder / name).exists())
 
 
 def text_of(name: str) -> str:
@@ -86,7 +91,9 @@ def test_a_file_passes_its_check(name: str) -> None:
      ("kubernetes.yaml", "          operator: In\n", ""),
      ("kubernetes_elastic.yaml", "completionMode: Indexed", "completion: Indexed"),
      ("kubernetes_elastic.yaml", "succeededIndexes", "indexes"),
-     ("slurm.sh", '"$config" --resume', "$config --resume"),
+     ("kubernetes_array.yaml", "backoffLimitPerIndex", "backoffLimitOfEach"),
+     ("runpod.sh", '"$@"', "$@"),
+     ("slurm.sh", '"$config" "${words', '$config "${words'),
      ("slurm.sh", "done\n", "")],
 )  # fmt: skip
 def test_a_broken_file_does_not(tmp_path: Path, name: str, before: str, after: str) -> None:
@@ -99,7 +106,8 @@ def test_a_broken_file_does_not(tmp_path: Path, name: str, before: str, after: s
 
 
 def test_every_file_has_a_check_and_the_page_names_it() -> None:
-    files = {path.name for path in DEPLOY.iterdir()} | {path.name for path in (ROOT / ".github" / "workflows").iterdir()}
+    folders = (DOCKER, CLOUDS, ROOT / ".github" / "workflows")
+    files = {path.name for folder in folders for path in folder.iterdir() if path.is_file()}
     assert files == {*CHECKS, *OTHER_CHECKS, "README.md"}
     rows = text_of("README.md").partition("## What is checked")[2]
     for name in files - {"README.md"}:
@@ -112,19 +120,17 @@ def test_every_file_has_a_check_and_the_page_names_it() -> None:
 
 def commands() -> dict[str, list[str]]:
     """The words behind train.py of each way to start a run."""
-    pod, elastic = (documents(name)["Job"]["spec"]["template"]["spec"]["containers"][0] for name in PODS)
-    compose = [
-        re.sub(r"\$\{CONFIG:-(.*)\}", r"\1", word) for word in loaded("compose.yaml")["services"]["trainer"]["command"]
-    ]
-    (page,) = re.findall(r"lora-trainer (--config .*)", text_of("README.md"))
+    array, elastic = (recipes.pods(name)[0] for name in recipes.PODS[1:])
+    assert elastic.entrypoint is not None
     return {
-        "compose": compose,
-        "kubernetes": pod["args"],
-        "kubernetes_elastic": shlex.split(elastic["command"][-1].partition("train.py ")[2].replace("$share", "1")),
-        "runpod": shlex.split(json.loads(text_of("runpod.json"))["dockerStartCmd"][0].partition("train.py ")[2]),
+        "compose": list(recipes.compose().words),
+        "kubernetes": list(recipes.pods("kubernetes.yaml")[0].words),
+        "kubernetes_array": list(array.words),
+        "kubernetes_elastic": shlex.split(elastic.entrypoint[-1].partition("train.py ")[2].replace("$share", "1")),
+        "runpod": list(recipes.runpod({}).words),
         "skypilot": shlex.split(loaded("skypilot.yaml")["run"].partition("train.py ")[2]),
-        "slurm": shlex.split(re.findall(r"train.py (.*) &", text_of("slurm.sh"))[0]),
-        "docker run": shlex.split(page),
+        "slurm": ["--config", "$config", *re.findall(r"^words=\((.*)\)$", text_of("slurm.sh"), re.MULTILINE)[0].split()],
+        "docker run": list(recipes.docker_run().words),
     }
 
 
@@ -132,24 +138,20 @@ def loaded(name: str) -> Any:
     return yaml.safe_load(text_of(name))
 
 
-def documents(name: str) -> dict[str, Any]:
-    """The objects of a Kubernetes file by their kind."""
-    return {found["kind"]: found for found in yaml.safe_load_all(text_of(name))}
-
-
-PODS = ("kubernetes.yaml", "kubernetes_elastic.yaml")
+documents = recipes.documents
+PODS = recipes.PODS
 CONFIG = "data/bear.toml"
 
 
 def test_every_command_goes_on_where_a_run_was_and_is_one_of_train_py() -> None:
     found = commands()
-    assert len(found) == 7
+    assert len(found) == 8
     for where, words in found.items():
         chosen = arguments.parse(words)
         assert chosen.resume_from == "auto", where
         assert chosen.config in (CONFIG, "$CONFIG", "$config"), where
     assert loaded("skypilot.yaml")["envs"]["CONFIG"] == CONFIG
-    assert f"sbatch deploy/slurm.sh {CONFIG}" in text_of("README.md")
+    assert f"sbatch docker/clouds/slurm.sh {CONFIG}" in text_of("README.md")
 
 
 def test_all_leave_the_same_time_to_save() -> None:
@@ -200,12 +202,26 @@ def test_the_pages_arithmetic_is_right() -> None:
 # --- the image --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def instructions() -> list[tuple[str, str]]:
-    """(instruction, argument) of each Dockerfile line, continuation lines joined, comments dropped."""
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """By the argument of its FROM, (instruction, argument) of each line of a Dockerfile's stage, continuation lines joined,
+    comments dropped."""
     lines = [line for line in text_of("Dockerfile").splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line.strip())]
+    found: dict[str, list[tuple[str, str]]] = {}
+    stage: list[tuple[str, str]] = []
+    for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line.strip()):
+        if word == "FROM":
+            stage = found[rest] = []
+        stage.append((word, rest))
+    return found
+
+
+@pytest.fixture(scope="module")
+def instructions() -> list[tuple[str, str]]:
+    """Of the stage that is built where no target is named."""
+    first, _, last = stages()
+    assert first.endswith(" AS trainer") and last == "trainer" and stages()[last] == [("FROM", "trainer")]
+    return stages()[first]
 
 
 def last(instructions: list[tuple[str, str]], word: str) -> str:
@@ -242,9 +258,6 @@ def test_caches_data_and_outputs_are_volumes(instructions: list[tuple[str, str]]
     assert "ln -s /data data" in runs and "ln -s /outputs outputs" in runs
     mounted = [volume.split(":")[1] for volume in loaded("compose.yaml")["services"]["trainer"]["volumes"]]
     assert sorted(mounted) == volumes
-    for name in PODS:
-        (pod,) = documents(name)["Job"]["spec"]["template"]["spec"]["containers"]
-        assert sorted(mount["mountPath"] for mount in pod["volumeMounts"]) == [*volumes[:2], "/dev/shm", volumes[2]]
 
 
 def test_a_run_in_it_knows_where_it_is(instructions: list[tuple[str, str]]) -> None:
@@ -283,27 +296,54 @@ def test_the_project_file_says_what_is_installed(instructions: list[tuple[str, s
         ["sh", "-c", command], cwd=ROOT, env={"EXTRAS": extras}, capture_output=True, text=True, check=True
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [name for extra in extras.split() for name in project["optional-dependencies"][extra]]
-    assert printed.stdout.splitlines() == [*project["dependencies"], *wanted] and len(wanted) == len(extras.split())
+    always = ["s3", "gcs", "azure", "wandb"]  # what a mirror and the logs ask for
+    wanted = [name for extra in (*always, *extras.split()) for name in project["optional-dependencies"][extra]]
+    assert printed.stdout.splitlines() == [*project["dependencies"], *wanted] and len(wanted) == 7 + len(extras.split())
 
 
-def test_pytorch_is_the_tests_version_for_the_cuda_that_was_asked_for(instructions: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize("build", ["cu130", "cu126", "cpu", "130"])
+def test_pytorch_is_the_tests_version_in_the_build_that_was_asked_for(
+    instructions: list[tuple[str, str]], build: str
+) -> None:
     (run,) = [argument for name, argument in instructions if name == "RUN" and "pip install" in argument]
     asked = re.sub(r"python -c '.*?'", "true", run).replace("/tmp/requirements.txt", "requirements.txt")
     stand_in = 'pip() { printf "%s\\n" "$@"; }; rm() { :; }; '
     command = ["sh", "-c", stand_in + asked.replace("> requirements.txt", "")]
-    environment = {"CUDA": "126", "PATH": os.environ["PATH"]}
-    printed = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert printed[:3] == ["install", "-c", "constraints.txt"]
-    assert "https://download.pytorch.org/whl/cu126" in printed and f"torch=={pins()['torch']}+cu126" in printed
-    assert loaded("image.yml")["jobs"]["image"]["strategy"]["matrix"]["cuda"] == ["126", "130"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"TORCH": build, "PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )  # fmt: skip
+    if build == "130":
+        assert done.returncode == 2 and done.stderr == "TORCH=130: there is cu130, cu126 and cpu\n"
+        return
+    words = done.stdout.splitlines()
+    assert done.returncode == 0 and words[:5] == ["install", "-c", "constraints.txt", "-r", "requirements.txt"]
+    # PyPI's wheel is the one of CUDA 13.0: no second index, which could name another package of that name.
+    of_an_index = [f"torch=={pins()['torch']}+{build}", "--extra-index-url", f"https://download.pytorch.org/whl/{build}"]
+    assert words[5:] == ([f"torch=={pins()['torch']}"] if build == "cu130" else of_an_index)
+
+
+def test_what_is_published_is_what_the_recipes_take(instructions: list[tuple[str, str]]) -> None:
+    assert loaded("image.yml")["jobs"]["image"]["strategy"]["matrix"]["torch"] == ["cu126", "cu130"]
+    assert recipes.pods("kubernetes.yaml")[0].image.endswith(f"/lora-trainer:{settings(instructions)['TORCH']}")
+    build, publish = (
+        step["run"] for step in loaded("image.yml")["jobs"]["image"]["steps"] if step.get("name") in ("Build", "Publish")
+    )
+    assert '--target runpod -t "$IMAGE:$GITHUB_SHA-$TORCH-runpod"' in build and '"$TORCH" "$TORCH-runpod"' in publish
 
 
 def test_the_build_context_leaves_out_weights_and_results() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
-    assert {".git", ".venv", "/models", "/outputs", "/data", "/cache", "**/*.safetensors"} <= set(ignored)
+    assert {
+        ".git",
+        ".venv",
+        "**/.env*",
+        "!/docker/clouds/runpod.sh",
+        "/models",
+        "/outputs",
+        "/data",
+        "/cache",
+        "**/*.safetensors",
+    } <= set(ignored)
     # Without the leading slash these patterns would still mean the root, but a reader could think of these packages.
     assert not {"trainer", "trainer/models", "trainer/data", "**/models", "**/data", "constraints.txt"} & set(ignored)
 
@@ -520,7 +560,7 @@ def slurm(tmp_path: Path) -> Iterator[Any]:
         python.chmod(0o755)
         environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "BASH_ENV": str(slow)}
         # A shell cannot trap what it was told to ignore, as tests that called train.py in this process are.
-        command = ["env", "--default-signal=USR1", "bash", str(DEPLOY / "slurm.sh"), CONFIG]
+        command = ["env", "--default-signal=USR1", "bash", str(CLOUDS / "slurm.sh"), CONFIG]
         job = subprocess.Popen(
             command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -552,12 +592,39 @@ def test_a_job_that_ran_out_of_time_is_queued_again_and_no_other(slurm, does, nu
     assert slurm(does, number) == ends
 
 
+@pytest.mark.parametrize(
+    ("task", "configs", "words"),
+    [("", ["data/bear.toml"], "--config data/bear.toml --resume_from auto"),
+     ("3", ["data/bear.toml"], "--config data/bear.toml --resume_from auto --set run.seed=3 "
+      "--set run.name=bear-seed-3 run.output_dir=outputs/bear-seed-3"),
+     ("1", ["data/bear.toml", "data/fox.toml"], "--config data/fox.toml --resume_from auto "
+      "--set run.name=fox run.output_dir=outputs/fox"),
+     ("2", ["data/bear.toml", "data/fox.toml"], "error: 2 configs, and none for task '2'; give sbatch --array=0-1"),
+     ("", ["data/bear.toml", "data/fox.toml"], "error: 2 configs, and none for task ''; give sbatch --array=0-1")],
+)  # fmt: skip
+def test_each_task_of_an_array_is_a_run_with_an_output_of_its_own(
+    tmp_path: Path, task: str, configs: list[str], words: str
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nshift; echo "$HF_TOKEN $*"\n', encoding="utf-8")
+    python.chmod(0o755)
+    (tmp_path / ".env").write_text("HF_TOKEN=of_the_file\n", encoding="utf-8")
+    environment = os.environ | ({"SLURM_ARRAY_TASK_ID": task} if task else {})
+    command = ["bash", str(CLOUDS / "slurm.sh"), *configs]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if words.startswith("error"):
+        assert (done.returncode, done.stderr.strip(), done.stdout) == (2, words, "")
+    else:
+        assert (done.returncode, done.stdout.strip()) == (0, f"of_the_file {words}")
+
+
 # --- SkyPilot, RunPod -------------------------------------------------------------------------------------------------
 
 
 def test_skypilot_takes_spot_machines_and_finds_another() -> None:
     task = loaded("skypilot.yaml")
-    assert task["resources"]["use_spot"] is True and task["setup"] == "bash scripts/setup.sh"
+    assert task["resources"]["use_spot"] is True and task["setup"] == "bash scripts/setup.sh s3"
     # As of the image: its Python and the compiler are those of the tests.
     assert re.findall(r"^FROM (python:[\d.]+)", text_of("Dockerfile"), re.MULTILINE)[0] in task["resources"]["image_id"]
     assert {"/data", "/outputs"} == task["file_mounts"].keys()
@@ -577,14 +644,17 @@ def faults_of_template(template: Mapping[str, Any]) -> Iterator[str]:
         if RUNPOD.get(key) is not type(value) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
             yield key
     yield from (key for key, value in template.get("env", {}).items() if not isinstance(value, str))
-    if not all(f"{value}/".startswith(f"{template.get('volumeMountPath')}/") for value in template.get("env", {}).values()):
+    caches = [value for key, value in template.get("env", {}).items() if key in ("HF_HOME", "TRITON_CACHE_DIR")]
+    if not all(f"{value}/".startswith(f"{template.get('volumeMountPath')}/") for value in caches):
         yield "a cache is not on the volume"
 
 
 def test_the_template_has_the_keys_of_runpods_api() -> None:
     template = json.loads(text_of("runpod.json"))
     assert list(faults_of_template(template)) == []
-    assert f"cd {template['volumeMountPath']} && exec python /app/train.py" in template["dockerStartCmd"][0]
+    assert f"\ncd {template['volumeMountPath']}\n" in text_of("runpod.sh")
+    runpod = dict(stages()["trainer AS runpod"])
+    assert runpod["USER"] == "0" and json.loads(runpod["ENTRYPOINT"]) == ["bash", "/app/docker/clouds/runpod.sh"]
 
 
 @pytest.mark.parametrize(
@@ -595,3 +665,31 @@ def test_the_template_has_the_keys_of_runpods_api() -> None:
 )  # fmt: skip
 def test_another_template_is_found(change: dict[str, Any], fault: str) -> None:
     assert fault in list(faults_of_template(json.loads(text_of("runpod.json")) | change))
+
+
+@pytest.mark.parametrize(("uid", "writes"), [("1000", True), ("0", True), ("0", False)])
+def test_a_volume_of_root_is_trained_on_as_the_user_or_the_start_says_what_to_do(
+    tmp_path: Path, uid: str, writes: bool
+) -> None:
+    """With stand-ins for what asks for root's rights; proofs/image.py has the rights themselves."""
+    as_user = 'while [ "${1#-}" != "$1" ]; do case $1 in --re*) shift ;; esac; shift; done; '
+    stand_ins = {
+        "id": f"[ $# -eq 1 ] && echo {uid} || echo 1000",
+        "find": "exit 1" if not writes else "",
+        "setpriv": as_user + ('exec "$@"' if writes else "exit 1"),
+        "python": 'echo "$HF_TOKEN $AWS_ACCESS_KEY_ID $*"',
+    }
+    for name, does in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    script = text_of("runpod.sh").replace("cd /workspace", f"cd {shlex.quote(str(tmp_path))}")
+    environment = dict(recipes.runpod({"HF_TOKEN": "hf_1"}).environment) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "-c", script, "runpod.sh", *recipes.runpod({}).words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if writes:
+        trains = "hf_1  /app/train.py --config data/bear.toml --resume_from auto"
+        left_out = "this account has no secret for AWS_ACCESS_KEY_ID AWS_ENDPOINT_URL AWS_SECRET_ACCESS_KEY WANDB_API_KEY"
+        assert (done.returncode, done.stdout.splitlines()) == (0, [left_out, trains]), done.stderr
+    else:
+        assert done.returncode == 2 and f"error: {tmp_path}/cache belongs to" in done.stderr, done.stderr
+        assert f"run chmod -R a+rwX {tmp_path}/cache {tmp_path}/outputs" in done.stderr
