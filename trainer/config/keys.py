@@ -16,24 +16,18 @@ from trainer.config.tables import Config
 
 _LENGTHS = "averages of any length are gone; take ema.kind = 'constant' alone, or finish such a run with commit 028b4cb"
 _LAST = "leave it out, or finish a run that has it with commit 51dd1b4"
-# What earlier versions had, by key: whether a value of it asks for what is gone, and what to take instead. Every config.toml
-# and checkpoint of theirs has these keys; with their defaults they ask for nothing.
+# By key, what earlier versions had, and what to take instead. Of a key that is gone: its default, which every config.toml and
+# checkpoint of theirs may have, and which asks for nothing. Of one that there still is: the value that is gone.
 REMOVED = {
-    "ema.kind": (lambda value: value == "power", _LENGTHS),
-    "ema.snapshot_every_steps": (lambda value: value != 0, _LENGTHS),
+    "ema.kind": ("power", _LENGTHS),
+    "ema.snapshot_every_steps": (0, _LENGTHS),
     "export.license_link": (
-        lambda value: value != "",
+        "",
         "leave it out; for a licence that the hub has no name for set export.license = 'other', and write license_name and "
         "license_link into the header of adapters/README.md, which then stays as it is",
     ),
-    "optimizer.min_8bit_size": (
-        lambda value: value != 4096,
-        f"a group of fewer than 4096 elements has 32-bit state in every run; {_LAST}",
-    ),
-    "precision.loss_scale_growth_interval": (
-        lambda value: value != 2000,
-        f"the loss scale doubles after 2000 updates without an overflow in every run; {_LAST}",
-    ),
+    "optimizer.min_8bit_size": (4096, f"a group of fewer than 4096 elements has 32-bit state in every run; {_LAST}"),
+    "precision.loss_scale_growth_interval": (2000, f"it is 2000 updates without an overflow in every run; {_LAST}"),
 }
 
 
@@ -64,16 +58,16 @@ def drop_removed(tree: Mapping[str, Any], what: str = "", may_change: Collection
     """
     known, left = known_keys(), dict(tree)
     asked: dict[str, list[str]] = {}
-    for key, (asks, instead) in REMOVED.items():
+    for key, (value, instead) in REMOVED.items():
         table, _, name = key.partition(".")
         values = left.get(table)
         if not isinstance(values, Mapping) or name not in values:
             continue
-        if asks(values[name]):
+        if (values[name] == value) is (key in known):
             if not any(fnmatchcase(key, pattern) for pattern in may_change):
                 asked.setdefault(instead, []).append(f"{key} = {without_keys(repr(values[name]))}")
         elif key not in known:
-            left[table] = {other: value for other, value in values.items() if other != name}
+            left[table] = {other: values[other] for other in values if other != name}
     if asked:
         lines = (f"{', '.join(keys)}: {instead}" for instead, keys in asked.items())
         raise UserError("\n".join(f"{what}: {line}" if what else line for line in lines))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainer.base.errors import UserError
+from trainer.optim.libraries import MIN_8BIT_SIZE
 from trainer.optim.parameters import ALIGNMENT, padded
 from trainer.optim.table import OptimizerKind
 
@@ -78,7 +79,7 @@ def _require_one_kind(parts: Sequence[tuple[Held, Held]]) -> None:
         if other.keys() != first.keys() or not _equal(once, others_once):
             raise UserError(
                 "with these rates groups of the optimizer become one that keep their state in different ways (in 8 and in "
-                "32 bit, where one has fewer than 4096 elements; or with other numbers of the whole group); that "
+                f"32 bit, where one has fewer than {MIN_8BIT_SIZE} elements; or with other numbers of the whole group); that "
                 "cannot be joined without a change of its values: give their rules lr or weight_decay that differ, if only "
                 "in the last digit"
             )
