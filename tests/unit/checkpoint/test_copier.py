@@ -42,7 +42,8 @@ class Bench:
         self.fs, self.layout, self.said = FaultyStore(), Layout(folder), []
         self.layout.checkpoints.mkdir(parents=True)
         self.layout.metrics.write_bytes(b"{}\n")
-        self.copier = Copier(self.fs.mirror(), self.layout, name="bear", keep_last=keep_last, say=self.said.append)
+        about = {"name": "bear", "owner": OWNER, "keep_last": keep_last}
+        self.copier = Copier(self.fs.mirror(), self.layout, **about, say=self.said.append)
 
     def save(self, step: int) -> None:
         saved(self.layout.checkpoints, step)
@@ -72,7 +73,7 @@ def manifests(fs: FaultyStore) -> list[int]:
 
 
 def test_checkpoints_results_and_what_the_end_leaves_are_there(bench: Bench) -> None:
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     early = bench.layout.samples_of(0) / "00.png"
     early.parent.mkdir(parents=True)
     early.write_bytes(b"png")
@@ -102,7 +103,7 @@ def test_of_several_that_wait_the_newest_is_copied_first_and_what_keep_last_dele
         return False
 
     bench.fs.fails = slow
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
     assert begun.wait(TIMEOUT)
     for step in range(2, 7):
@@ -122,7 +123,7 @@ def test_a_network_that_fails_delays_and_is_said_once(bench: Bench) -> None:
 
     bench.fs.fails = every_other
     bench.copier.troubles.clock = lambda: 0.0
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     for step in (1, 2, 3):
         bench.save(step)
     assert bench.finish() == [] and bench.fs.mirror().steps() == [1, 2, 3]
@@ -143,14 +144,14 @@ def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_no_trouble(bench: Ben
         return False
 
     bench.fs.fails = prune
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
     assert bench.finish() == [] and not bench.said
     assert {name.split("/")[1] for name in bench.fs.mirror().listing("checkpoints")} == {folder_name(2)}
 
 
 def test_an_end_without_a_network_names_what_is_missing_and_leaves(bench: Bench) -> None:
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
     bench.until(lambda: manifests(bench.fs) == [1])
     bench.fs.fails = lambda what, name: True
@@ -168,7 +169,7 @@ def test_the_end_does_not_sleep_through_a_long_pause(bench: Bench, monkeypatch) 
     monkeypatch.setattr(copier, "LONGEST_PAUSE", 1e9)
     bench.copier.troubles._pause = 1e6
     bench.fs.fails = lambda what, name: True
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
     bench.until(lambda: bench.said)
     bench.fs.fails = lambda what, name: False
@@ -177,7 +178,7 @@ def test_the_end_does_not_sleep_through_a_long_pause(bench: Bench, monkeypatch) 
 
 def test_a_stop_leaves_the_wait_at_once(bench: Bench) -> None:
     bench.fs.fails = lambda what, name: True
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
 
     def stop() -> None:
@@ -194,14 +195,14 @@ def test_a_start_offers_its_own_checkpoint_and_sends_no_result_twice(tmp_path: P
     sample.parent.mkdir(parents=True)
     sample.write_bytes(b"png")
     saved(first.layout.checkpoints, 2)
-    first.copier.start(OWNER, 2)
+    first.copier.start(2)
     assert first.finish() == [] and first.fs.mirror().steps() == [2]
     first.fs.mirror().put(saved(tmp_path / "later", 3), 3, b"")
     first.fs.asked.clear()
-    again = Copier(first.fs.mirror(), first.layout, name="bear", keep_last=3, say=first.said.append)
-    again.start(OWNER, 2)
+    again = Copier(first.fs.mirror(), first.layout, name="bear", owner=OWNER, keep_last=3, say=first.said.append)
+    again.start(2)
     assert again.finish(TIMEOUT, lambda: None) == []
-    assert not [name for what, name in first.fs.changes() if what == "write"]
+    assert [name for what, name in first.fs.changes() if what == "write"] == ["run.json"]
     assert first.fs.mirror().steps() == [2] and f"superseded-{folder_name(3)}" in first.said[0]
 
 

@@ -10,18 +10,22 @@ import fsspec  # noqa: F401
 import pytest
 
 from tests.faulty_store import FaultyStore
+from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import store
-from trainer.checkpoint.mirror import INSIDE, adopt, check_library, open_mirror
+from trainer.checkpoint.mirror import INSIDE, Taken, adopt, check_library, open_mirror
+from trainer.checkpoint.state import LAYOUT_VERSION, PIECES
 
 LOG = b'{"step": 1}\n'
 
 
-def saved(root: Path, step: int, mark: str = "") -> Path:
-    """A checkpoint on the disk. mark: makes its bytes others."""
+def saved(root: Path, step: int, mark: str = "", log: str = "") -> Path:
+    """A checkpoint on the disk. mark: makes its bytes others. log: the digest of its log; "" of an earlier version's."""
+    pieces = {name: {"version": piece.version, "state": {}} for name, piece in PIECES.items()}
+    pieces["progress"]["state"] = {"log": log} if log else {}
     contents = {"adapter.safetensors": [f"weights {step} {mark}".encode()], "optimizer.safetensors": [b"x" * 100 * step],
-                "state.json": [b"{}"]}  # fmt: skip
+                "state.json": [files.json_bytes({"layout": LAYOUT_VERSION, "pieces": pieces})]}  # fmt: skip
     return store.save(root, step, contents)
 
 
@@ -232,7 +236,7 @@ def test_what_is_taken_in_is_valid_or_not_there(tmp_path: Path) -> None:
     assert "metrics.jsonl" in kept and store.steps(here) == [4, 5]
     fs.mirror().write(f"checkpoints/{folder_name(5)}/state.json", b"[]")
     damaged.write_bytes(b"[]")
-    assert "state.json does not match its SHA-256" in str(take())
+    assert "state.json has 2 bytes" in str(take())
     assert store.steps(here) == [4, 5] and [path for path in here.iterdir() if path.name.startswith(".")] == []
 
 

@@ -115,7 +115,7 @@ def test_one_that_is_damaged_here_is_taken_from_there(machine: Machine) -> None:
 def test_only_damaged_ones_are_no_fresh_start(machine: Machine) -> None:
     machine.there(4, 5)
     machine.damage(4, 5)
-    with pytest.raises(UserError, match=r"holds no valid checkpoint \(2 are damaged\), and there is none in"):
+    with pytest.raises(UserError, match=r"holds no valid checkpoint \(2 are damaged, or set aside here\), and"):
         machine.ask()
     assert store.steps(machine.layout.checkpoints) == []
 
@@ -184,7 +184,7 @@ def test_a_run_that_is_ended_is_copied_too(machine: Machine, ending: Exception) 
 
 
 def test_a_second_ctrl_c_waits_for_nothing(machine: Machine) -> None:
-    machine.fs.fails = lambda what, name: what == "write" and name != "probe.tmp"
+    machine.fs.fails = lambda what, name: what == "write" and name not in ("probe.tmp", "run.json")
     with pytest.raises(KeyboardInterrupt):
         run(machine, KeyboardInterrupt(), wait=1e9)
     assert machine.waited == 0
@@ -194,7 +194,7 @@ def test_a_second_ctrl_c_waits_for_nothing(machine: Machine) -> None:
 @pytest.mark.parametrize("ending", [None, NonFiniteError("nan")])
 def test_a_signal_while_files_are_copied_leaves_them(machine: Machine, ending: Exception | None) -> None:
     """It is what the run ends by, where nothing else ended it."""
-    machine.fs.fails = lambda what, name: what == "write" and name != "probe.tmp"
+    machine.fs.fails = lambda what, name: what == "write" and name not in ("probe.tmp", "run.json")
     threading.Timer(0.1, lambda: setattr(machine, "stop", Interrupted(15))).start()
     with pytest.raises(Interrupted if ending is None else NonFiniteError) as caught:
         run(machine, ending, wait=1e9)
@@ -204,7 +204,7 @@ def test_a_signal_while_files_are_copied_leaves_them(machine: Machine, ending: E
 
 
 def test_an_end_without_a_network_is_a_warning(machine: Machine) -> None:
-    machine.fs.fails = lambda what, name: what == "write" and name != "probe.tmp"
+    machine.fs.fails = lambda what, name: what == "write" and name not in ("probe.tmp", "run.json")
     run(machine, wait=0.05)
     assert machine.said[-1].startswith(
         f"warning: {URL} lacks {folder_name(1)} after 0.1 s (checkpoint.mirror_wait) ([Errno 104] the connection was cut); "
