@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from trainer.checkpoint.mirror import Mirror
 
-URL = "memory://bucket/run"
+URL = "file:///bucket/run"
 
 
 class FaultyStore(MemoryFileSystem):

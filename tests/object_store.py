@@ -27,7 +27,8 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
-# What becomes of a request: it is answered 503 or 403, its connection is cut in the middle of what goes up or comes down.
+# What becomes of a request: it is answered 503 or 403, late or never, its connection is cut in the middle of what goes up or
+# comes down.
 Fault = str
 
 
@@ -129,6 +130,9 @@ class _Proxy(BaseHTTPRequestHandler):
             return self.answer(403, [], _error("InvalidAccessKeyId", "The key that you gave is not in our records."))
         if fault == "403":
             return self.answer(403, [], _error("AccessDenied", "Access Denied"))
+        if fault == "silent":
+            self.rfile.read(1)  # until the other side goes away
+            return self.hang_up()
         if fault == "slow":
             time.sleep(0.3)
         headers = {key: value for key, value in self.headers.items() if key.lower() != "transfer-encoding"}

@@ -154,7 +154,7 @@ def printable(what: object) -> str:
 def without_keys(text: str) -> str:
     """The text without what opens a store: passwords and queries of URLs, and what this process's environment has under the
     name of a key."""
-    text = re.sub(r"(\w://)[^/@\s'\"]*:[^/@\s'\"]*@", r"\1***@", text)
+    text = re.sub(r"(\w:/{1,2})[^/@\s'\"]*:.*@", r"\1***@", text)  # a password may hold anything
     text = re.sub(r"(\w://[^\s'\"?]*\?)[^\s'\"]+", r"\1***", text)
     secrets = {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 8}
     for secret in sorted(secrets, key=len, reverse=True):

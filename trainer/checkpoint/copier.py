@@ -5,19 +5,22 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from trainer.base import files
 from trainer.base.console import without_keys
 from trainer.base.errors import STORAGE_ERRORS, Interrupted, PeerStopped, UserError, one_line
+from trainer.base.progress import duration
 from trainer.base.run_layout import Layout, folder_name
-from trainer.checkpoint.mirror import Mirror
+from trainer.checkpoint.mirror import Mirror, Taken
 
 T = TypeVar("T")
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before something is tried again; each is twice the one before
 SAID_EVERY = 60.0  # seconds between two lines about one trouble
 LOOK_SECONDS = 0.2  # between two looks at signals
+SHORTEST_SILENCE = 5.0  # seconds that any answer may take, however short checkpoint.mirror_wait is
 # What the errors of a network are called that are no OSError: every backend has classes of its own.
 NETWORK = ("Connect", "Timeout", "Payload", "Disconnected", "HTTPClient", "ServiceRe")
 
@@ -87,18 +90,28 @@ def beside(work: Callable[[], T], check: Callable[[], object]) -> T:
 
 
 class Asker:
-    """Asks a mirror before a run begins. wait: seconds that it may take to answer. check: looks at signals, may raise."""
+    """Asks a mirror before a run begins. wait: seconds that it may fail, or be silent. check: looks at signals, may raise."""
 
     def __init__(self, url: str, wait: float, say: Callable[[str], None], check: Callable[[], object]) -> None:
         self.url, self.wait, self.check = url, wait, check
         self.troubles = Troubles(url, say)
 
-    def __call__(self, work: Callable[[], T], waiting: str) -> T:
-        """What `work` gives. Raises UserError for what will last, and once `wait` is over."""
-        until = time.monotonic() + self.wait
+    def __call__(self, work: Callable[[], T], waiting: str, came: Callable[[], int] = lambda: 0) -> T:
+        """What `work` gives. came: how much of it is here; `wait` begins again with what is more than ever. Raises UserError
+        for what will last, and once `wait` is over."""
+        most, until, silence = 0, time.monotonic() + self.wait, max(self.wait, SHORTEST_SILENCE)
+
+        def look() -> None:
+            nonlocal most, until
+            self.check()
+            if (count := came()) > most:
+                most, until = count, time.monotonic() + self.wait
+            if time.monotonic() - (until - self.wait) >= silence:
+                raise TimeoutError(errno.ETIMEDOUT, f"no answer for {duration(silence)}")
+
         while True:
             try:
-                given = beside(work, self.check)
+                given = beside(work, look)
                 self.troubles.over()
                 return given
             except (UserError, Interrupted, PeerStopped):
@@ -130,7 +143,8 @@ class Copier:
     """Copies a run's files to its mirror in a thread. The newest checkpoint goes first; of older ones those that `keep_last`
     would keep follow.
 
-    name: of the run. say: prints a line of the run. clock: gives seconds.
+    name: of the run. owner: as Mirror.claim. there: the steps that a start found there. back: the step that an earlier start
+    went back to, which the mirror did not hear of. say: prints a line of the run. clock: gives seconds.
     """
 
     def __init__(
@@ -139,25 +153,35 @@ class Copier:
         layout: Layout,
         *,
         name: str,
+        owner: dict[str, str],
+        there: Sequence[int] = (),
+        back: int | None = None,
         keep_last: int,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mirror, self.layout, self.name, self.keep_last, self.say = mirror, layout, name, keep_last, say
+        self.owner, self.there, self.back = owner, there, back
         self.troubles = Troubles(mirror.url, say, clock)
         self._changed = threading.Condition()
         self._pending: list[int] = []  # steps, ascending
         self._ends: list[str] = []  # files, by their paths in the output folder
-        self._begun, self._closed = False, False
+        self._begun, self._closed, self._taken = False, False, False
         self._hurry = threading.Event()  # the end is near: no long pause is slept through
         self._copied: dict[str, tuple[int, int]] = {}  # results: size and time of what was copied
 
-    def start(self, owner: dict[str, str], step: int) -> None:
-        """Begin to copy. owner: as Mirror.claim. step: where the run begins; later checkpoints there are set aside."""
+    def start(self, step: int) -> None:
+        """Begin to copy. step: where the run begins; later checkpoints there are set aside. Until they are, mirror.json says
+        so: a start that comes before must not go on from them."""
+        back = step if self.back is None else min(step, self.back)
+        self._note({"back_to": back} if any(later > back for later in self.there) else {})
         if (self.layout.checkpoints / folder_name(step)).exists():
             self.offer(step)
-        thread = threading.Thread(target=self._work, args=(owner, step), name="mirror", daemon=True)
+        thread = threading.Thread(target=self._work, args=(back,), name="mirror", daemon=True)
         thread.start()
+
+    def _note(self, more: dict[str, int]) -> None:
+        files.write_atomic(self.layout.mirror, [files.json_bytes({"id": self.owner["id"]} | more)])
 
     def offer(self, step: int) -> None:
         """A checkpoint is on the disk."""
@@ -188,11 +212,11 @@ class Copier:
         return self.missing()
 
     def missing(self) -> list[str]:
-        """The names of what is to be copied and is not yet."""
+        """The names of what is to be copied and is not yet; none where the mirror is another's now."""
         with self._changed:
-            return [*map(folder_name, reversed(self._pending)), *self._ends]
+            return [] if self._taken else [*map(folder_name, reversed(self._pending)), *self._ends]
 
-    def _work(self, owner: dict[str, str], step: int) -> None:
+    def _work(self, back: int) -> None:
         while True:
             with self._changed:
                 while self._begun and not self._pending and not self._ends and not self._closed:
@@ -202,12 +226,19 @@ class Copier:
                 newest = self._pending[-1] if self._pending else None
                 end = self._ends[0] if self._ends else ""
             try:
+                self.mirror.claim(self.owner)
                 if not self._begun:
-                    self._begin(owner, step)
+                    self._begin(back)
                 elif newest is not None:
                     self._copy(newest)
                 else:
                     self._copy_file(end)
+            except Taken:
+                self._taken = True
+                return self.say(
+                    f"warning: checkpoint.mirror = {self.mirror.url!r} is claimed by another run now, or by another start of "
+                    "this one; this run goes on without a mirror and copies nothing more there: give it another prefix"
+                )
             except Exception as error:  # whatever a backend raises: the run goes on
                 if self._closed:
                     return
@@ -218,12 +249,12 @@ class Copier:
                 continue
             self.troubles.over()
 
-    def _begin(self, owner: dict[str, str], step: int) -> None:
-        self.mirror.claim(owner)
-        for aside in self.mirror.set_aside(step):
+    def _begin(self, back: int) -> None:
+        for aside in self.mirror.set_aside(back):
             self.say(
                 f"warning: a later checkpoint in the mirror is set aside as {aside}; delete it when you need no way back"
             )
+        self._note({})
         there = self.mirror.listing()
         for path in self.layout.results(self.name):
             stamp = self._stamp(path)

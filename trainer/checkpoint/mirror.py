@@ -13,6 +13,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ def open_mirror(url: str) -> Mirror:
     return Mirror(*url_to_fs(url, **options), url)
 
 
+class Taken(Exception):
+    """Another start has claimed the place."""
+
+
 class Mirror:
     """Files below one place of a file system. Names are below it, with "/". Every method may raise whatever the backend
     does, and leaves no checkpoint that looks whole and is not."""
@@ -76,6 +81,7 @@ class Mirror:
     def __init__(self, fs: Any, place: str, url: str) -> None:
         self.fs, self.place, self.url = fs, place.rstrip("/"), url
         self._sent: set[str] = set()  # of checkpoints whose copy was cut off: what need not be sent again
+        self._claim: bytes | None = None  # RUN, as this start wrote it
 
     def _at(self, name: str) -> str:
         return f"{self.place}/{name}" if name else self.place
@@ -128,8 +134,9 @@ class Mirror:
     def try_out(self) -> None:
         """Write a file, read it and delete it. Raises what stands in the way of any of them."""
         self.write(PROBE, b"may this run write here?\n")
-        self.read(PROBE)
-        self.fs.rm_file(self._at(PROBE))
+        with suppress(FileNotFoundError):  # another start, at the same moment, deleted it
+            self.read(PROBE)
+        self.remove([PROBE])
 
     # --- whose it is ----------------------------------------------------------------------------------------------------
 
@@ -149,13 +156,23 @@ class Mirror:
         return None
 
     def claim(self, owner: dict[str, str]) -> None:
-        """Say whose the place is, unless it says so already: not every store replaces a file at once."""
+        """Say whose the place is: of several starts the last one has it. Once it is said, as `hold`."""
+        if self._claim is not None:
+            return self.hold()
+        claim = files.json_bytes(owner)
+        self.write(RUN, claim)
+        self._claim = claim
+
+    def hold(self) -> None:
+        """See that what was claimed is still this start's; what somebody deleted is said again. Raises Taken."""
+        if self._claim is None:
+            return
         try:
-            said = self.read(RUN)
+            there = self.read(RUN)
         except FileNotFoundError:
-            said = b""
-        if said != files.json_bytes(owner):
-            self.write(RUN, files.json_bytes(owner))
+            return self.write(RUN, self._claim)
+        if there != self._claim:
+            raise Taken
 
     # --- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +192,7 @@ class Mirror:
     def put(self, folder: Path, step: int, log: bytes) -> None:
         """Copy a checkpoint, and the log beside it. What is not the same there loses its manifest first.
 
-        Raises FileNotFoundError, too, where the folder is pruned meanwhile.
+        Raises FileNotFoundError, too, where the folder is pruned meanwhile; Taken where another start claimed the place.
         """
         place = _place(step)
         there = self.listing(place)
@@ -196,6 +213,7 @@ class Mirror:
         self.write(f"{place}/{INSIDE.metrics.name}", log)
         if short := lacking(self.listing(place)):
             raise OSError(errno.EIO, f"{short[0]} did not arrive whole")
+        self.hold()
         self.write(f"{place}/{MANIFEST}", manifest)
 
     def fetch(self, step: int, into: Path) -> None:
@@ -251,6 +269,8 @@ def adopt(root: Path, step: int, fill: Callable[[Path], object], keep: Callable[
     try:
         fill(temporary)
         reason = store.problem(temporary)
+        if reason is None and store.was_set_aside(root, step, temporary):
+            reason = "the run went back from it, and set it aside here"
         if reason is None:
             keep(temporary)
             files.sync_tree(temporary)

@@ -65,6 +65,7 @@ class Progress:
     total_steps: the schedule's frozen length. started: ISO date and time of the first start (UTC).
     changes: what --allow changed in mid-run, in order. Of each {"step": the last one before, "what": lines, "epoch": the
     one that begins with the next step, from 0; None where the present one goes on}.
+    log: the digest of the log's lines up to here; "" before one is written, and of an earlier version.
     """
 
     step: int
@@ -73,6 +74,7 @@ class Progress:
     total_steps: int
     started: str
     changes: list[dict[str, Any]] = field(default_factory=list)
+    log: str = ""
 
     @property
     def began(self) -> tuple[int, int]:
@@ -96,6 +98,8 @@ class Progress:
                 raise ValueError(f"a change has {short(places)}")
             if not isinstance(change["what"], list) or not all(isinstance(line, str) for line in change["what"]):
                 raise ValueError("a change does not say what")
+        if not isinstance(loaded.log, str):
+            raise ValueError(f"the log's digest is {short(loaded.log)}")
         datetime.fromisoformat(loaded.started)  # ValueError or TypeError where it is no date
         self.__dict__.update(loaded.__dict__)
 

@@ -255,6 +255,11 @@ def _asides(root: Path, step: int) -> list[Path]:
     return sorted((path for path in root.iterdir() if names.fullmatch(path.name)), key=_number)
 
 
+def was_set_aside(root: Path, step: int, folder: Path) -> bool:
+    """Whether the checkpoint of that step in `folder` was set aside before."""
+    return bool(_copies(folder, _asides(root, step)))
+
+
 def _number(aside: Path) -> int:
     found = re.fullmatch(r"superseded-step-\d{8}(?:-(\d+))?", aside.name)
     assert found is not None

@@ -82,13 +82,18 @@ def once_each(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_mirror(url: str) -> str:
-    """Raises ValueError for what is no URL with a place in it, and for keys in one: they would stand in every file of the
-    run."""
-    parts = urlsplit(url)
-    if parts.password is not None or parts.query:
+    """Raises ValueError for what is no URL of one store with a place in it that outlives the process, and for keys in a URL:
+    they would stand in every file of the run."""
+    example, parts = 'for example "s3://BUCKET/PREFIX"', urlsplit(url)
+    # A key may have any letter, as "/", and fsspec chains URLs: no parser of URLs finds every one.
+    if any(re.search(r":/+[^/@:]*:[^@]*@", link) for link in url.split("::")) or "?" in url:
         raise ValueError("keys do not belong in a URL; leave them to the environment, as in docs/resume.md#a-mirror")
+    if "::" in url:
+        raise ValueError(f"what stands before a store would answer in its place; give the URL of the store alone, {example}")
+    if parts.scheme == "memory":
+        raise ValueError(f"memory:// ends with the process, and a mirror is there to outlive it; give another URL, {example}")
     if "://" not in url or not (parts.netloc + parts.path).strip("/"):
-        raise ValueError('give a URL and a place in it, for example "s3://BUCKET/PREFIX"')
+        raise ValueError(f"give a URL and a place in it, {example}")
     return url.rstrip("/")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.base import patterns
+from trainer.base.console import without_keys
 from trainer.base.errors import UserError
 from trainer.base.text import decoded
 from trainer.config import mistakes
@@ -125,7 +126,7 @@ def override(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
 def _apply(tree: dict[str, Any], override: str) -> str:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
-        raise UserError(f"--set {override!r}: write it as table.key=VALUE, for example --set run.seed=3")
+        raise UserError(f"--set {without_keys(repr(override))}: write it as table.key=VALUE, for example --set run.seed=3")
     remove = not text.strip()
     try:
         value = None if remove else tomllib.loads(f"value = {text.strip()}")["value"]
@@ -133,7 +134,7 @@ def _apply(tree: dict[str, Any], override: str) -> str:
         value = text.strip()  # a bare word is a string
         remedy = _remedy(text, error)
         if remedy or (len(value) > 1 and value[0] == value[-1] == '"'):
-            raise UserError(f"--set {override!r}: not valid TOML: {error}{remedy}") from error
+            raise UserError(f"--set {without_keys(repr(override))}: not valid TOML: {error}{remedy}") from error
     *tables, last = key.strip().split(".")
     node: Any = tree
     for part in tables:
@@ -152,8 +153,8 @@ def _child(node: Any, part: str, override: str) -> Any:
     if isinstance(node, dict):
         child = node.setdefault(part, {})
         if not isinstance(child, (dict, list)):
-            raise UserError(f"--set {override!r}: {part!r} is a value, not a table")
+            raise UserError(f"--set {without_keys(repr(override))}: {part!r} is a value, not a table")
         return child
     if not part.isdigit() or int(part) >= len(node):
-        raise UserError(f"--set {override!r}: {part!r} is not an index into a list of {len(node)}")
+        raise UserError(f"--set {without_keys(repr(override))}: {part!r} is not an index into a list of {len(node)}")
     return node[int(part)]

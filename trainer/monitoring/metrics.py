@@ -1,11 +1,12 @@
 """metrics.jsonl, what mirrors it, and the progress of the training."""
 
+import hashlib
 import json
 import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -18,6 +19,7 @@ from trainer.base.progress import QUIET, Fields, Phases
 from trainer.monitoring.course import CHANGED, PHOTOS
 from trainer.monitoring.trackers import Tracker
 
+VARY = ("time", "seconds", "images_per_second", "peak_bytes")  # between lines of two equal runs
 SMOOTHED = 20  # steps over which the loss that is shown is averaged, and whose images a second are shown
 
 
@@ -31,10 +33,24 @@ def cut(path: Path, step: int) -> None:
             entry = json.loads(line)
         except ValueError:
             break  # a kill cut this line short; it is the last
-        if not line.endswith(b"\n") or not isinstance(entry, dict) or entry.get("step", step + 1) > step:
+        of_step = entry.get("step") if isinstance(entry, dict) else None
+        if not line.endswith(b"\n") or type(of_step) is not int or of_step > step:
             break
         kept.append(line)
     write_atomic(path, kept)
+
+
+def chained(digest: str, entry: dict[str, Any]) -> str:
+    """The digest of a log with one more line: SHA-256, in hexadecimal, of the digest before and the line without VARY."""
+    line = json.dumps({name: value for name, value in entry.items() if name not in VARY})
+    return hashlib.sha256((digest + line).encode()).hexdigest()
+
+
+def has_digest(path: Path, digest: str) -> bool:
+    """Whether a log is that of a digest. What a later start has added to the last line stands behind the rest of it."""
+    *before, last = read_lines(path) or [{}]
+    first, fields = reduce(chained, before, ""), [*last.items()]
+    return any(chained(first, dict(fields[:count])) == digest for count in range(len(fields), 0, -1))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -60,7 +76,7 @@ def _line(entry: dict[str, Any]) -> bytes:
 class Metrics:
     """Writes one JSON object a step, flushed, and mirrors its numbers to the trackers and the phase "training".
 
-    They are closed with it.
+    They are closed with it. digest: of all lines (`chained`), made as they are written.
     """
 
     def __init__(
@@ -79,6 +95,7 @@ class Metrics:
         # It is shown, no more: the loop looks at signals between two steps, and the log itself tells what they took.
         training = phases("training", total_steps, "step", before=initial_step, obey=False, keep=False)
         self.phase, self._phases = self._open.enter_context(training), phases
+        self.digest = self._before = ""  # _before: without the last line
         self._last: deque[dict[str, Any]] = deque(maxlen=SMOOTHED)
         self._held_out: list[float] = []  # on the photos of _mark
         self._mark: object = None
@@ -101,6 +118,7 @@ class Metrics:
 
     def _follow(self, entry: dict[str, Any]) -> None:
         """What the lines for people say of more than one step."""
+        self._before, self.digest = self.digest, chained(self.digest, entry)
         if CHANGED in entry:
             self._last.clear()
         self._last.append(entry)
@@ -140,7 +158,7 @@ class Metrics:
         entry = json.loads(last) | fields
         self.file.close()
         write_atomic(self.path, [*lines, _line(entry)])
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file, self.digest = self.path.open("a", encoding="utf-8"), chained(self._before, entry)
         # The whole line: a tracker may hide what an earlier start logged of this step.
         self._mirror({name: value for name, value in entry.items() if name != "at_start"})
         self._measured(entry["step"], fields)

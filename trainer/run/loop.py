@@ -181,3 +181,4 @@ class Loop:
         if peak is not None:
             entry["peak_bytes"] = peak
         self.pending = self.measurements.step(entry, self._position())
+        progress.log = self.measurements.log.digest

@@ -13,8 +13,10 @@ from trainer.base.run_layout import Layout, folder_name
 from trainer.base.signals import Signals
 from trainer.checkpoint import store
 from trainer.checkpoint.copier import Asker, Copier
-from trainer.checkpoint.mirror import Mirror, adopt, check_library, open_mirror
+from trainer.checkpoint.mirror import RUN, Mirror, adopt, check_library, open_mirror
+from trainer.checkpoint.state import Saved
 from trainer.config import Config
+from trainer.monitoring import metrics
 from trainer.runtime.context import RunContext
 
 NEWEST = ("auto", "latest")
@@ -35,6 +37,8 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
         if not processes.is_main:
             return None
         check_library(url)
+        note = files.read_json(layout.mirror) if layout.mirror.exists() else {}
+        own, back = note.get("id"), note.get("back_to")
         ask = Asker(url, config.checkpoint.mirror_wait, processes.say, phases.check)
         with phases("asking the mirror", keep=False):
             mirror = ask(lambda: open_mirror(url), "opening it")
@@ -42,12 +46,22 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
             steps = ask(mirror.steps, "listing its checkpoints") if theirs else []
             _refuse_others(url, theirs, layout, holds=bool(steps), name=name, newest=resume_from in NEWEST)
             ask(mirror.try_out, "trying to write")
-        if resume_from in NEWEST and theirs and steps:
+            # Every start has a mark of its own: one run on two machines is two starts, too.
+            owner = {
+                "run": name,
+                "id": own or (theirs["id"] if theirs and steps else secrets.token_hex(8)),
+                "start": secrets.token_hex(8),
+            }
+            if not steps and theirs != {"run": name, "id": own}:
+                ask(lambda: mirror.claim(owner), "claiming it")  # else once the run begins: this start may be refused yet
+        if resume_from in NEWEST and steps:
             files.make_folder(layout.root, "run.output_dir")
             with files.locked(layout.lock):
-                _own(layout, theirs["id"])
-                _fetch(mirror, steps, ask, context, name)
-    return Copier(mirror, layout, name=name, keep_last=config.checkpoint.keep_last, say=processes.say)
+                if own is None:
+                    files.write_atomic(layout.mirror, [files.json_bytes({"id": owner["id"]})])
+                _fetch(mirror, [step for step in steps if back is None or step <= back], ask, context, name)
+    about = {"name": name, "owner": owner, "there": steps, "back": back, "keep_last": config.checkpoint.keep_last}
+    return Copier(mirror, layout, **about, say=processes.say)
 
 
 def _refuse_others(url: str, theirs: dict[str, str] | None, layout: Layout, *, holds: bool, name: str, newest: bool) -> None:
@@ -57,22 +71,16 @@ def _refuse_others(url: str, theirs: dict[str, str] | None, layout: Layout, *, h
     here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
     own = files.read_json(layout.mirror)["id"] if layout.mirror.exists() else None
     if theirs["run"] != name or own not in (None, theirs["id"]) or (own is None and here):
+        gone = "" if holds else f", or delete {RUN} there if that run is gone"
         raise UserError(
             f"checkpoint.mirror = {url!r} holds another run ({theirs['run']!r}, of another run.output_dir); give another "
-            "prefix"
+            f"prefix{gone}"
         )
     if holds and not here and not newest:
         raise UserError(
             f"checkpoint.mirror = {url!r} already holds checkpoints of {name!r}; add --resume_from auto to go on, or give "
             "another prefix"
         )
-
-
-def _own(layout: Layout, new: str) -> str:
-    """The id of this output folder. new: what it is from now on, where it has none."""
-    if not layout.mirror.exists():
-        files.write_atomic(layout.mirror, [files.json_bytes({"id": new})])
-    return files.read_json(layout.mirror)["id"]
 
 
 def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, name: str) -> None:
@@ -86,30 +94,39 @@ def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, na
 
     for step in reversed([step for step in steps if step > newest]):
         with phases(f"fetching {folder_name(step)} from the mirror"):
-            wrong = _fetch_one(mirror, step, ask, layout, name)
+            wrong = _fetch_one(mirror, step, ask, context, name)
         if wrong is None:
             say(f"{folder_name(step)} came from {mirror.url}")
             return
         say(f"warning: {folder_name(step)} in {mirror.url} is not valid: {wrong}")
     if newest < 0:
         raise UserError(
-            f"checkpoint.mirror = {mirror.url!r} holds no valid checkpoint ({len(steps)} are damaged), and there is none in "
-            f"{root}; restore one, or give another prefix to start again"
+            f"checkpoint.mirror = {mirror.url!r} holds no valid checkpoint ({len(steps)} are damaged, or set aside here), "
+            f"and there is none in {root}; restore one, or give another prefix to start again"
         )
 
 
-def _fetch_one(mirror: Mirror, step: int, ask: Asker, layout: Layout, name: str) -> str | None:
+def _fetch_one(mirror: Mirror, step: int, ask: Asker, context: RunContext, name: str) -> str | None:
     """Take a checkpoint in, with the log and the results up to it. Returns why it is not valid, or None."""
+    layout = context.layout
 
     def fill(folder: Path) -> None:
-        ask(lambda: mirror.fetch(step, folder), f"fetching {folder_name(step)}")
+        waiting = f"fetching {folder_name(step)}"
+        ask(lambda: mirror.fetch(step, folder), waiting, lambda: sum(path.stat().st_size for path in folder.iterdir()))
 
     def keep(folder: Path) -> None:
-        ask(lambda: mirror.fetch_results(layout, name, step), f"fetching what was left up to {folder_name(step)}")
-        log = folder / layout.metrics.name
-        if log.exists():  # nothing that a checkpoint needs, so its manifest does not tell of it
+        waiting = f"fetching what was left up to {folder_name(step)}"
+        ask(lambda: mirror.fetch_results(layout, name, step), waiting, lambda: len(layout.results(name)))
+        log, digest = folder / layout.metrics.name, Saved.whatever(folder).values("progress").get("log")
+        metrics.cut(log, step)
+        if digest and not metrics.has_digest(log, digest):
+            context.processes.say(
+                f"warning: {log.name} of {folder_name(step)} in {mirror.url} is not the log that the run wrote: it is not "
+                f"taken, and lines up to step {step} are missing here"
+            )
+        elif log.exists():
             files.write_atomic(layout.metrics, [log.read_bytes()])
-            log.unlink()
+        log.unlink(missing_ok=True)  # nothing that a checkpoint needs, so its manifest does not tell of it
 
     return adopt(layout.checkpoints, step, fill, keep)
 
@@ -122,8 +139,7 @@ def mirrored(config: Config, context: RunContext, signals: Signals, step: int) -
         yield
         return
     if context.copier is not None:
-        owner = {"run": config.run.name, "id": _own(context.layout, secrets.token_hex(8))}
-        context.copier.start(owner, step)
+        context.copier.start(step)
     try:
         yield
     except KeyboardInterrupt:

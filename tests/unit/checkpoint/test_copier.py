@@ -12,6 +12,7 @@ import pytest
 
 from tests.faulty_store import URL, FaultyStore
 from tests.unit.checkpoint.test_mirror import saved
+from trainer.base import files
 from trainer.base.errors import Interrupted, UserError
 from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import copier, store
@@ -42,7 +43,8 @@ class Bench:
         self.fs, self.layout, self.said = FaultyStore(), Layout(folder), []
         self.layout.checkpoints.mkdir(parents=True)
         self.layout.metrics.write_bytes(b"{}\n")
-        self.copier = Copier(self.fs.mirror(), self.layout, name="bear", keep_last=keep_last, say=self.said.append)
+        about = {"name": "bear", "owner": OWNER, "keep_last": keep_last}
+        self.copier = Copier(self.fs.mirror(), self.layout, **about, say=self.said.append)
 
     def save(self, step: int) -> None:
         saved(self.layout.checkpoints, step)
@@ -72,7 +74,7 @@ def manifests(fs: FaultyStore) -> list[int]:
 
 
 def test_checkpoints_results_and_what_the_end_leaves_are_there(bench: Bench) -> None:
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     early = bench.layout.samples_of(0) / "00.png"
     early.parent.mkdir(parents=True)
     early.write_bytes(b"png")
@@ -102,7 +104,7 @@ def test_of_several_that_wait_the_newest_is_copied_first_and_what_keep_last_dele
         return False
 
     bench.fs.fails = slow
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
     assert begun.wait(TIMEOUT)
     for step in range(2, 7):
@@ -122,7 +124,7 @@ def test_a_network_that_fails_delays_and_is_said_once(bench: Bench) -> None:
 
     bench.fs.fails = every_other
     bench.copier.troubles.clock = lambda: 0.0
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     for step in (1, 2, 3):
         bench.save(step)
     assert bench.finish() == [] and bench.fs.mirror().steps() == [1, 2, 3]
@@ -143,14 +145,14 @@ def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_no_trouble(bench: Ben
         return False
 
     bench.fs.fails = prune
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
     assert bench.finish() == [] and not bench.said
     assert {name.split("/")[1] for name in bench.fs.mirror().listing("checkpoints")} == {folder_name(2)}
 
 
 def test_an_end_without_a_network_names_what_is_missing_and_leaves(bench: Bench) -> None:
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
     bench.until(lambda: manifests(bench.fs) == [1])
     bench.fs.fails = lambda what, name: True
@@ -168,7 +170,7 @@ def test_the_end_does_not_sleep_through_a_long_pause(bench: Bench, monkeypatch) 
     monkeypatch.setattr(copier, "LONGEST_PAUSE", 1e9)
     bench.copier.troubles._pause = 1e6
     bench.fs.fails = lambda what, name: True
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
     bench.until(lambda: bench.said)
     bench.fs.fails = lambda what, name: False
@@ -177,7 +179,7 @@ def test_the_end_does_not_sleep_through_a_long_pause(bench: Bench, monkeypatch) 
 
 def test_a_stop_leaves_the_wait_at_once(bench: Bench) -> None:
     bench.fs.fails = lambda what, name: True
-    bench.copier.start(OWNER, 0)
+    bench.copier.start(0)
     bench.save(1)
 
     def stop() -> None:
@@ -194,15 +196,57 @@ def test_a_start_offers_its_own_checkpoint_and_sends_no_result_twice(tmp_path: P
     sample.parent.mkdir(parents=True)
     sample.write_bytes(b"png")
     saved(first.layout.checkpoints, 2)
-    first.copier.start(OWNER, 2)
+    first.copier.start(2)
     assert first.finish() == [] and first.fs.mirror().steps() == [2]
     first.fs.mirror().put(saved(tmp_path / "later", 3), 3, b"")
     first.fs.asked.clear()
-    again = Copier(first.fs.mirror(), first.layout, name="bear", keep_last=3, say=first.said.append)
-    again.start(OWNER, 2)
+    again = Copier(first.fs.mirror(), first.layout, name="bear", owner=OWNER, keep_last=3, say=first.said.append)
+    again.start(2)
     assert again.finish(TIMEOUT, lambda: None) == []
-    assert not [name for what, name in first.fs.changes() if what == "write"]
+    assert [name for what, name in first.fs.changes() if what == "write"] == ["run.json"]
     assert first.fs.mirror().steps() == [2] and f"superseded-{folder_name(3)}" in first.said[0]
+
+
+def test_a_place_that_another_start_has_claimed_is_left_to_it(bench: Bench) -> None:
+    """The run goes on and ends without a mirror; it is said once."""
+    bench.copier.start(0)
+    bench.save(1)
+    bench.until(lambda: manifests(bench.fs) == [1])
+    other = bench.fs.mirror()
+    other.claim(OWNER | {"start": "another"})
+    before = bench.fs.mirror().listing()
+    bench.save(2)
+    bench.until(lambda: bench.said)
+    bench.save(3)
+    bench.layout.report.write_bytes(b"end")
+    assert bench.finish(1e9) == [] and bench.fs.mirror().listing() == before
+    (said,) = bench.said
+    assert said.startswith(f"warning: checkpoint.mirror = '{URL}' is claimed by another run now, or by another start of this")
+    other.hold()
+
+
+def test_going_back_is_noted_until_the_mirror_has_obeyed(bench: Bench) -> None:
+    """Through starts that do not reach it, the earliest step counts."""
+    later = bench.layout.root.parent / "later"
+    for step in (2, 3, 5):
+        bench.fs.mirror().put(saved(later, step), step, b"")
+
+    def start(step: int, back: int | None) -> Copier:
+        about = {"name": "bear", "owner": OWNER, "there": [2, 3, 5], "back": back, "keep_last": 3}
+        made = Copier(bench.fs.mirror(), bench.layout, **about, say=bench.said.append)
+        made.start(step)
+        return made
+
+    bench.fs.fails = lambda what, name: what == "copy"
+    for step, back, noted in ((3, None, 3), (4, 3, 3), (2, 3, 2)):
+        start(step, back).finish(0.0, lambda: None)
+        assert files.read_json(bench.layout.mirror) == {"id": "5", "back_to": noted}
+    bench.fs.fails = lambda what, name: False
+    last = start(4, 2)
+    bench.until(lambda: files.read_json(bench.layout.mirror) == {"id": "5"})
+    assert bench.fs.mirror().steps() == [2] and last.finish(TIMEOUT, lambda: None) == []
+    start(5, None).finish(TIMEOUT, lambda: None)
+    assert files.read_json(bench.layout.mirror) == {"id": "5"}, "nobody went back"
 
 
 @pytest.mark.parametrize(
@@ -238,6 +282,14 @@ def test_no_key_is_told(monkeypatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "open/sesame+1")
     error = OSError("GET https://me:hush@host/x?sig=abc with open/sesame+1 failed")
     assert reason(error) == "GET https://***@host/x?*** with *** failed"
+    for url in (
+        "simplecache::ftp://me:hush@host/x",
+        "s3://K:hu/sh@host/x",
+        "s3://K:hu@sh@host/x",
+        "zip://a::s3://K:hu sh@host/x",
+    ):
+        masked = reason(OSError(f"GET {url} failed"))
+        assert "hu" not in masked and masked.endswith("://***@host/x failed"), url
     assert reason(NoCredentialsError("Unable to locate\ncredentials")) == "NoCredentialsError: Unable to locate credentials"
 
 
@@ -266,6 +318,27 @@ def test_a_start_waits_for_a_network_and_not_for_keys() -> None:
         Asker(URL, 0.0, said.append, lambda: None)(lambda: work(TimeoutError("slow"), 9), "asking")
     with pytest.raises(OSError, match="No space"):
         ask(lambda: work(OSError(errno.ENOSPC, "No space left on device"), 99), "fetching")
+
+
+def test_a_server_that_is_silent_is_not_waited_for_longer(monkeypatch) -> None:
+    """It accepts, and never answers; while something comes, it is waited for."""
+    monkeypatch.setattr(copier, "SHORTEST_SILENCE", 0.05)
+    hangs, come = threading.Event(), iter(range(20))
+    with pytest.raises(UserError, match=r"\(asking\): .*no answer for 0\.1 s\nstart again when it answers, or wait longer"):
+        Asker(URL, 0.0, lambda line: None, lambda: None)(lambda: hangs.wait(TIMEOUT), "asking")
+    ask = Asker(URL, 0.05, lambda line: None, lambda: None)
+    seen: list[int] = []
+
+    def came() -> int:
+        seen.append(next(come, 20))
+        if len(seen) > 40:
+            hangs.set()
+        return seen[-1]
+
+    with pytest.raises(UserError, match="no answer for 0"):
+        ask(lambda: hangs.wait(TIMEOUT), "fetching", came)
+    assert seen[-1] == 20, "as long as more came than ever"
+    hangs.set()
 
 
 def test_a_signal_is_heard_while_a_call_hangs() -> None:

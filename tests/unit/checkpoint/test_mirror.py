@@ -10,18 +10,22 @@ import fsspec  # noqa: F401
 import pytest
 
 from tests.faulty_store import FaultyStore
+from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import store
-from trainer.checkpoint.mirror import INSIDE, adopt, check_library, open_mirror
+from trainer.checkpoint.mirror import INSIDE, Taken, adopt, check_library, open_mirror
+from trainer.checkpoint.state import LAYOUT_VERSION, PIECES
 
 LOG = b'{"step": 1}\n'
 
 
-def saved(root: Path, step: int, mark: str = "") -> Path:
-    """A checkpoint on the disk. mark: makes its bytes others."""
+def saved(root: Path, step: int, mark: str = "", log: str = "") -> Path:
+    """A checkpoint on the disk. mark: makes its bytes others. log: the digest of its log; "" of an earlier version's."""
+    pieces = {name: {"version": piece.version, "state": {}} for name, piece in PIECES.items()}
+    pieces["progress"]["state"] = {"log": log} if log else {}
     contents = {"adapter.safetensors": [f"weights {step} {mark}".encode()], "optimizer.safetensors": [b"x" * 100 * step],
-                "state.json": [b"{}"]}  # fmt: skip
+                "state.json": [files.json_bytes({"layout": LAYOUT_VERSION, "pieces": pieces})]}  # fmt: skip
     return store.save(root, step, contents)
 
 
@@ -193,6 +197,53 @@ def test_an_owner_is_told_nobody_is_none_and_something_else_is_refused() -> None
             fs.mirror().owner()
 
 
+def test_of_two_starts_the_last_has_the_place_and_the_other_writes_no_manifest(tmp_path: Path) -> None:
+    """Also where the second claims it while the first is in the middle of a copy."""
+    fs, folder = FaultyStore(), saved(tmp_path, 5)
+    first, second = fs.mirror(), fs.mirror()
+    first.claim({"run": "bear", "id": "5", "start": "a"})
+    first.hold()
+
+    def claimed_meanwhile(what: str, name: str) -> bool:
+        if (what, name) == ("write", f"checkpoints/{folder_name(5)}/state.json"):
+            fs.fails = lambda what, name: False
+            second.claim({"run": "bear", "id": "5", "start": "b"})
+        return False
+
+    fs.fails = claimed_meanwhile
+    with pytest.raises(Taken):
+        first.put(folder, 5, LOG)
+    assert fs.mirror().steps() == []
+    second.put(folder, 5, LOG)
+    for again in (first.hold, lambda: first.claim({"run": "bear", "id": "5", "start": "a"})):
+        with pytest.raises(Taken):
+            again()
+    second.hold()
+    assert fs.mirror().steps() == [5] and fs.mirror().owner() == {"run": "bear", "id": "5"}
+
+
+def test_a_claim_that_somebody_deleted_is_said_again() -> None:
+    fs = FaultyStore()
+    mirror = fs.mirror()
+    mirror.claim({"run": "bear", "id": "5"})
+    mirror.remove(["run.json"])
+    mirror.hold()
+    assert fs.mirror().owner() == {"run": "bear", "id": "5"}
+
+
+def test_two_that_try_out_at_one_moment_are_in_nobodys_way() -> None:
+    fs = FaultyStore()
+
+    def other(what: str, name: str) -> bool:
+        if what == "read":
+            fs.mirror().remove(["probe.tmp"])
+        return False
+
+    fs.fails = other
+    fs.mirror().try_out()
+    assert ("read", "probe.tmp") in fs.asked and fs.mirror().listing() == {}
+
+
 def test_trying_out_leaves_nothing_and_needs_to_write_read_and_delete() -> None:
     fs = FaultyStore()
     fs.mirror().try_out()
@@ -232,8 +283,21 @@ def test_what_is_taken_in_is_valid_or_not_there(tmp_path: Path) -> None:
     assert "metrics.jsonl" in kept and store.steps(here) == [4, 5]
     fs.mirror().write(f"checkpoints/{folder_name(5)}/state.json", b"[]")
     damaged.write_bytes(b"[]")
-    assert "state.json does not match its SHA-256" in str(take())
+    assert "state.json has 2 bytes" in str(take())
     assert store.steps(here) == [4, 5] and [path for path in here.iterdir() if path.name.startswith(".")] == []
+
+
+def test_what_was_set_aside_here_does_not_come_back(tmp_path: Path) -> None:
+    fs, here = FaultyStore(), tmp_path / "here"
+    fs.mirror().put(saved(here, 5), 5, LOG)
+    store.set_aside(here, after=4)
+
+    def take() -> str | None:
+        return adopt(here, 5, lambda into: fs.mirror().fetch(5, into), lambda folder: None)
+
+    assert take() == "the run went back from it, and set it aside here" and store.steps(here) == []
+    fs.mirror().put(saved(tmp_path / "new", 5, "of the new timeline"), 5, LOG)
+    assert take() is None and store.steps(here) == [5]
 
 
 def test_results_come_up_to_the_step_and_nothing_outside_of_them(tmp_path: Path) -> None:

@@ -99,11 +99,14 @@ def test_progress_counts_and_says_what_changed() -> None:
     for odd in (
         {"step": -1}, {"images": 1.0}, {"non_finite": True}, {"total_steps": 2**53}, {"started": "yesterday"},
         {"changes": [change | {"step": 5}]}, {"changes": [change | {"epoch": -1}]}, {"changes": [change | {"what": "all"}]},
-        {"changes": [change | {"what": [1]}]},
+        {"changes": [change | {"what": [1]}]}, {"log": None},
     ):  # fmt: skip
         with pytest.raises(ValueError):
             progress.load_state_dict(sound | {"step": 4} | odd)
     assert progress.step == 4, "nothing of it was taken"
+    del sound["log"]
+    progress.load_state_dict(sound)
+    assert progress.log == "", "a checkpoint of an earlier version has no digest of the log"
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), TypeError("b"), ValueError("c"), AttributeError("d"), RecursionError("e")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ from trainer.base.errors import Interrupted, NonFiniteError, PeerStopped, UserEr
 from trainer.base.progress import QUIET
 from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import copier, store
+from trainer.monitoring import metrics
 from trainer.run import mirroring
 from trainer.run.mirroring import ask_mirror, mirrored
 
@@ -115,7 +118,7 @@ def test_one_that_is_damaged_here_is_taken_from_there(machine: Machine) -> None:
 def test_only_damaged_ones_are_no_fresh_start(machine: Machine) -> None:
     machine.there(4, 5)
     machine.damage(4, 5)
-    with pytest.raises(UserError, match=r"holds no valid checkpoint \(2 are damaged\), and there is none in"):
+    with pytest.raises(UserError, match=r"holds no valid checkpoint \(2 are damaged, or set aside here\), and"):
         machine.ask()
     assert store.steps(machine.layout.checkpoints) == []
 
@@ -125,6 +128,76 @@ def test_an_empty_mirror_is_a_fresh_start(machine: Machine) -> None:
     machine.there()  # of a start that was killed before its first checkpoint
     assert machine.ask() is not None and machine.ask(None) is not None
     assert not machine.layout.root.exists() and not machine.said
+
+
+@pytest.mark.parametrize("there", ["its log", "another loss", "a line less", "no log", "an earlier version's"])
+def test_a_log_that_the_run_did_not_write_is_named_and_left(machine: Machine, there: str) -> None:
+    log = b'{"step": 1, "loss": 0.5, "time": 1.0}\n{"step": 2, "loss": 0.25, "time": 2.0}\n'
+    digest = ""
+    for line in log.splitlines():
+        digest = metrics.chained(digest, json.loads(line))
+    earlier = there == "an earlier version's"
+    later = {"another loss": log.replace(b"0.5", b"0.4"), "a line less": log.splitlines(keepends=True)[1], "no log": b""}
+    put = later.get(there, log.replace(b"1.0", b"9.0"))
+    machine.fs.mirror().claim(OWNER)
+    machine.fs.mirror().put(saved(machine.folder / "first", 2, log="" if earlier else digest), 2, put + b'{"step": 3}\n')
+    machine.ask()
+    assert machine.said[-1] == f"{folder_name(2)} came from {URL}"
+    if there in later:
+        assert machine.said[0] == (
+            f"warning: metrics.jsonl of {folder_name(2)} in {URL} is not the log that the run wrote: it is not taken, and "
+            "lines up to step 2 are missing here"
+        )
+        assert not machine.layout.metrics.exists()
+    else:
+        assert len(machine.said) == 1 and machine.layout.metrics.read_bytes() == put
+    assert store.steps(machine.layout.checkpoints) == [2]
+
+
+def test_two_starts_on_one_prefix_do_not_share_it(machine: Machine, tmp_path: Path, monkeypatch) -> None:
+    """Both ask while it is empty: the first says that it lost it, and writes nothing there."""
+    other = Machine(tmp_path / "other", monkeypatch)
+    other.fs = machine.fs
+    machine.context.copier, other.context.copier = machine.ask(), other.ask()
+    with mirrored(other.config(), other.context, other.signals, 0):
+        other.here(1, owned=False)
+        other.context.copier.offer(1)
+    before = machine.fs.mirror().listing()
+    with mirrored(machine.config(), machine.context, machine.signals, 0):
+        machine.here(2, owned=False)
+        machine.context.copier.offer(2)
+    assert machine.fs.mirror().listing() == before and machine.fs.mirror().steps() == [1]
+    assert "is claimed by another run now" in machine.said[0] and len(machine.said) == 1 and not other.said
+    with pytest.raises(UserError, match="holds another run"):
+        machine.ask()
+
+
+def test_a_start_that_may_be_refused_yet_takes_no_checkpoints_from_their_run(machine: Machine) -> None:
+    machine.there(3)
+    before = machine.fs.mirror().read("run.json")
+    machine.ask()
+    assert machine.fs.mirror().read("run.json") == before
+
+
+def test_what_the_run_went_back_from_is_not_fetched_before_the_mirror_has_obeyed(machine: Machine) -> None:
+    machine.there(2, 3, 6)
+    machine.here(2, 3, 6)
+    store.set_aside(machine.layout.checkpoints, after=2)
+    machine.context.copier = machine.ask("out/step-00000002")
+    machine.fs.fails = lambda what, name: what == "copy"
+    with mirrored(machine.config(0.0), machine.context, machine.signals, 2):
+        saved(machine.layout.checkpoints, 3, "of the new timeline")
+    assert files.read_json(machine.layout.mirror) == {"id": "5", "back_to": 2}
+    machine.fs.fails = lambda what, name: False
+    shutil.rmtree(machine.layout.checkpoints / f"superseded-{folder_name(6)}")  # the note alone counts
+    machine.said.clear()
+    machine.context.copier = machine.ask()
+    assert store.steps(machine.layout.checkpoints) == [2, 3] and not machine.said
+    with mirrored(machine.config(), machine.context, machine.signals, 3):
+        pass
+    assert machine.fs.mirror().steps() == [2, 3] and files.read_json(machine.layout.mirror) == {"id": "5"}
+    here = store.MANIFEST, machine.layout.checkpoints / folder_name(3)
+    assert machine.fs.mirror().read(f"checkpoints/{folder_name(3)}/{here[0]}") == (here[1] / here[0]).read_bytes()
 
 
 def test_other_processes_ask_nothing(tmp_path: Path, monkeypatch) -> None:
@@ -184,7 +257,7 @@ def test_a_run_that_is_ended_is_copied_too(machine: Machine, ending: Exception) 
 
 
 def test_a_second_ctrl_c_waits_for_nothing(machine: Machine) -> None:
-    machine.fs.fails = lambda what, name: what == "write" and name != "probe.tmp"
+    machine.fs.fails = lambda what, name: what == "write" and name not in ("probe.tmp", "run.json")
     with pytest.raises(KeyboardInterrupt):
         run(machine, KeyboardInterrupt(), wait=1e9)
     assert machine.waited == 0
@@ -194,8 +267,16 @@ def test_a_second_ctrl_c_waits_for_nothing(machine: Machine) -> None:
 @pytest.mark.parametrize("ending", [None, NonFiniteError("nan")])
 def test_a_signal_while_files_are_copied_leaves_them(machine: Machine, ending: Exception | None) -> None:
     """It is what the run ends by, where nothing else ended it."""
-    machine.fs.fails = lambda what, name: what == "write" and name != "probe.tmp"
-    threading.Timer(0.1, lambda: setattr(machine, "stop", Interrupted(15))).start()
+    failed: list[str] = []
+
+    def fails(what: str, name: str) -> bool:
+        down = what == "write" and name not in ("probe.tmp", "run.json")
+        failed.extend([name] * down)
+        if len(failed) > 1:  # what failed first has been said
+            machine.stop = Interrupted(15)
+        return down
+
+    machine.fs.fails = fails
     with pytest.raises(Interrupted if ending is None else NonFiniteError) as caught:
         run(machine, ending, wait=1e9)
     if ending is None:
@@ -204,7 +285,7 @@ def test_a_signal_while_files_are_copied_leaves_them(machine: Machine, ending: E
 
 
 def test_an_end_without_a_network_is_a_warning(machine: Machine) -> None:
-    machine.fs.fails = lambda what, name: what == "write" and name != "probe.tmp"
+    machine.fs.fails = lambda what, name: what == "write" and name not in ("probe.tmp", "run.json")
     run(machine, wait=0.05)
     assert machine.said[-1].startswith(
         f"warning: {URL} lacks {folder_name(1)} after 0.1 s (checkpoint.mirror_wait) ([Errno 104] the connection was cut); "
