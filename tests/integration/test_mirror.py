@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -16,6 +18,7 @@ from proofs.forks import Order, Server
 from tests import object_store
 from tests.harness import Workbench, metrics_of
 from tests.object_store import BUCKET, KEY, SECRET, ObjectStore, Trouble
+from trainer.base import files
 from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import store
 from trainer.cli import main as cli
@@ -207,12 +210,68 @@ def test_a_mirror_that_cannot_be_written_is_refused_before_a_weight(
     assert s3.objects() == before and not (bench.tmp / "out").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("log", ["of an earlier version", "altered"])
+def test_a_checkpoint_without_a_digest_of_its_log_is_gone_on_from_and_an_altered_log_is_named(
+    bench: Workbench, s3: ObjectStore, capfd, log: str
+) -> None:
+    assert start(bench, tree_of(bench, run__output_dir=str(bench.tmp / "whole"))) == 0
+    prefix = f"log-{log.split()[0]}"
+    tree = tree_of(bench, prefix, run__stop_after=2)
+    assert start(bench, tree, "--resume_from", "auto") == 0
+    shutil.rmtree(bench.tmp / "out")
+    place = f"{prefix}/checkpoints/{folder_name(2)}"
+    there = s3.objects(place)
+    if log == "altered":
+        s3.put(f"{place}/metrics.jsonl", there[f"{place}/metrics.jsonl"].replace(b'"loss": 0.', b'"loss": 0.1', 1))
+    else:
+        state = json.loads(there[f"{place}/state.json"])
+        assert len(state["pieces"]["progress"]["state"].pop("log")) == 64
+        manifest = json.loads(there[f"{place}/manifest.json"])
+        data = files.json_bytes(state)
+        manifest["files"]["state.json"] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+        s3.put(f"{place}/state.json", data)
+        s3.put(f"{place}/manifest.json", files.json_bytes(manifest))
+    del tree["run"]["stop_after"]
+    capfd.readouterr()
+    assert start(bench, tree, "--resume_from", "auto") == 0
+    named = "metrics.jsonl of step-00000002 in s3://bucket/" in capfd.readouterr().out
+    out, whole = bench.tmp / "out", bench.tmp / "whole"
+    assert results(out) == results(whole)
+    lines = metrics_of(whole)
+    assert (named, metrics_of(out)) == ((True, lines[2:]) if log == "altered" else (False, lines))
+
+
+def test_a_store_that_accepts_and_never_answers_is_refused_in_time(
+    bench: Workbench, s3: ObjectStore, monkeypatch, capfd
+) -> None:
+    monkeypatch.setattr("trainer.checkpoint.copier.SHORTEST_SILENCE", 0.3)
+    s3.fault = lambda method, name: "silent"
+    assert start(bench, tree_of(bench, "silent", checkpoint__mirror_wait=0.3), "--resume_from", "auto") == 2
+    said = capfd.readouterr().err
+    assert (
+        "'s3://bucket/silent' cannot be used (asking whose it is): [Errno 110] no answer for 0.3 s\n" in said
+        and "start again when it" in said
+    )
+
+
 def test_keys_in_the_url_are_refused_and_not_printed(bench: Workbench, capfd) -> None:
-    for url in ("s3://me:hush-hush@bucket/run", "abfs://box/run?sig=hush-hush"):
+    for url in (
+        "s3://me:hush-hush@bucket/run", "abfs://box/run?sig=hush-hush", "s3://me:1/hush-hush/2@bucket/run",
+        "s3://me:1@hush-hush@bucket/run", "s3:/me:hush-hush@bucket/run", "simplecache::ftp://me:hush-hush@host/run",
+        "zip://a.zip::s3://me:hush-hush@bucket/run", "simplecache::abfs://box/run?sig=hush-hush",
+    ):  # fmt: skip
         assert start(bench, bench.tree(checkpoint__mirror=url)) == 2
+        assert start(bench, bench.tree(), "--set", f'checkpoint.mirror="{url}') == 2
         captured = capfd.readouterr()
-        assert "hush-hush" not in captured.out + captured.err
+        assert "hush-hush" not in captured.out + captured.err and not files_with("hush-hush", bench.tmp / "out")
         assert "checkpoint.mirror = '" in captured.err and "keys do not belong in a URL" in captured.err
+    for url, why in (
+        ("memory://bucket/run", "memory:// ends with the process"),
+        ("simplecache::s3://bucket/run", "give the URL of the store alone"),
+    ):
+        assert start(bench, bench.tree(checkpoint__mirror=url)) == 2
+        assert why in capfd.readouterr().err
     for url in ("bucket/run", "s3://", "s3:///"):
         assert start(bench, bench.tree(checkpoint__mirror=url)) == 2
         assert 'give a URL and a place in it, for example "s3://BUCKET/PREFIX"' in capfd.readouterr().err

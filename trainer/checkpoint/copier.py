@@ -143,8 +143,7 @@ class Copier:
     """Copies a run's files to its mirror in a thread. The newest checkpoint goes first; of older ones those that `keep_last`
     would keep follow.
 
-    name: of the run. owner: as Mirror.claim. there: the steps that a start found there. back: the step that an earlier start
-    went back to, which the mirror did not hear of. say: prints a line of the run. clock: gives seconds.
+    owner: as Mirror.claim. there: the steps that a start found there. say: prints a line of the run. clock: gives seconds.
     """
 
     def __init__(
@@ -152,16 +151,14 @@ class Copier:
         mirror: Mirror,
         layout: Layout,
         *,
-        name: str,
         owner: dict[str, str],
         there: Sequence[int] = (),
-        back: int | None = None,
         keep_last: int,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.mirror, self.layout, self.name, self.keep_last, self.say = mirror, layout, name, keep_last, say
-        self.owner, self.there, self.back = owner, there, back
+        self.mirror, self.layout, self.keep_last, self.say = mirror, layout, keep_last, say
+        self.owner, self.name, self.there = owner, owner["run"], there
         self.troubles = Troubles(mirror.url, say, clock)
         self._changed = threading.Condition()
         self._pending: list[int] = []  # steps, ascending
@@ -173,7 +170,8 @@ class Copier:
     def start(self, step: int) -> None:
         """Begin to copy. step: where the run begins; later checkpoints there are set aside. Until they are, mirror.json says
         so: a start that comes before must not go on from them."""
-        back = step if self.back is None else min(step, self.back)
+        note = files.read_json(self.layout.mirror) if self.layout.mirror.exists() else {}
+        back = min(step, note.get("back_to", step))  # of an earlier start, too, which did not reach the mirror
         self._note({"back_to": back} if any(later > back for later in self.there) else {})
         if (self.layout.checkpoints / folder_name(step)).exists():
             self.offer(step)

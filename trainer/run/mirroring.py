@@ -1,5 +1,6 @@
 """The mirror of a run: asked before the first weight, copied to meanwhile, waited for at the end."""
 
+import math
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,7 +39,7 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
             return None
         check_library(url)
         note = files.read_json(layout.mirror) if layout.mirror.exists() else {}
-        own, back = note.get("id"), note.get("back_to")
+        own, back = note.get("id"), note.get("back_to", math.inf)
         ask = Asker(url, config.checkpoint.mirror_wait, processes.say, phases.check)
         with phases("asking the mirror", keep=False):
             mirror = ask(lambda: open_mirror(url), "opening it")
@@ -59,9 +60,8 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
             with files.locked(layout.lock):
                 if own is None:
                     files.write_atomic(layout.mirror, [files.json_bytes({"id": owner["id"]})])
-                _fetch(mirror, [step for step in steps if back is None or step <= back], ask, context, name)
-    about = {"name": name, "owner": owner, "there": steps, "back": back, "keep_last": config.checkpoint.keep_last}
-    return Copier(mirror, layout, **about, say=processes.say)
+                _fetch(mirror, [step for step in steps if step <= back], ask, context, name)
+    return Copier(mirror, layout, owner=owner, there=steps, keep_last=config.checkpoint.keep_last, say=processes.say)
 
 
 def _refuse_others(url: str, theirs: dict[str, str] | None, layout: Layout, *, holds: bool, name: str, newest: bool) -> None:

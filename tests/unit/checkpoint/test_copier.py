@@ -43,8 +43,7 @@ class Bench:
         self.fs, self.layout, self.said = FaultyStore(), Layout(folder), []
         self.layout.checkpoints.mkdir(parents=True)
         self.layout.metrics.write_bytes(b"{}\n")
-        about = {"name": "bear", "owner": OWNER, "keep_last": keep_last}
-        self.copier = Copier(self.fs.mirror(), self.layout, **about, say=self.said.append)
+        self.copier = Copier(self.fs.mirror(), self.layout, owner=OWNER, keep_last=keep_last, say=self.said.append)
 
     def save(self, step: int) -> None:
         saved(self.layout.checkpoints, step)
@@ -200,7 +199,7 @@ def test_a_start_offers_its_own_checkpoint_and_sends_no_result_twice(tmp_path: P
     assert first.finish() == [] and first.fs.mirror().steps() == [2]
     first.fs.mirror().put(saved(tmp_path / "later", 3), 3, b"")
     first.fs.asked.clear()
-    again = Copier(first.fs.mirror(), first.layout, name="bear", owner=OWNER, keep_last=3, say=first.said.append)
+    again = Copier(first.fs.mirror(), first.layout, owner=OWNER, keep_last=3, say=first.said.append)
     again.start(2)
     assert again.finish(TIMEOUT, lambda: None) == []
     assert [name for what, name in first.fs.changes() if what == "write"] == ["run.json"]
@@ -231,21 +230,20 @@ def test_going_back_is_noted_until_the_mirror_has_obeyed(bench: Bench) -> None:
     for step in (2, 3, 5):
         bench.fs.mirror().put(saved(later, step), step, b"")
 
-    def start(step: int, back: int | None) -> Copier:
-        about = {"name": "bear", "owner": OWNER, "there": [2, 3, 5], "back": back, "keep_last": 3}
-        made = Copier(bench.fs.mirror(), bench.layout, **about, say=bench.said.append)
+    def start(step: int) -> Copier:
+        made = Copier(bench.fs.mirror(), bench.layout, owner=OWNER, there=[2, 3, 5], keep_last=3, say=bench.said.append)
         made.start(step)
         return made
 
     bench.fs.fails = lambda what, name: what == "copy"
-    for step, back, noted in ((3, None, 3), (4, 3, 3), (2, 3, 2)):
-        start(step, back).finish(0.0, lambda: None)
+    for step, noted in ((3, 3), (4, 3), (2, 2)):
+        start(step).finish(0.0, lambda: None)
         assert files.read_json(bench.layout.mirror) == {"id": "5", "back_to": noted}
     bench.fs.fails = lambda what, name: False
-    last = start(4, 2)
+    last = start(4)
     bench.until(lambda: files.read_json(bench.layout.mirror) == {"id": "5"})
     assert bench.fs.mirror().steps() == [2] and last.finish(TIMEOUT, lambda: None) == []
-    start(5, None).finish(TIMEOUT, lambda: None)
+    start(5).finish(TIMEOUT, lambda: None)
     assert files.read_json(bench.layout.mirror) == {"id": "5"}, "nobody went back"
 
 

@@ -69,8 +69,9 @@ def test_a_digest_is_of_all_that_two_equal_runs_share(tmp_path: Path) -> None:
     text = path.read_text()
     lines = text.splitlines(keepends=True)
     odd = (
-        "", "".join(lines[1:]), "".join(lines[:-1]), lines[1] + lines[0] + lines[2], text.replace('"loss": 0.5', '"loss": 0.25'),
-        text.replace('"lr": 0.0001', '"lr": NaN'), text.replace('"a": 0.1', '"b": 0.1'), '{"step": 3}\n',
+        "", "".join(lines[1:]), "".join(lines[:-1]), lines[1] + lines[0] + lines[2],
+        text.replace('"loss": 0.5', '"loss": 0.25'), text.replace('"lr": 0.0001', '"lr": NaN'),
+        text.replace('"a": 0.1', '"b": 0.1'), '{"step": 3}\n',
     )  # fmt: skip
     for altered in odd:
         path.write_text(altered)
