@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from trainer import config
         from trainer.cli.launch import launched, next_command
-        from trainer.cli.plan_command import preview
+        from trainer.cli.plan_command import preview, size_of
         from trainer.run.comparison import compare_all
         from trainer.run.run import train
 
@@ -120,17 +120,6 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
-
-
-def size_of(text: str) -> int:
-    """The bytes that --plan_memory means. Raises UserError."""
-    from trainer.base.errors import UserError
-    from trainer.base.files import parse_size
-
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise UserError(f"--plan_memory {text!r}: {error}") from error
 
 
 def leave(status: int) -> NoReturn:

@@ -4,6 +4,7 @@ import os
 
 from trainer.base.console import write
 from trainer.base.errors import UserError
+from trainer.base.files import parse_size
 from trainer.base.progress import Phases
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
@@ -74,3 +75,11 @@ def preview(
 def write_head(config: Config, memory: int | None) -> None:
     """Print the first lines of a plan, which need the config alone. memory: None: of this machine's device."""
     write(describe_head(config, on_cpu=memory is None and check_device(config).type == "cpu"))
+
+
+def size_of(text: str) -> int:
+    """The bytes that --plan_memory means. Raises UserError."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UserError(f"--plan_memory {text!r}: {error}") from error

@@ -119,11 +119,13 @@ def test_a_file_for_sd_scripts_alone_is_made_where_it_is_asked_for(tmp_path: Pat
     assert len(TensorFile(out).entries) == 6 and "not_in_sd_scripts" in TensorFile(out).metadata
     assert script.main(["convert", str(out), str(tmp_path / "c.safetensors"), "--to", "diffusers"]) == 0
     assert "not_in_sd_scripts" not in TensorFile(tmp_path / "c.safetensors").metadata
+    out.unlink()
     assert script.main([*convert, "kohya", "--for_sd_scripts"]) == 0
     assert "left out, as sd-scripts builds no module for them: 'unet.conv_in': 60% of" in capsys.readouterr().out
     stem = "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q"
     assert TensorFile(out).entries.keys() == {f"{stem}.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")}
     assert "not_in_sd_scripts" not in TensorFile(out).metadata
+    out.unlink()
     assert script.main([*convert, "diffusers", "--for_sd_scripts"]) == 2
     assert "--for_sd_scripts belongs to --to kohya, comfyui, lora" in capsys.readouterr().err
     conv = {key: tensor for key, tensor in tensors.items() if "conv_in" in key}

@@ -109,7 +109,10 @@ def test_cards_may_differ_unless_bytes_are_promised(pair) -> None:  # noqa: F811
     assert not states_refused(pair, one, other)
     said = states_refused(pair, one, other, deterministic=True)
     assert "environment: device: 'an L4' in process 0, 'an H100' in process 1" in said
-    other = pieces_of(environment={"torch": "2.8", "device": "an L4"})
+
+
+def test_a_library_may_not_differ(pair) -> None:  # noqa: F811
+    one, other = (pieces_of(environment={"torch": version, "device": "an L4"}) for version in ("2.9", "2.8"))
     assert "environment: torch: '2.9' in process 0, '2.8' in process 1" in states_refused(pair, one, other)
 
 
