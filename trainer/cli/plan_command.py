@@ -1,11 +1,11 @@
 """What a run would do, and whether it fits into memory: `--plan`, `--plan_memory` and the end of `--new`."""
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.base.console import printable, write
+from trainer.base.errors import number_in
 from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import size_text
@@ -47,7 +47,7 @@ def preview(
         source,
         there,
         Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), planned=True),
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
+        processes=number_in("WORLD_SIZE", 1, least=1),
         phases=Phases(show=True, every=config.logging.every_seconds),
         say=write,
     )

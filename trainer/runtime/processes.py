@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainer.base.console import write
-from trainer.base.errors import PeerStopped, ending
+from trainer.base.errors import PeerStopped, ending, number_in, reading
 from trainer.base.signals import Signals
 from trainer.runtime.heartbeat import REPLACED, STATUS, Heartbeat
 from trainer.runtime.starts import meet, prefix_of, refuse_nameless
@@ -26,6 +26,7 @@ from trainer.runtime.starts import meet, prefix_of, refuse_nameless
 # serve to find a process that died: the connection breaks then, the launcher ends the others, and signs of life are missed.
 REDUCTION_TIMEOUT = timedelta(hours=24)
 ASK_SECONDS = 0.25  # between two looks at the store
+NUMBERS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 SCHEME = "trainer"  # of the address under which accelerate asks for our store
 
 
@@ -305,11 +306,13 @@ def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Pr
     Raises PeerStopped where not all processes come, UserError where they were started in a way that is not torch's.
     """
     refuse_nameless(os.environ)
+    for name in NUMBERS:  # accelerate and torch read them, too
+        number_in(name, 1)
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
     # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
-    store = _open_store() if launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    store = _open_store() if launched() or number_in("WORLD_SIZE", 1, least=1) > 1 else None
     patient = InitProcessGroupKwargs(init_method=f"{SCHEME}://" if store else None, timeout=REDUCTION_TIMEOUT)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[patient])
     return Processes(accelerator, store, lost_after=lost_after, quiet=quiet)
@@ -319,7 +322,10 @@ def _open_store():
     """A store of this start alone. One process asks for it, too: an earlier start of more is told that it is over."""
     from torch.distributed import PrefixStore, register_rendezvous_handler, rendezvous
 
-    store, rank, count = next(rendezvous("env://", timeout=REDUCTION_TIMEOUT))
+    # Of a launcher they are right; a lost connection to its store is no mistake of the user's.
+    told = "set them right for each process; beside another run on this machine MASTER_PORT has to be another one"
+    with nullcontext() if launched() else reading("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT", remedy=told):
+        store, rank, count = next(rendezvous("env://", timeout=REDUCTION_TIMEOUT))
     own = PrefixStore(prefix_of(meet(PrefixStore("trainer", store), rank=rank, count=count)), PrefixStore("trainer", store))
     # By an address, since accelerate hands on no store.
     register_rendezvous_handler(SCHEME, lambda *_, **__: iter([(own, rank, count)]))
