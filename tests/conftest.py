@@ -22,6 +22,7 @@ from trainer.plan import fixed_draws
 # Two runs that are compared byte by byte started at the same time.
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1735689600")
 
+UNDER_NOHUP = "TESTS_UNDER_NOHUP"  # for the workers of pytest-xdist
 HANGS = 900  # seconds after which a test is ended: ten times what the longest takes
 
 # A machine that is busy with something else is no fault of a test.
@@ -31,8 +32,15 @@ settings.load_profile("busy")
 
 def pytest_configure() -> None:
     """Fails at once where torch was loaded before tests/__init__.py was: workers with a pool of threads each wait for each
-    other, and bytes are compared between different counts."""
+    other, and bytes are compared between different counts.
+
+    Under nohup the suite outlives its terminal, and yet what a test starts heeds SIGHUP: a handler is not inherited, as a
+    signal that is ignored would be.
+    """
     assert torch.get_num_threads() == 1, "torch was loaded before tests/__init__.py; start with OMP_NUM_THREADS=1"
+    if signals.HANGUP and (signal.getsignal(signals.HANGUP) == signal.SIG_IGN or UNDER_NOHUP in os.environ):
+        os.environ[UNDER_NOHUP] = "1"
+        signal.signal(signals.HANGUP, lambda signum, frame: None)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -2,10 +2,12 @@
 
 `reading` is the one context in which files of others are read: configs, tokenizers, indexes, tables, captions, adapters. What
 a library raises there is the file's fault, and becomes one sentence for its owner. What our own code raises is a fault of
-ours, and stays what it is. A conversion of a value is a call of `converted`, so that its error is the file's, too.
+ours, and stays what it is. A conversion of a value is a call of `converted`, so that its error is the file's, too. The
+environment is read by `number_in`, and what the system refuses is told by `ending`.
 """
 
 import errno
+import os
 import signal
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -19,6 +21,12 @@ OWN, STANDARD = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")  # 
 PACKAGES = {"site-packages", "dist-packages"}
 AGAIN = "download or copy it again"
 
+# What the system refuses, for a reason that the user can mend.
+LIMIT = "raise the limit of open files (ulimit -n 4096)"
+REMEDIES = {
+    errno.EMFILE: LIMIT, errno.ENFILE: LIMIT, errno.ELOOP: "mend the link, which leads to itself",
+    errno.ENAMETOOLONG: "give a shorter name", errno.EADDRINUSE: "give another port",
+}  # fmt: skip
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
 
@@ -99,6 +107,10 @@ def ending(error: BaseException) -> tuple[int, str]:
             return 128 + signal.SIGINT, "stopped at once"
         case PermissionError() | NotADirectoryError() | FileExistsError() | IsADirectoryError():
             return 2, f"{error.filename}: {error.strerror}; give a path that this user may write to"
+        case OSError() if error.errno in REMEDIES:
+            return 2, f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}; {REMEDIES[error.errno]}"
+        case FileNotFoundError() if error.filename is None and "temporary directory" in said:
+            return 2, f"{error.strerror}; let TMPDIR name a folder that this user may write to"
         case MemoryError():
             return 5, TOO_LARGE
         case OSError() if error.errno in STORAGE_ERRORS:
@@ -172,6 +184,15 @@ def converted(convert: Callable[..., T], value: object, should_be: str) -> T:
         return convert(value)
     except (TypeError, ValueError, OverflowError, ArithmeticError) as error:
         raise ValueError(f"{shown(value)} should be {should_be}") from error
+
+
+def number_in(variable: str, otherwise: int, *, least: int = 0, most: int = 2**31) -> int:
+    """The whole number that an environment variable gives; `otherwise` where it is not set. Raises UserError."""
+    with reading(variable, remedy="set it to one, or unset it"):
+        number = converted(int, given := os.environ.get(variable) or otherwise, wanted := f"a number from {least} to {most}")
+        if not least <= number <= most:
+            raise ValueError(f"{shown(given)} should be {wanted}")
+    return number
 
 
 def shown(value: object) -> str:

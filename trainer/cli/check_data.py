@@ -1,11 +1,10 @@
 """What a run of a config would train on, before it trains: `scripts/data.py report`, and a part of `train.py --new`."""
 
-import os
 from pathlib import Path
 
 from trainer.artifacts import data_report
 from trainer.base.console import write
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, number_in
 from trainer.base.files import make_folder
 from trainer.base.progress import Phases
 from trainer.config import Config
@@ -39,7 +38,7 @@ def report_data(config: Config, out: Path | None = None) -> int:
     scanned = read_sources(config, phases)
     if not scanned.photos:
         refuse_damaged(scanned)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = number_in("WORLD_SIZE", 1, least=1)
     try:
         data, length = plan_data(config, source.family, processes=processes, phases=phases, scanned=scanned)
     except UserError:

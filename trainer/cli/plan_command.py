@@ -1,9 +1,7 @@
 """What a run would do, and whether it fits into memory: `--plan`, `--plan_memory` and the end of `--new`."""
 
-import os
-
 from trainer.base.console import write
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, number_in
 from trainer.base.files import parse_size
 from trainer.base.progress import Phases
 from trainer.base.tensorfile import size_text
@@ -48,7 +46,7 @@ def preview(
         source,
         there,
         asked,
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
+        processes=number_in("WORLD_SIZE", 1, least=1),
         phases=Phases(show=True, every=config.logging.every_seconds),
         say=write,
     )

@@ -34,8 +34,8 @@ from trainer.config.training_tables import EmaTable, MemoryTable, ObjectiveTable
 class RunTable(Table):
     """What the run is called, where it writes, and how long it trains."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Names the adapter files. Letters, digits, `.`, `_` and `-`; a letter or digit first."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    """Names the adapter files. Up to 200 letters, digits, `.`, `_` and `-`; a letter or digit first."""
     output_dir: GivenPath
     """The folder that gets everything the run leaves."""
     seed: Seed = 0

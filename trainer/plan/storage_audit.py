@@ -1,11 +1,10 @@
 """What an audit of storage formats measures, found out before a weight is read (run/audit.py)."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.base import patterns
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, number_in
 from trainer.base.progress import QUIET, Phases
 from trainer.config import ComponentTable, Config
 from trainer.models import family_named
@@ -45,7 +44,7 @@ def plan_audit(config: Config, model: str, formats: Sequence[Format], phases: Ph
 
     The base is stored as the config says where that is not quantised, else in bf16. Raises UserError for what cannot work.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if number_in("WORLD_SIZE", 1, least=1) > 1:
         raise UserError("an audit is made by one process; start it without torchrun")
     if config.precision.matmul != "compute":
         raise UserError(

@@ -11,7 +11,7 @@ from typing import Any
 from trainer import config as configs
 from trainer import optim
 from trainer.base import files
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, number_in
 from trainer.base.progress import QUIET, Phases
 from trainer.base.run_layout import Layout
 from trainer.checkpoint import store
@@ -21,6 +21,8 @@ from trainer.data.batches import sampler
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.pins import MAY_CHANGE, PLACES, pin_config, refuse_changes
+
+YEAR_9999 = 253_402_300_799  # the last Unix time that has a date
 
 
 def census(config: Config) -> Mapping[str, Piece]:
@@ -120,7 +122,7 @@ def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
 def first_progress(plan: RunPlan) -> Progress:
     """The progress of a fresh run. Raises UserError for a warm-up that its schedule, frozen here, would never end."""
     # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
-    clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
+    clock = number_in("SOURCE_DATE_EPOCH", int(time.time()), most=YEAR_9999)
     started = datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds")
     length = _schedule_length(plan.config.schedule, plan.length.max_steps)
     return Progress(step=0, images=0, non_finite=0, total_steps=length, started=started)

@@ -1,6 +1,5 @@
 """Where a run computes: the device of this process, and the processes beside it."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,7 +9,7 @@ import psutil
 import torch
 
 from trainer import kernels
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, number_in
 from trainer.base.protocols import Kernels
 from trainer.config import Config
 from trainer.runtime import precision, processes
@@ -29,7 +28,7 @@ def check_device(config: Config) -> torch.device:
         raise UserError("run.device = 'cuda', but no CUDA device is visible; check nvidia-smi, or use 'auto'")
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
     # As accelerate gives them out: not the first for all.
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", number_in("LOCAL_RANK", 0))
     precision.prepare_device(device, {component.compute for component in config.model.components.values()})
     if config.step.compile == "blocks":
         check_compiler(device)

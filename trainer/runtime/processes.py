@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trainer.base.console import write
-from trainer.base.errors import Interrupted, PeerStopped, ending
+from trainer.base.errors import Interrupted, PeerStopped, ending, number_in, reading
 from trainer.base.progress import Alive
 from trainer.base.signals import Signals
 from trainer.runtime.heartbeat import REPLACED, STATUS, Heartbeat
@@ -29,6 +29,7 @@ from trainer.runtime.starts import meet, prefix_of, refuse_nameless
 REDUCTION_TIMEOUT = timedelta(hours=24)
 ASK_SECONDS = 0.25  # between two looks at the store
 TEXT = 2**20  # letters of one value in the store, which takes 8 MiB
+NUMBERS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 SCHEME = "trainer"  # of the address under which accelerate asks for our store
 
 
@@ -367,11 +368,13 @@ def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Pr
     Raises PeerStopped where not all processes come, UserError where they were started in a way that is not torch's.
     """
     refuse_nameless(os.environ)
+    for name in NUMBERS:  # accelerate and torch read them, too
+        number_in(name, 1)
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
     # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
-    store = _open_store() if launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    store = _open_store() if launched() or number_in("WORLD_SIZE", 1, least=1) > 1 else None
     patient = InitProcessGroupKwargs(init_method=f"{SCHEME}://" if store else None, timeout=REDUCTION_TIMEOUT)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[patient])
     return Processes(accelerator, store, lost_after=lost_after, quiet=quiet)
@@ -391,7 +394,10 @@ def _open_store(status: int = 0):
     with which this process ends, where it does."""
     from torch.distributed import PrefixStore, register_rendezvous_handler, rendezvous
 
-    store, rank, count = next(rendezvous("env://", timeout=REDUCTION_TIMEOUT))
+    # Of a launcher they are right; a lost connection to its store is no mistake of the user's.
+    told = "set them right for each process; beside another run on this machine MASTER_PORT has to be another one"
+    with nullcontext() if launched() else reading("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT", remedy=told):
+        store, rank, count = next(rendezvous("env://", timeout=REDUCTION_TIMEOUT))
     ours = PrefixStore("trainer", store)
     own = PrefixStore(prefix_of(meet(ours, rank=rank, count=count, status=status)), ours)
     # By an address, since accelerate hands on no store.

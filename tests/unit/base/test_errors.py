@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
+import socket
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +24,7 @@ from trainer.base.errors import (
     UserError,
     converted,
     ending,
+    number_in,
     reading,
 )
 
@@ -63,3 +70,71 @@ def test_what_our_own_code_or_the_system_raises_meanwhile_stays(raised: BaseExce
     with pytest.raises(type(raised)) as error, reading("a.json"):
         raise raised
     assert error.value is raised
+
+
+def link_to_itself(folder: Path) -> None:
+    (folder / "loop").symlink_to("loop")
+    (folder / "loop").read_bytes()
+
+
+def too_many_files(folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    (folder / "a").touch()
+    with ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(257):
+            opened.enter_context(open(folder / "a"))
+
+
+def port_in_use(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.socket() as second:
+        second.bind(first.getsockname())
+
+
+def no_temporary_folder(folder: Path) -> None:
+    tempfile._get_default_tempdir()
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (link_to_itself, "loop: Too many levels of symbolic links; mend the link, which leads to itself"),
+        (lambda folder: (folder / ("n" * 300)).exists(), "nnn: File name too long; give a shorter name"),
+        (too_many_files, "a: Too many open files; raise the limit of open files (ulimit -n 4096)"),
+        (port_in_use, "Address already in use; give another port"),
+        (
+            no_temporary_folder,
+            "No usable temporary directory found in ['/gone']; let TMPDIR name a folder that this user may",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_one_sentence(
+    tmp_path: Path, monkeypatch, work: Callable[[Path], object], said: str
+) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/gone"])
+    with pytest.raises(OSError) as raised:
+        work(tmp_path)
+    status, told = ending(raised.value)
+    assert status == 2 and said in told and len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("error", [TypeError("ours"), FileNotFoundError(errno.ENOENT, "none", "a"), OSError(errno.EBADF, "")])
+def test_a_fault_of_ours_stays_one(error: Exception) -> None:
+    """With its traceback, as status 1 has it."""
+    assert ending(error)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [(None, 7), ("", 7), ("3", 3), (" 4 ", 4), ("two", None), ("-1", None), ("9" * 5000, None), ("1.5", None)],
+)
+def test_a_number_of_the_environment_is_read_or_refused(monkeypatch, given: str | None, number: int | None) -> None:
+    monkeypatch.delenv("NUMBER", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NUMBER", given)
+    if number is not None:
+        assert number_in("NUMBER", 7, most=9) == number
+        return
+    with pytest.raises(UserError, match=r"^NUMBER: '.* should be a number from 0 to 9; set it to one, or unset it$"):
+        number_in("NUMBER", 7, most=9)

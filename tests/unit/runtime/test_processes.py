@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -368,3 +369,26 @@ def test_an_error_is_not_replaced_by_that_of_a_store_that_is_gone(pair) -> None:
     with pytest.raises(UserError, match="a photo changed"), view.attending(signals):
         view._store = SimpleNamespace(set=gone)
         raise UserError("a photo changed")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "^WORLD_SIZE: 'two' should be a number from 1 to"),
+        ({"WORLD_SIZE": "0"}, "^WORLD_SIZE: '0' should be"),
+        ({"RANK": "first"}, "^RANK: 'first' should be a number from 0 to"),
+        ({"LOCAL_RANK": "-1"}, "^LOCAL_RANK: '-1' should be"),
+        ({"MASTER_PORT": "none"}, "^MASTER_PORT: 'none' should be"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT: .*; set them right for each process"),
+        ({}, "EADDRINUSE.*; beside another run on this machine MASTER_PORT has to be another one$"),
+    ],
+)
+def test_an_environment_that_names_no_start_is_refused(monkeypatch, wrong: dict[str, str], said: str) -> None:
+    """Before anything waits for the others."""
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        asked = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in (asked | wrong).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=said):
+            processes.start(torch.device("cpu"), lost_after=LOST_AFTER)

@@ -27,6 +27,7 @@ from trainer.data.examples import Example
 from trainer.data.images import masks, views
 from trainer.data.images.views import View
 from trainer.data.sources import Place
+from trainer.data.threads import starting
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def iterate(
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # the loader draws a seed for its workers: not from torch's global generator
     )
-    with _signals_blocked():
+    with _signals_blocked(), starting(num_workers):
         batches = iter(loader)
     try:
         for update in updates:

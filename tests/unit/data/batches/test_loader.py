@@ -1,10 +1,13 @@
 """Batches: the right variant, caption and sizes per appearance; the same with and without workers; workers that end."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
+import sys
 import time
 
 import pytest
@@ -331,3 +334,30 @@ def test_a_dead_worker_is_told_with_a_remedy() -> None:
         loader._next(batches("DataLoader worker (pid 7) is killed by signal: Killed."))
     with pytest.raises(RuntimeError, match="shapes"):
         loader._next(batches("shapes"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's end of a loader that is half built
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_a_worker_that_cannot_be_started_ends_those_that_were(dataset, monkeypatch) -> None:
+    """They heed no signal: the program waited for them without end."""
+    fork, started = os.fork, []
+
+    def few() -> int:
+        if started:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        started.append(True)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", few)
+    with pytest.raises(OSError, match="Too many open files"):
+        next(iterate(updates(dataset), reader(dataset), num_workers=2))
+    assert started and not multiprocessing.active_children()
+    started.clear()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            next(iterate(updates(dataset), reader(dataset), num_workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not started, "it is seen before the first one starts"
