@@ -90,6 +90,7 @@ def test_a_converted_file_says_whose_module_it_is_for(tmp_path: Path) -> None:
     hint = {"modelspec.architecture": "flux-1-dev/lora"}
     write_tensors(tmp_path / "a.safetensors", tensors, hint | {"ss_network_module": "networks.of_somebody"})
     assert told(tmp_path / "a.safetensors", "kohya")["ss_network_module"] == "networks.of_somebody"
+    flat.unlink()  # nothing is written over
     write_tensors(tmp_path / "b.safetensors", tensors, hint | {"modelspec.implementation": "diffusers"})
     made = told(tmp_path / "b.safetensors", "kohya")
     assert made["ss_network_module"] == "networks.lora_flux" and made.get("modelspec.implementation") != "diffusers"

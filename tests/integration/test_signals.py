@@ -75,12 +75,12 @@ def test_inside_a_phase_each_piece_is_a_place_to_stop_at(bench: Workbench, monke
                  "checking step-00000001", "reading the adapter file back", "writing the report"):  # fmt: skip
         checks = []
 
-        def check(self, name=name, checks=checks) -> None:
+        def check(self, name=name, checks=checks, **more: bool) -> None:
             if self.name == name:
                 checks.append(self.done)
                 if len(checks) == 2:
                     signal.raise_signal(signal.SIGTERM)
-            real(self)
+            real(self, **more)
 
         with monkeypatch.context() as patch:
             patch.setattr(Phase, "check", check)

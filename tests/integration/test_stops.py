@@ -106,14 +106,14 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
         if why == "time":
             patch.setattr(on_stop, "SECONDS", 0.5)
 
-        def checked(self) -> None:
+        def checked(self, **more: bool) -> None:
             if self.name == "exporting":
                 at.append(clock.now)
                 if why == "time":
                     clock.now += 0.2
                 elif len(at) == LATE:
                     signal.raise_signal(signal.SIGHUP)
-            check(self)
+            check(self, **more)
 
         def begun(self, name, *more, **settings):
             if name == "saving step 2" and why == "second signal while saving":
@@ -153,10 +153,10 @@ def test_a_signal_in_the_last_step_leaves_files_and_a_report_that_is_open(bench:
 def test_a_signal_after_stop_after_names_its_step(bench: Workbench, monkeypatch, capsys) -> None:
     check = Phase.check
 
-    def checked(self) -> None:
+    def checked(self, **more: bool) -> None:
         if self.name == "exporting":
             signal.raise_signal(signal.SIGTERM)
-        check(self)
+        check(self, **more)
 
     monkeypatch.setattr(Phase, "check", checked)
     assert start(bench, "out", run__stop_after=1) == 143

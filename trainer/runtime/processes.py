@@ -29,7 +29,6 @@ from trainer.runtime.starts import meet, prefix_of, refuse_nameless
 REDUCTION_TIMEOUT = timedelta(hours=24)
 ASK_SECONDS = 0.25  # between two looks at the store
 TEXT = 2**20  # letters of one value in the store, which takes 8 MiB
-NUMBERS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 SCHEME = "trainer"  # of the address under which accelerate asks for our store
 
 
@@ -104,8 +103,8 @@ class Processes:
             self._tell(f"{here}/{self.rank}/{number}", part)
         self._meet(len(parts), self.check)
         with self._reached():
-            counts = [json.loads(self._store.get(f"{here}/{rank}")) for rank in range(self.count)]
-            keys = [[f"{here}/{rank}/{number}" for number in range(count)] for rank, count in enumerate(counts)]
+            counts = {f"{here}/{rank}": json.loads(self._store.get(f"{here}/{rank}")) for rank in range(self.count)}
+            keys = [[f"{key}/{number}" for number in range(count)] for key, count in counts.items()]
             return ["".join(json.loads(self._store.get(key)) for key in own) for own in keys]
 
     # --- what lies in parts in all of them (runtime/sharding.py) ------------------------------------------------------
@@ -269,8 +268,7 @@ class Processes:
                 raise PeerStopped(f"process {failed['rank']} could not go on; its message says why", failed["status"])
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
-        """Until all the keys are there: then all have come here, whatever became of one since. The main process is alive
-        meanwhile as far as one that it waits for gets on."""
+        """Until all the keys are there, whatever became of one since. Another process that gets on is a sign of life here."""
         pause, work = 0.001, 0
         while not self._there(keys):
             try:
@@ -368,7 +366,7 @@ def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Pr
     Raises PeerStopped where not all processes come, UserError where they were started in a way that is not torch's.
     """
     refuse_nameless(os.environ)
-    for name in NUMBERS:  # accelerate and torch read them, too
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):  # which accelerate and torch read, too
         number_in(name, 1)
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
@@ -382,10 +380,9 @@ def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Pr
 
 def excuse(error: BaseException, status: int) -> None:
     """Tell the others of a run that this process ends with that exit status before it met them: they would wait for it."""
-    known = isinstance(error, (PeerStopped, Interrupted, KeyboardInterrupt))  # to them, too
-    if not known and torch.distributed.is_available() and not torch.distributed.is_initialized():
-        # ValueError: the environment does not say where they are.
-        with suppress(PeerStopped, torch.distributed.DistError, ValueError, KeyboardInterrupt):
+    group, heard = torch.distributed, isinstance(error, (PeerStopped, Interrupted, KeyboardInterrupt))
+    if not heard and group.is_available() and not group.is_initialized():
+        with suppress(PeerStopped, group.DistError, ValueError, KeyboardInterrupt):  # ValueError: of the environment
             _open_store(status)
 
 
@@ -394,12 +391,10 @@ def _open_store(status: int = 0):
     with which this process ends, where it does."""
     from torch.distributed import PrefixStore, register_rendezvous_handler, rendezvous
 
-    # Of a launcher they are right; a lost connection to its store is no mistake of the user's.
     told = "set them right for each process; beside another run on this machine MASTER_PORT has to be another one"
     with nullcontext() if launched() else reading("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT", remedy=told):
         store, rank, count = next(rendezvous("env://", timeout=REDUCTION_TIMEOUT))
     ours = PrefixStore("trainer", store)
     own = PrefixStore(prefix_of(meet(ours, rank=rank, count=count, status=status)), ours)
-    # By an address, since accelerate hands on no store.
     register_rendezvous_handler(SCHEME, lambda *_, **__: iter([(own, rank, count)]))
     return own
