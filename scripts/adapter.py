@@ -56,9 +56,9 @@ def export(chosen: argparse.Namespace) -> None:
     opened, made = open_checkpoint(chosen.checkpoint), {}
     averaged = opened.averaged()
     with FileGroup(keep=True) as group:
-        written = opened.export(chosen.folder, "", opened.sample(), group.write)
+        written = opened.export(chosen.folder, group.write, sample=opened.sample())
         if averaged is not None:
-            made = averaged.export(chosen.folder, opened.about.name + AVERAGE, opened.sample(AVERAGE), group.write)
+            made = averaged.export(chosen.folder, group.write, opened.about.name + AVERAGE, opened.sample(AVERAGE))
     for format, path in written.items():
         write(f"{format}: {path}")
     for sentence in not_loaded_by_diffusers(n for n in opened.layers if n.partition(".")[0] not in opened.model.family.peft):

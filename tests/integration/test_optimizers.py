@@ -15,6 +15,7 @@ from tests.optimizers import ENTRIES, Averaging
 from trainer import config as configs
 from trainer.adapter_files.read import open_checkpoint
 from trainer.artifacts import sampling
+from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint.state import Saved
 from trainer.optim import OPTIMIZERS
@@ -111,7 +112,7 @@ def test_a_schedule_free_checkpoint_is_exported_as_its_run_did(bench: Workbench,
         bench, "schedulefree_adamw", "out", run__max_steps=3, run__stop_after=3, adapter__type=kind, adapter__rules=rules,
         optimizer__lora_plus=2.0,
     )  # fmt: skip
-    made = open_checkpoint(checkpoint).export(bench.tmp / "again")
+    made = open_checkpoint(checkpoint).export(bench.tmp / "again", write_atomic)
     assert set(made) == {"diffusers", "comfyui"}
     for path in made.values():
         assert path.read_bytes() == (bench.tmp / "out" / "adapters" / path.name).read_bytes(), path.name

@@ -17,7 +17,7 @@ from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
 from trainer.adapters.ranks import nearest, relative_error, with_factors
 from trainer.adapters.targets import lora_config
 from trainer.base.errors import UserError
-from trainer.base.files import write_new
+from trainer.base.files import FileGroup
 from trainer.base.tensorfile import Tensors, write_tensors
 
 # What each format's readers divide a magnitude by; of ComfyUI's it can be chosen.
@@ -95,7 +95,8 @@ def write_as(
     if to in KOHYA and (said := sd_scripts.left_out_phrase(portable, opened.model.family.not_in_sd_scripts)):
         fields[sd_scripts.ENTRY] = said
         notes.append(sd_scripts.sentence(said))
-    write_tensors(out, tensors, with_hash(tensors, fields), write=write_new)
+    with FileGroup(keep=True) as group:
+        write_tensors(out, tensors, with_hash(tensors, fields), write=group.write)
     return Converted(portable, notes)
 
 

@@ -23,7 +23,7 @@ from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
 from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, grouped, with_rates
 from trainer.base.account import Account
 from trainer.base.errors import UserError
-from trainer.base.files import Write, write_new
+from trainer.base.files import Write
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.base.run_layout import Layout, folder_name
 from trainer.base.tensorfile import TensorFile, is_safetensors
@@ -335,7 +335,7 @@ class OpenedCheckpoint:
         own = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
         return first_sample(layout.samples_of(step), ending) if own and self.thumbnail else None
 
-    def export(self, folder: Path, stem: str = "", sample: Path | None = None, write: Write = write_new) -> dict[str, Path]:
+    def export(self, folder: Path, write: Write, stem: str = "", sample: Path | None = None) -> dict[str, Path]:
         """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
 
         stem: of the files' names; left out: the run's name. sample: for the thumbnail.

@@ -93,12 +93,6 @@ def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes], advance
         return one.write(path, pieces, advance)
 
 
-def write_new(path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
-    """Write as `write_atomic` does, to a place that a person named. Raises UserError where other bytes are there."""
-    with FileGroup(keep=True) as one:
-        return one.write(path, pieces, advance)
-
-
 def refuse_taken(path: Path, made: Path | None = None, *, place: str = "OUT") -> None:
     """Raises UserError where there is something at `path`, other than a file with the bytes of `made`. place: the argument
     that names another."""

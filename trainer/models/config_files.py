@@ -23,6 +23,7 @@ PUBLISHED = Path(__file__).parent / "published"
 RESTORE = "restore the file, as the model's repository has it"
 NO_SIZE = re.compile(r"^_|_ids?$|^(architectures|model_type|torch_dtype|dtype)$")  # keys that no tensor's shape depends on
 MOST = 2**31  # of any whole number: no model counts so far
+MOST_LAYERS = 1000  # of layers, and of what a list tells of each block: more would be built without end
 
 
 @contextmanager
@@ -178,15 +179,16 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _counts(key: str, value: Any, wanted: Any) -> bool:
-    """Whether whole numbers are below MOST, and a count that others have is one: a size, not an id."""
+    """Whether whole numbers are below MOST, layers below MOST_LAYERS, and a count that others have is one: a size, not an
+    id."""
     if isinstance(value, list):
-        return bool(value or not wanted) and all(_counts(key, each, wanted) for each in value)
+        return bool(value or not wanted) and len(value) < MOST_LAYERS and all(_counts(key, each, wanted) for each in value)
     if isinstance(value, bool) or not isinstance(value, int):
         return True
-    others = wanted if isinstance(wanted, list) and wanted else [wanted]
+    most, others = MOST_LAYERS if "layers" in key else MOST, wanted if isinstance(wanted, list) and wanted else [wanted]
     if key.endswith("_id") or not all(type(other) is int and other > 0 for other in others):
-        return (0 if wanted is None and not key.endswith("_id") else -MOST) <= value < MOST
-    return 0 < value < MOST
+        return (0 if wanted is None and not key.endswith("_id") else -MOST) <= value < most
+    return 0 < value < most
 
 
 def _alike(value: Any, wanted: Any) -> bool:

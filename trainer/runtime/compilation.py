@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.base.errors import UserError, one_line, raised_by_file, reason_of
+from trainer.base.errors import UserError, one_line, reason_of
 from trainer.base.files import others_may_write
 
 # Where torch keeps what it compiled: it looks there each time.
@@ -104,8 +104,6 @@ class Compiler:
         try:
             return backend(graph, inputs)
         except Exception as error:  # whatever torch makes of a damaged file
-            if not raised_by_file(error):
-                raise
             self._apart(f"it could not be used: {reason_of(error):.120}; delete it")
             return backend(graph, inputs)
 

@@ -61,8 +61,9 @@ def test_what_a_person_names_is_not_written_over_unless_the_same_bytes_stand_the
             group.write(tmp_path / taken, [b"same"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "other", "same"]
     assert (tmp_path / "other").read_bytes() == b"other"
-    files.write_new(tmp_path / "same", [b"same"])
-    files.write_new(tmp_path / "new", [b"new"])
+    with files.FileGroup(keep=True) as group:
+        group.write(tmp_path / "same", [b"same"])
+        group.write(tmp_path / "new", [b"new"])
     assert (tmp_path / "new").read_bytes() == b"new"
 
 

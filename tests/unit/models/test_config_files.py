@@ -56,6 +56,10 @@ def checked(source: ModelSource) -> None:
         ("unet", "cross_attention_dim", True, "True"),
         ("text_encoder", "num_hidden_layers", "12", "'12'"),
         ("text_encoder", "layer_norm_eps", float("inf"), "inf"),
+        ("text_encoder", "num_hidden_layers", 10**9, "1000000000"),  # they would be built, one after the other
+        ("unet", "layers_per_block", 10**9, "1000000000"),
+        ("unet", "transformer_layers_per_block", [1, 2, 10**9], r"\[1, 2, 1000000000\]"),
+        ("vae", "block_out_channels", [8] * 10**6, r"\[8, 8.*"),
     ],
 )
 def test_a_value_of_another_kind_is_named(tmp_path: Path, component: str, key: str, value: Any, said: str) -> None:

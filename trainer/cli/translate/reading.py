@@ -6,8 +6,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ WINDOWS_PATH = re.compile(r'"[A-Za-z]:\\(?![\\/])[^"\n]*"')
 READERS: dict[str, Callable[[str], Any]] = {
     ".toml": lambda text: tomlkit.parse(text).unwrap(), ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads
 }  # fmt: skip
+VALUES = 100_000  # that a tree may have: a few anchors of YAML stand for any number
+LETTERS = 100_000  # of a script with a command
 PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")
 
 
@@ -76,7 +79,13 @@ def read_tree(path: Path) -> Any:
         try:
             # Where a path of Windows has one single backslash, each stands for itself.
             escaped = WINDOWS_PATH.sub(lambda found: found[0].replace("\\", r"\\"), text)
-            tree = _plain(reader(escaped)) if reader else command_options(text, path) or dict.fromkeys(variables(text), "")
+            if reader is None and len(text) > LETTERS:
+                raise ValueError(f"{len(text):,} letters, and {LETTERS:,} are the most of a script")
+            tree = (
+                _plain(reader(escaped), count())
+                if reader
+                else command_options(text, path) or dict.fromkeys(variables(text), "")
+            )
         except RecursionError as error:
             raise ValueError("its lists or tables stand too deep in one another") from error
     if isinstance(tree, dict) and "_metadata" in tree and isinstance(tree.get("config"), dict):
@@ -86,12 +95,15 @@ def read_tree(path: Path) -> Any:
     return tree
 
 
-def _plain(tree: Any) -> Any:
-    """The tree with text for its names and for what JSON has no kind of, such as a date."""
+def _plain(tree: Any, made: Iterator[int]) -> Any:
+    """The tree with text for its names and for what JSON has no kind of, such as a date. made: counts its values. Raises
+    ValueError for too many."""
+    if next(made) >= VALUES:
+        raise ValueError(f"it holds more than {VALUES:,} values")
     if isinstance(tree, dict):
-        return {str(name): _plain(value) for name, value in tree.items()}
+        return {str(name): _plain(value, made) for name, value in tree.items()}
     if isinstance(tree, list):
-        return [_plain(value) for value in tree]
+        return [_plain(value, made) for value in tree]
     return tree if tree is None or isinstance(tree, (str, int, float)) else str(tree)
 
 

@@ -185,3 +185,23 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, monkeypatch, name: str, sa
     Path("empty.yaml").write_text(" \n")
     with pytest.raises(UserError, match=f"^{name} {said}; give the file of a config$"):
         read_tree(Path(name))
+
+
+BOMB = "\n".join(["a0: &a0 [x, x, x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", BOMB, "it holds more than 100,000 values"),
+        ("a.yaml", "job: &a [*a]", "its lists or tables stand too deep in one another"),
+        ("a.sh", "python sdxl_train_network.py " + "$A " * 100_000, "300,029 letters, and 100,000 are the most of a script"),
+    ],
+)
+def test_what_would_be_read_without_end_is_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+    """Above what anybody has: an anchor of YAML that is used is none."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name}: {said}; correct it in the file"):
+        read_tree(tmp_path / name)
+    (tmp_path / "b.yaml").write_text("shared: &s {rank: 4}\nsets:\n" + "  - *s\n" * 1000)
+    assert read_tree(tmp_path / "b.yaml")["sets"][999] == {"rank": 4}
