@@ -66,6 +66,8 @@ cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty "$root/dev
 ln -s /proc/self/fd "$root/dev/fd"
 mkdir "$root/dev/shm"
 mount -t tmpfs -o mode=1777,size=64m tmpfs "$root/dev/shm"
+touch "$root/etc/resolv.conf"
+mount --bind /etc/resolv.conf "$root/etc/resolv.conf"
 mount --bind "$hosts" "$root/etc/hosts"
 mount -o "remount,bind,$mode" "$root"
 exec chroot "$root" "$@" < /dev/null
@@ -131,11 +133,12 @@ class Machine:
         (folder / "hosts").write_text("127.0.0.1 localhost\n", encoding="utf-8")
 
     def own(self, volume: str, uid: int, gid: int, mode: int) -> None:
-        """Make a volume, or what is in it, somebody's."""
+        """Make a volume and what is in it somebody's. What a link leads to may be of this machine, and stays."""
         (self.folder / volume).mkdir(exist_ok=True)
         for path in (self.folder / volume, *(self.folder / volume).rglob("*")):
-            os.chown(path, uid, gid)
-            path.chmod(mode if path.is_dir() else mode & 0o666)
+            os.lchown(path, uid, gid)
+            if not path.is_symlink():
+                path.chmod(mode if path.is_dir() else mode & 0o666 | path.stat().st_mode & 0o111)
 
     @contextmanager
     def running(self, start: Start, *, without: str = "") -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
