@@ -24,8 +24,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty "$root/dev
 ln -s /proc/self/fd "$root/dev/fd"
 mkdir "$root/dev/shm"
 mount -t tmpfs -o mode=1777,size=64m tmpfs "$root/dev/shm"
+touch "$root/etc/resolv.conf"
+mount --bind /etc/resolv.conf "$root/etc/resolv.conf"
 mount --bind "$hosts" "$root/etc/hosts"
 mount -o "remount,bind,$mode" "$root"
 exec chroot "$root" "$@" < /dev/null
@@ -124,17 +126,19 @@ class Machine:
     def __init__(self, folder: Path, keys: Mapping[str, str]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         self.folder, self.keys, self.count = folder, keys, 0
+        self.network: list[str] = []  # what starts a command in another network than this machine's
         (folder / "data").mkdir(parents=True)
         shutil.copytree(ROOT / "examples" / "icons" / "lessons", folder / "data" / "bear")
         (folder / "data" / "bear.toml").write_text(config("bear"), encoding="utf-8")
         (folder / "hosts").write_text("127.0.0.1 localhost\n", encoding="utf-8")
 
     def own(self, volume: str, uid: int, gid: int, mode: int) -> None:
-        """Make a volume, or what is in it, somebody's."""
+        """Make a volume and what is in it somebody's. What a link leads to may be of this machine, and stays."""
         (self.folder / volume).mkdir(exist_ok=True)
         for path in (self.folder / volume, *(self.folder / volume).rglob("*")):
-            os.chown(path, uid, gid)
-            path.chmod(mode if path.is_dir() else mode & 0o666)
+            os.lchown(path, uid, gid)
+            if not path.is_symlink():
+                path.chmod(mode if path.is_dir() else mode & 0o666 | path.stat().st_mode & 0o111)
 
     @contextmanager
     def running(self, start: Start, *, without: str = "") -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
@@ -157,10 +161,10 @@ class Machine:
         container = asked("buildah", "from", "--pull-never", image)
         try:
             root = asked("buildah", "mount", container)
-            outside = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "bash", "-c", ENTER, "enter"]
+            outside = [*self.network, "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
             with open(log, "wb") as written:
                 process = subprocess.Popen(
-                    [*outside, root, "ro" if start.read_only else "rw", start.host, *inside],
+                    [*outside, "bash", "-c", ENTER, "enter", root, "ro" if start.read_only else "rw", start.host, *inside],
                     stdin=subprocess.PIPE, stdout=written, stderr=written,
                     env=os.environ | {"hosts": str(self.folder / "hosts")},
                 )  # fmt: skip
@@ -290,12 +294,14 @@ def array(machine: Machine) -> str:
 def elastic(machine: Machine) -> str:
     starts = recipes.pods("kubernetes_elastic.yaml")
     volumes(machine, starts[0])
-    names = " ".join(name for start in starts for name in (start.host, f"{start.host}.lora-elastic"))
-    (machine.folder / "hosts").write_text(f"127.0.0.1 localhost {names}\n", encoding="utf-8")
-    with machine.running(starts[0]) as first, machine.running(starts[1]) as second:
-        for process, _ in (first, second):
+    addresses = {start.host: f"10.7.0.{number}" for number, start in enumerate(starts, 1)}
+    lines = [f"{address} {host}.lora-elastic {host}\n" for host, address in addresses.items()]
+    (machine.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines), encoding="utf-8")
+    with network(addresses.values()) as machine.network, ExitStack() as pods:
+        ran = [pods.enter_context(machine.running(start)) for start in starts]
+        for process, _ in ran:
             process.wait()
-    for process, log in (first, second):
+    for process, log in ran:
         expect((process.returncode, log.read_text(encoding="utf-8")), 0)
     left(machine, "outputs/bear")
     return "two pods found each other by their names and trained as one run"
@@ -335,6 +341,20 @@ def wandb(machine: Machine) -> str:
     expect(machine.run(start), 0)
     left(machine, "outputs/bear")
     return "logging.wandb = true, offline, below a read-only root"
+
+
+@contextmanager
+def network(addresses: Iterable[str]) -> Iterator[list[str]]:
+    """What starts a command in a network of its own, which has these addresses. torchrun tells pods apart by theirs."""
+    given = "; ".join(f"ip address add {address}/32 dev lo" for address in addresses)
+    ready = ["unshare", "--net", "bash", "-ec", f"ip link set lo up; {given}; echo ready; exec sleep infinity"]
+    with subprocess.Popen(ready, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            process.stdout.readline()
+            yield ["nsenter", f"--net=/proc/{process.pid}/ns/net"]
+        finally:
+            process.kill()
 
 
 def clone(machine: Machine) -> Start:
