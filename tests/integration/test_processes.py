@@ -369,12 +369,12 @@ if rank == 0:
 """,
     # While the other waits for the main process, which works for minutes.
     "other": """
-def failed(*arguments):
+def failed(*arguments, **more):
     time.sleep(1)
     raise UserError("process 1 met with something of its own")
 """,
     "killed": """
-def failed(*arguments):
+def failed(*arguments, **more):
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 """,
@@ -397,7 +397,7 @@ def long_work(*arguments, phases, **more):
 if rank == 0:
     caches.fill_latents = long_work
 else:
-    processes.Processes._await = failed
+    processes.Processes.wait = failed
 """
 
 
