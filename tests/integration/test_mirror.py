@@ -223,7 +223,7 @@ def test_a_checkpoint_without_a_digest_of_its_log_is_gone_on_from_and_an_altered
     place = f"{prefix}/checkpoints/{folder_name(2)}"
     there = s3.objects(place)
     if log == "altered":
-        s3.put(f"{place}/metrics.jsonl", there[f"{place}/metrics.jsonl"].replace(b'"loss": 0.', b'"loss": 0.1', 1))
+        s3.put(f"{place}/metrics.jsonl", there[f"{place}/metrics.jsonl"].replace(b'"loss": ', b'"loss": 1', 1))
     else:
         state = json.loads(there[f"{place}/state.json"])
         assert len(state["pieces"]["progress"]["state"].pop("log")) == 64
