@@ -192,7 +192,8 @@ def test_what_hinders_the_work_of_a_stop_leaves_the_status_of_the_signal(bench: 
         assert start(bench, "out") == 143
     said = capsys.readouterr()
     assert told in said.out and "step 1 is saved, and" in said.out and "there are none" in said.out
-    assert "out of memory" not in said.err and "Traceback" not in said.err
+    lines = [line for line in said.err.splitlines() if not line.startswith("step ")]  # a slow step says what memory it takes
+    assert not any("memory" in line or "Traceback" in line for line in lines)
     if status is not None:
         assert start(bench, "out", run__stop_after=2) == status
 

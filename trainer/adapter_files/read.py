@@ -324,7 +324,8 @@ class OpenedCheckpoint:
         kept, decay = saved.state("ema"), saved.state("config")["ema"]["decay"]
         state = {name: kept[key] for name in self._state if (key := ema.OF + name) in kept}
         if {k: t.shape for k, t in state.items()} != {k: t.shape for k, t in self._state.items()}:
-            raise UserError(f"{self.folder}: its average is of another adapter, or of any length: take commit 028b4cb for it")
+            power = "one of ema.kind = 'power' is exported by commit 028b4cb"
+            raise UserError(f"{self.folder}: its average is not of its adapter; {power}")
         norms = {layer: replace(each, adapted=None) for layer, each in self.norms.items()}
         return replace(self, _state=state, norms=norms, about=replace(self.about, average=ema.described(decay)))
 

@@ -16,8 +16,8 @@ from trainer.config.tables import Config
 
 _LENGTHS = "averages of any length are gone; take ema.kind = 'constant' alone, or finish such a run with commit 028b4cb"
 _LAST = "leave it out, or finish a run that has it with commit 51dd1b4"
-# By key, what earlier versions had, and what to take instead. Of a key that is gone: its default, which every config.toml and
-# checkpoint of theirs may have, and which asks for nothing. Of one that there still is: the value that is gone.
+# By key, (what earlier versions had, what to take instead). A key that is gone has its default here: every config.toml and
+# checkpoint of an earlier version may have it, and it asks for nothing. A key that stays has the value that is gone.
 REMOVED = {
     "ema.kind": ("power", _LENGTHS),
     "ema.snapshot_every_steps": (0, _LENGTHS),

@@ -148,8 +148,8 @@ class Processes:
 
     @contextmanager
     def attending(self, signals: Signals, alive: Alive | None = None) -> Iterator[None]:
-        """A block in which the processes hear of each other's signals, of one that leaves the block with an exception, and
-        of one that is lost. alive: of the main process, for `sign`."""
+        """A block in which the processes hear of signals, of a process that leaves the block with an exception, and of a lost
+        one. alive: takes the main process's signs of life (`sign`)."""
         self._signals, self._alive = signals, alive
         if self._store is None:
             yield
