@@ -1,9 +1,9 @@
 import sys
 
-from trainer.cli import environment
+from workbench.commands import environment
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
-    from trainer.cli.main import leave, main
+    from workbench.commands.main import leave, main
 
     leave(main())

@@ -29,13 +29,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import pages  # noqa: E402
 from trainer import config as configs  # noqa: E402
-from trainer.adapter_files.average import Averaged, average  # noqa: E402
-from trainer.adapter_files.read import models_at, open_adapter  # noqa: E402
 from trainer.base.progress import Phases  # noqa: E402
 from trainer.base.run_layout import Layout  # noqa: E402
-from trainer.models.base_weights import BaseWeights  # noqa: E402
 from trainer.quantization import recognise  # noqa: E402
-from trainer.run.measured import HeldOutLosses, plan_losses  # noqa: E402
+from trainer.resume.adapter_file import models_at, open_adapter  # noqa: E402
+from workbench.adapters.average import Averaged, average  # noqa: E402
+from workbench.adapters.base_weights import BaseWeights  # noqa: E402
+from workbench.adapters.measured import HeldOutLosses, plan_losses  # noqa: E402
 
 RANKS = (4, 8, 16, 32, 80)
 

@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from proofs.shared import PHOTOS, make_models  # noqa: E402
+from tests.proofs.shared import PHOTOS, make_models  # noqa: E402
 
 LIMIT = 1.03
 NONE, BACKGROUND, FOREGROUND = WAYS = ("none", "background", "foreground")
@@ -74,10 +74,10 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
     from trainer import config as configs
     from trainer.checkpoint import state
     from trainer.checkpoint.saver import Saver
-    from trainer.cli import main as cli
     from trainer.run import run as runs
     from trainer.run.checkpointing import Saves
     from trainer.run.loop import Loop
+    from workbench.commands import main as cli
 
     started: tuple[float, float] | None = None
     took: dict[str, list[float]] = {"waited": [], "snapshot": [], "written": []}

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import pages  # noqa: E402
-from proofs.shared import PHOTOS, make_models, worktree  # noqa: E402
+from tests.proofs.shared import PHOTOS, make_models, worktree  # noqa: E402
 from trainer.monitoring.student import critical  # noqa: E402
 
 RESOLUTION, BATCH, RANK, LR, SEED = 64, 2, 8, 1e-4, 0

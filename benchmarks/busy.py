@@ -2,8 +2,8 @@
 
     python benchmarks/busy.py [--loops 0 2 4] [--rounds 5] [--steps 30] [--limit 90] [--json FILE]
 
-The two sides differ in how OpenMP's threads wait for one another (trainer/cli/environment.py): "spinning" is the default of
-GNU's OpenMP, "chosen" is what the program chooses. They run in turns, each in a process of its own, on two cores.
+The two sides differ in how OpenMP's threads wait for one another (workbench/commands/environment.py): "spinning" is the
+default of GNU's OpenMP, "chosen" is what the program chooses. They run in turns, each in a process of its own, on two cores.
 A run is the demo's, without its samples; its figure is the median of --steps steps beside the loops, or of those that were
 done within --limit seconds. Printed are the medians of the rounds, now / before within a round, and each side over its own
 median without loops.

@@ -404,7 +404,7 @@ def main() -> int:
         for name, (launcher, wrapper) in wrappers().items():
             print(f"{name:<32} the launch {launcher:5.1f} us, with our wrapper {wrapper:5.1f}: + {wrapper - launcher:.1f}")
         return 0
-    from proofs.shared import worktree
+    from tests.proofs.shared import worktree
 
     rows = []
     with ExitStack() as stack:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.plain_peft import run_losses  # noqa: E402
-from pocket import draw  # noqa: E402
+from examples.pocket import draw  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer.base.types import Occurrence  # noqa: E402
 from trainer.data.batches import sampler  # noqa: E402

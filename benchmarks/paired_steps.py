@@ -40,9 +40,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks import plain_peft  # noqa: E402
-from proofs.shared import PHOTOS, make_models  # noqa: E402
 from scripts import make_model  # noqa: E402
 from tests.harness import DENOISER, built, take_step  # noqa: E402
+from tests.proofs.shared import PHOTOS, make_models  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer import kernels  # noqa: E402
 from trainer.data.batches import sampler  # noqa: E402

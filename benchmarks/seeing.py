@@ -100,9 +100,9 @@ def of_a_run(folder: Path, steps: int) -> dict[str, Any]:
     from contextlib import ExitStack
 
     from trainer.base.progress import Phase, Record
-    from trainer.cli import main as cli
     from trainer.monitoring.metrics import Metrics
     from trainer.run import run
+    from workbench.commands import main as cli
 
     spent, whole = Spent(), {"clock": 0.0, "processor": 0.0}
 

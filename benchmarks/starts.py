@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import pages  # noqa: E402
 from benchmarks.bench_cli import against_table, interval, revision  # noqa: E402
-from proofs.shared import worktree  # noqa: E402
+from tests.proofs.shared import worktree  # noqa: E402
 
 BOTH = ("help", "plan, pocket SDXL")  # what an earlier tree knows, too
 PLAN = b"run "  # how a plan begins

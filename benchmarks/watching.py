@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.base.run_layout import Layout
-from trainer.report.watch_server import Runs
+from workbench.watch.server import Runs
 
 
 def row(step: int, drawn: random.Random) -> str:

@@ -28,14 +28,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.cli import environment  # noqa: E402
+from workbench.commands import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 from trainer.base.console import write  # noqa: E402
 from trainer.base.errors import UserError  # noqa: E402
-from trainer.cli.tools import run_tool  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 NOT_WRITTEN = (
     "not written: this DoRA file needs the norms of the averaged weights, which a checkpoint does not have. The run writes "
@@ -46,12 +46,12 @@ NOT_WRITTEN = (
 def export(chosen: argparse.Namespace) -> None:
     """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would, and those of the average that it
     keeps. Reads no weight of the model."""
-    from trainer.adapter_files.read import open_checkpoint
     from trainer.adapters import sd_scripts
     from trainer.adapters.export import not_loaded_by_diffusers
     from trainer.base.files import FileGroup
     from trainer.base.run_layout import AVERAGE
     from trainer.base.tensorfile import TensorFile
+    from trainer.resume.adapter_file import open_checkpoint
 
     opened, made = open_checkpoint(chosen.checkpoint), {}
     averaged = opened.averaged()
@@ -71,7 +71,7 @@ def export(chosen: argparse.Namespace) -> None:
 
 def show(chosen: argparse.Namespace) -> None:
     """Print what a file is: its kind, ranks, scales, norms and gaps."""
-    from trainer.adapter_files import show as report
+    from workbench.adapters import show as report
 
     opened = opened_file(chosen.file, chosen.base, chosen.family)
     weight, meaning = base_weight(opened), opened.portable.meaning
@@ -88,7 +88,7 @@ def show(chosen: argparse.Namespace) -> None:
 
 def convert(chosen: argparse.Namespace) -> None:
     """Write a file in another format, and say what changed on the way."""
-    from trainer.adapter_files.convert import convert as converted
+    from workbench.adapters.convert import convert as converted
 
     if chosen.dora_scale and chosen.to != "comfyui":
         raise UserError(f"--dora_scale belongs to --to comfyui; --to {chosen.to} has one meaning")
@@ -110,9 +110,9 @@ def convert(chosen: argparse.Namespace) -> None:
 
 def merge(chosen: argparse.Namespace) -> None:
     """Write the model with adapters in its weights."""
-    from trainer.adapter_files.merge import Applied, merge
-    from trainer.adapter_files.read import looks_like_an_adapter, open_adapter
     from trainer.base.progress import Phases
+    from trainer.resume.adapter_file import looks_like_an_adapter, open_adapter
+    from workbench.adapters.merge import Applied, merge
 
     if looks_like_an_adapter(strength_of(chosen.model)[0]):
         *others, last = chosen.files
@@ -138,8 +138,8 @@ def merge(chosen: argparse.Namespace) -> None:
 
 def extract(chosen: argparse.Namespace) -> None:
     """Write the LoRA that is nearest to the difference of two models."""
-    from trainer.adapter_files.resize import extract
     from trainer.base.progress import Phases
+    from workbench.adapters.resize import extract
 
     began = time.monotonic()
     tuned, base = (whole_model(path) for path in (chosen.tuned, chosen.model))
@@ -153,11 +153,11 @@ def extract(chosen: argparse.Namespace) -> None:
 
 def compare(chosen: argparse.Namespace) -> None:
     """Say how far apart two adapters are."""
-    from trainer.adapter_files.compare import compare
-    from trainer.adapter_files.read import open_checkpoint
     from trainer.adapters.peft_config import is_peft_folder
     from trainer.base.files import hash_file
-    from trainer.models.base_weights import BaseWeights
+    from trainer.resume.adapter_file import open_checkpoint
+    from workbench.adapters.base_weights import BaseWeights
+    from workbench.adapters.compare import compare
 
     models, portables = models_of(chosen.base) if chosen.base else None, []
     weight = BaseWeights(models[0].source).weight if models else None
@@ -177,7 +177,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 def resize(chosen: argparse.Namespace) -> None:
     """Write a file with a lower rank, and say what is lost."""
-    from trainer.adapter_files.resize import resize
+    from workbench.adapters.resize import resize
 
     opened = opened_file(chosen.file, chosen.base, chosen.family)
     done = resize(opened, chosen.out, chosen.rank, weight=base_weight(opened))
@@ -191,10 +191,10 @@ def average(chosen: argparse.Namespace) -> None:
 
     OUT is written once nothing but the loss of the mean is left to do.
     """
-    from trainer.adapter_files.average import average, shares_of
     from trainer.base.files import check_folder, refuse_taken
     from trainer.base.progress import Phases
-    from trainer.models.base_weights import BaseWeights
+    from workbench.adapters.average import average, shares_of
+    from workbench.adapters.base_weights import BaseWeights
 
     first = "OUT, which comes first: adapter.py average OUT FILE FILE ... --rank R"
     if chosen.out.suffix != ".safetensors":
@@ -223,7 +223,7 @@ def average(chosen: argparse.Namespace) -> None:
     for line in made.lines():
         write(f"  {line}")
     if measured is not None:
-        from trainer.run.measured import lines
+        from workbench.adapters.measured import lines
 
         for line in lines([*losses, (str(chosen.out), measured.of(portable))]):
             write(f"  {line}", whole=True)
@@ -231,9 +231,9 @@ def average(chosen: argparse.Namespace) -> None:
 
 def to_average(path: Path, share: float, base: str | None, family: str | None):
     """A file or a checkpoint that goes into a mean."""
-    from trainer.adapter_files.average import Averaged, base_of
-    from trainer.adapter_files.read import open_checkpoint
     from trainer.adapters.peft_config import is_peft_folder
+    from trainer.resume.adapter_file import open_checkpoint
+    from workbench.adapters.average import Averaged, base_of
 
     if path.is_dir() and not is_peft_folder(path):
         held = open_checkpoint(path)
@@ -246,8 +246,8 @@ def to_average(path: Path, share: float, base: str | None, family: str | None):
 
 def losses_for(config, adapters, rank: int, weight, phases):
     """What measures them in the model of a run's config. Raises UserError for all that can be told without its weights."""
-    from trainer.adapter_files.average import check
-    from trainer.run.measured import HeldOutLosses, plan_losses
+    from workbench.adapters.average import check
+    from workbench.adapters.measured import HeldOutLosses, plan_losses
 
     check(adapters, rank, weight)
     return HeldOutLosses(plan_losses(config, adapters, rank, phases), adapters, phases)
@@ -269,8 +269,8 @@ def strength_of(given: str) -> tuple[Path, float]:
 
 def push(chosen: argparse.Namespace) -> None:
     """Send a folder of adapter files and its model card to the Hugging Face hub."""
-    from trainer.adapter_files.push import push
     from trainer.base.progress import Phases
+    from workbench.adapters.push import push
 
     models = models_of(chosen.base) if chosen.base else None
     phases = Phases(show=True)
@@ -313,22 +313,22 @@ def base_of_run(path: Path) -> str | None:
 
 
 def opened_at(path: Path, models, family: str | None):
-    from trainer.adapter_files.read import open_adapter
+    from trainer.resume.adapter_file import open_adapter
 
     return open_adapter(path, models, family=family)
 
 
 def models_of(path: str):
     """The model there, as every family that it may be of."""
-    from trainer.adapter_files.read import models_at
     from trainer.quantization import recognise
+    from trainer.resume.adapter_file import models_at
 
     return models_at(path, recognise)
 
 
 def base_weight(opened):
     """The function that reads weights of the model given by --base; None without it."""
-    from trainer.models.base_weights import BaseWeights
+    from workbench.adapters.base_weights import BaseWeights
 
     source = opened.model.source
     return BaseWeights(source).weight if source is not None else None
@@ -336,8 +336,8 @@ def base_weight(opened):
 
 def whole_model(path: str):
     """The model there, with its weights."""
-    from trainer.adapter_files.read import whole_model_at
     from trainer.quantization import recognise
+    from trainer.resume.adapter_file import whole_model_at
 
     return whole_model_at(path, recognise)
 

@@ -21,24 +21,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.cli import environment  # noqa: E402
+from workbench.commands import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 from trainer.base.errors import UserError  # noqa: E402
-from trainer.cli.tools import run_tool  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 
 def audit(chosen: argparse.Namespace) -> None:
     from trainer import config
-    from trainer.artifacts import audit_report
     from trainer.base.console import write
     from trainer.base.files import check_folder, json_bytes, make_folder, write_atomic
     from trainer.base.progress import Phases
-    from trainer.plan.storage_audit import formats_named, plan_audit
     from trainer.report import write_audit
-    from trainer.run.audit import audit as audited
+    from workbench.audit import page as audit_report
+    from workbench.audit.audit import audit as audited
+    from workbench.audit.storage_audit import formats_named, plan_audit
 
     if chosen.layers < 1:
         raise UserError(f"--layers {chosen.layers}: give a number of layers to exclude, at least 1")

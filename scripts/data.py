@@ -17,20 +17,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.cli import environment  # noqa: E402
+from workbench.commands import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 from trainer.base.errors import UserError  # noqa: E402
 from trainer.base.files import parse_size  # noqa: E402
-from trainer.cli.tools import run_tool  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 
 def report(chosen: argparse.Namespace) -> int:
-    """Print what a run of this config would train on, and write data_report.html (trainer/cli/check_data.py)."""
+    """Print what a run of this config would train on, and write data_report.html (workbench/commands/check_data.py)."""
     from trainer import config
-    from trainer.cli.check_data import report_data
+    from workbench.commands.check_data import report_data
 
     return (
         3

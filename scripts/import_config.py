@@ -18,19 +18,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.cli import environment  # noqa: E402
+from workbench.commands import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 from trainer.base.console import write  # noqa: E402
-from trainer.cli.tools import run_tool  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 
 def imported(chosen: argparse.Namespace) -> None:
     """Write the config, and say what is to be known of it."""
-    from trainer.cli.translate.draft import FILL, SAME
-    from trainer.cli.translate.writing import import_config
+    from workbench.importing.draft import FILL, SAME
+    from workbench.importing.writing import import_config
 
     overrides = [item for group in chosen.overrides for item in group]
     path, draft = import_config(chosen.file, chosen.out, data=chosen.data, overrides=overrides)

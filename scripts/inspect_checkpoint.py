@@ -30,8 +30,8 @@ from trainer.base.errors import UserError  # noqa: E402
 from trainer.base.tensorfile import NAMES, TensorFile  # noqa: E402
 from trainer.checkpoint import store  # noqa: E402
 from trainer.checkpoint.state import LAYOUT_VERSION, QUANTIZATION, STATE, TENSOR_FILES, Piece, Saved, own_census  # noqa: E402
-from trainer.cli.tools import run_tool  # noqa: E402
 from trainer.config import flatten  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 Table = list[Sequence[object]]
 # Damage takes any form: a section that meets with it says so, and the others are shown.

@@ -42,10 +42,10 @@ from trainer.base.errors import UserError  # noqa: E402
 from trainer.base.files import appearing, leftovers_of, refuse_taken, remove_leftovers  # noqa: E402
 from trainer.base.tensorfile import Recipe, Tensors, serialize, write_tensors  # noqa: E402
 from trainer.base.types import Link  # noqa: E402
-from trainer.cli.tools import run_tool  # noqa: E402
 from trainer.models import FAMILIES  # noqa: E402
 from trainer.models.names import join_parts  # noqa: E402
 from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary, embedded_merges  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 MERGES = 1000

@@ -78,7 +78,7 @@ def screenshots(page: Path | str, name: str, pictures: Path) -> None:
 
 def import_page(folder: Path) -> Path:
     """A page of the example in docs/import.md: its command line, and beside it the config that the import makes of it."""
-    from trainer.cli.translate.writing import import_config
+    from workbench.importing.writing import import_config
 
     page = (ROOT / "docs" / "import.md").read_text(encoding="utf-8")
     command = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)[0]

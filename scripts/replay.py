@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.cli import environment  # noqa: E402
+from workbench.commands import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 from trainer.base.errors import UserError  # noqa: E402
-from trainer.cli.tools import run_tool  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 if TYPE_CHECKING:
-    from trainer.engine.judged import JudgedStep, LayerGradient
-    from trainer.run.replay import Replay, Span
+    from workbench.replay.judged import JudgedStep, LayerGradient
+    from workbench.replay.replay import Replay, Span
 
 NOT_EXPLAINED = 3
 WIDTH, HEIGHT = 8.0, 3.2  # inches of a picture
@@ -39,7 +39,7 @@ WIDTH, HEIGHT = 8.0, 3.2  # inches of a picture
 
 def replayed(chosen: argparse.Namespace) -> int:
     from trainer.base.progress import Phases
-    from trainer.run.replay import replay, span_of
+    from workbench.replay.replay import replay, span_of
 
     if chosen.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib: pip install 'reference-adapter-trainer[plots]'")
@@ -59,7 +59,7 @@ def replayed(chosen: argparse.Namespace) -> int:
 
 def told(span: Span, found: Replay, *, layers: int) -> list[str]:
     """The report, line by line. layers: how many gradients of a step's layers are listed."""
-    from trainer.engine.judged import FACTOR, REPETITIONS
+    from workbench.replay.judged import FACTOR, REPETITIONS
 
     lines = ["", f"{span.folder}, computed in {found.precision}"]
     lines += [

@@ -19,19 +19,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.cli import environment  # noqa: E402
+from workbench.commands import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 from scripts.adapter import strength_of, whole_model  # noqa: E402
 from trainer.base.errors import UserError  # noqa: E402
-from trainer.cli.tools import run_tool  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 
 def sample(chosen: argparse.Namespace) -> None:
-    from trainer.artifacts.draw import Drawing, draw
     from trainer.base.progress import Phases
+    from workbench.drawing.draw import Drawing, draw
 
     config = config_of(chosen)
     drawing = Drawing(

@@ -25,6 +25,6 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
 print("".join(f"|^{name}==" for name in ("torch", "triton") if find_spec(name)))')"
   grep -vE "^#$there" constraints.txt > .venv/.constraints.txt
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -c .venv/.constraints.txt -e ".${extra:+[$extra]}"
-  .venv/bin/python -m trainer.cli.environment
+  .venv/bin/python -m workbench.commands.environment
   echo "$want" > "$stamp"
 fi

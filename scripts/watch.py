@@ -17,12 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.cli import environment  # noqa: E402
+from workbench.commands import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
-from trainer.cli.tools import run_tool  # noqa: E402
+from workbench.commands.tools import run_tool  # noqa: E402
 
 PORT = 8642
 
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 def watch(chosen: argparse.Namespace) -> None:
     """Until Ctrl+C, which is the way to end it."""
     try:
-        from trainer.report.watch_server import serve
+        from workbench.watch.server import serve
 
         serve(chosen.folders, chosen.port)
     except KeyboardInterrupt:

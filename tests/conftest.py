@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from proofs.forks import Server
-from proofs.shared import STARTED
 from scripts import make_model
 from tests.harness import ROOT, Workbench
+from tests.proofs.forks import Server
+from tests.proofs.shared import STARTED
 from trainer.base import console, signals
 from trainer.plan import fixed_draws
 

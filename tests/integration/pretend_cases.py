@@ -17,10 +17,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import backend_registration
 
-from proofs import support_matrix as matrix
 from tests import pretend
 from tests.harness import DENOISER, PHOTOS
 from tests.integration.test_full_size import sparse_model
+from tests.proofs import support_matrix as matrix
 from tests.tape import Trace
 from trainer import config as configs
 from trainer import kernels

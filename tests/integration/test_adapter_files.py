@@ -18,15 +18,15 @@ from scripts import adapter as script
 from scripts import sample
 from tests.harness import DENOISER, ROOT, Workbench, built, metrics_of, train_built
 from trainer import quantization
-from trainer.adapter_files.read import models_at, open_adapter, published
 from trainer.base import console
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file
 from trainer.base.tensorfile import Recipe, TensorFile, write_tensors
-from trainer.cli import main as cli
 from trainer.monitoring import measurements, weight_change
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.resume.adapter_file import models_at, open_adapter, published
 from trainer.resume.initial_adapter import Start, open_start
+from workbench.commands import main as cli
 
 KINDS = {
     "sdxl int8 dora": ("sdxl", {"adapter__type": "dora", "model__components__unet": {"dtype": "int8"}}),

@@ -19,7 +19,6 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.base.types import Link
-from trainer.cli import main as cli
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.config_files import PUBLISHED
@@ -30,6 +29,7 @@ from trainer.plan.model_account import model_account
 from trainer.plan.run_plan import open_source, resolve
 from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS
+from workbench.commands import main as cli
 
 FLUX = FAMILIES["flux"]
 PREFIXES = {

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from proofs.forks import Server
 from tests.harness import PHOTOS, Workbench, metrics_of
 from tests.integration import test_processes as processes
+from tests.proofs.forks import Server
 from trainer import config as configs
 from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
-from trainer.cli import main as cli
 from trainer.plan.run_plan import open_source
+from workbench.commands import main as cli
 
 NEW = {"data__resolution": [64, 96], "data__bucket_step": 16, "data__short_batches": "merge"}
 

@@ -24,7 +24,6 @@ from trainer.base.progress import QUIET
 from trainer.base.run_layout import in_use
 from trainer.base.tensorfile import TensorFile
 from trainer.base.types import Occurrence
-from trainer.cli import main as cli
 from trainer.data.cache import fill
 from trainer.data.cache.entries import Cache
 from trainer.data.images import views
@@ -34,6 +33,7 @@ from trainer.engine.encoding import encode
 from trainer.plan.data_sources import open_cache
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime.device import start_processes
+from workbench.commands import main as cli
 
 # --- the sequence of what the steps draw ------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ RECORDER = """
 import os, sys
 from pathlib import Path
 from tests.integration.test_caches import recorder
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 from trainer.engine import step
 
 step.draw_time_and_noise = recorder(Path(f"{os.environ['RECORD']}.{os.environ.get('RANK', '0')}"))

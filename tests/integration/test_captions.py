@@ -12,11 +12,11 @@ from tests.harness import PHOTOS, Workbench, built, metrics_of
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
-from trainer.cli import main as cli
 from trainer.data.cache.fill import text_key
 from trainer.data.cache.texts import TOGETHER
 from trainer.engine import encoding
 from trainer.run.run import train
+from workbench.commands import main as cli
 
 EVERY_KEY = {
     "caption_dropout": 0.2, "caption_lines": True, "wildcards": True, "separator": ",", "keep": 1, "tag_dropout": 0.3,

@@ -15,8 +15,8 @@ from trainer.adapters.export import About
 from trainer.artifacts import model_card
 from trainer.base.pictures import THUMBNAIL, thumbnail
 from trainer.base.tensorfile import TensorFile
-from trainer.cli import main as cli
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from workbench.commands import main as cli
 
 PROMPT = 'a "bear": on | a `beach` --- it\'s'
 

@@ -18,13 +18,13 @@ from trainer.adapters import Rule, match_targets
 from trainer.base.errors import UserError
 from trainer.base.memory import checkpoint_blocks, find_blocks, recomputing
 from trainer.checkpoint import store
-from trainer.cli import main as cli
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.models import flux
 from trainer.quantization import FrozenConv2d, FrozenLayer, FrozenLinear
 from trainer.run.run import Run
 from trainer.runtime import attention
 from trainer.runtime.jobs import Position
+from workbench.commands import main as cli
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 

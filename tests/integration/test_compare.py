@@ -16,9 +16,9 @@ from PIL import Image
 from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
 from trainer.base.errors import Interrupted
-from trainer.cli import main as cli
 from trainer.resume.pins import MAY_CHANGE
-from trainer.run import comparison
+from workbench.commands import main as cli
+from workbench.compare import comparison
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 

@@ -10,12 +10,12 @@ import torch
 
 from tests.harness import Workbench, metrics_of
 from trainer.base.tensorfile import TensorFile
-from trainer.cli import main as cli
 from trainer.kernels import decode, dora_torch
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS, ConvertedWeights, Format, FrozenLayer, library, stored_as
+from workbench.commands import main as cli
 
 
 def load(

@@ -22,7 +22,7 @@ from scripts.data import main as data
 from tests.harness import PHOTOS, ROOT, Workbench
 from tests.unit.data.test_scan_many import fill
 from tests.unit.report.test_page import Page
-from trainer.cli.main import main as train
+from workbench.commands.main import main as train
 
 # In a process of its own, whose memory is the libraries' and the report's.
 PROGRAM = """

@@ -1,7 +1,7 @@
 """The cloud kit, checked offline: each file of docker/ by its named check, which a broken one does not pass.
 
-A tool that is missing fails its tests. SkyPilot itself reads its file in proofs/skypilot_task.py. The image is built and the
-commands are started in it by proofs/image.py.
+A tool that is missing fails its tests. SkyPilot itself reads its file in tests/proofs/skypilot_task.py. The image is
+built, and the commands are started in it, by tests/proofs/image.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from proofs import recipes
 from scripts import health
 from tests.harness import ROOT
-from trainer.cli import arguments
+from tests.proofs import recipes
 from trainer.run import container
+from workbench.commands import arguments
 
 DOCKER = ROOT / "docker"
 CLOUDS = DOCKER / "clouds"
@@ -677,7 +677,7 @@ def test_another_template_is_found(change: dict[str, Any], fault: str) -> None:
 def test_a_volume_of_root_is_trained_on_as_the_user_or_the_start_says_what_to_do(
     tmp_path: Path, uid: str, writes: bool
 ) -> None:
-    """With stand-ins for what asks for root's rights; proofs/image.py has the rights themselves."""
+    """With stand-ins for what asks for root's rights; tests/proofs/image.py has the rights themselves."""
     as_user = 'while [ "${1#-}" != "$1" ]; do case $1 in --re*) shift ;; esac; shift; done; '
     stand_ins = {
         "id": f"[ $# -eq 1 ] && echo {uid} || echo 1000",

@@ -11,9 +11,9 @@ import torch
 from scripts import adapter, sample
 from tests.harness import ROOT, Workbench, built, train_built
 from trainer import quantization
-from trainer.adapter_files.read import whole_model_at
 from trainer.base.tensorfile import write_tensors
-from trainer.models.base_weights import BaseWeights
+from trainer.resume.adapter_file import whole_model_at
+from workbench.adapters.base_weights import BaseWeights
 
 ENCODER = [{"component": "text_encoder", "match": "*q_proj", "rank": 2}]
 # A text encoder that is adapted encodes while it draws, else prompts are encoded first.

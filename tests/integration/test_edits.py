@@ -22,14 +22,14 @@ from trainer import config as configs
 from trainer.artifacts import model_card
 from trainer.artifacts.sampling import by_request
 from trainer.base.run_layout import Layout
-from trainer.cli import main as cli
 from trainer.engine.step import draw_time_and_noise
 from trainer.kernels import dora_torch
 from trainer.memory_plan import suggestions
 from trainer.memory_plan.estimate import STEP, Forecast, forecast
 from trainer.plan.run_plan import make_plan, open_source, resolve
-from trainer.report.compared import compare
-from trainer.report.watch_server import Runs
+from workbench.commands import main as cli
+from workbench.compare.page import compare
+from workbench.watch.server import Runs
 
 NAMES = ("a", "b", "c", "d")
 

@@ -25,10 +25,8 @@ from safetensors.torch import load_file
 
 from tests import foreign_configs
 from tests.harness import ROOT, Workbench
-from trainer.adapter_files.read import open_adapter
 from trainer.base.errors import UserError, ending
 from trainer.base.tensorfile import write_tensors
-from trainer.cli.translate.writing import drafted
 from trainer.data import scan
 from trainer.data.sources import Source
 from trainer.models import FAMILIES
@@ -36,6 +34,8 @@ from trainer.models.config_files import published_config, shards
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.models.tokenizers import load_tokenizer
+from trainer.resume.adapter_file import open_adapter
+from workbench.importing.writing import drafted
 
 ODD: tuple[Any, ...] = (
     None, True, 1, -1, 0, 1.5, 10**30, float("inf"), "x", "", [24], [], [[1]], {}, {"a": 1},

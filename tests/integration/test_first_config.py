@@ -19,8 +19,8 @@ from tests import hub as stand_in
 from tests.harness import PHOTOS, ROOT, Workbench
 from trainer import config as configs
 from trainer.base import console
-from trainer.cli import main as cli
-from trainer.cli import new_config
+from workbench.commands import main as cli
+from workbench.commands import new_config
 
 POCKET = ROOT / "examples" / "pocket_sdxl"
 
@@ -343,7 +343,7 @@ def test_every_family_is_planned_from_everywhere(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["trainer.cli.plan_command.describe", "trainer.cli.plan_command.forecast"])
+@pytest.mark.parametrize("place", ["workbench.commands.plan_command.describe", "workbench.commands.plan_command.forecast"])
 def test_what_fails_later_leaves_no_file(bench: Workbench, monkeypatch, capsys, place: str) -> None:
     """Also what is no mistake of the user; the same command line then works."""
     photos = captions_beside(bench.tmp)
@@ -375,7 +375,7 @@ def test_what_is_stopped_leaves_no_file(bench: Workbench, monkeypatch, capsys, s
         assert signal.getsignal(signum) != signal.SIG_DFL
         signal.raise_signal(signum)
 
-    monkeypatch.setattr("trainer.cli.plan_command.describe", stopped)
+    monkeypatch.setattr("workbench.commands.plan_command.describe", stopped)
     try:
         assert new(bench, monkeypatch, photos) == 128 + signum
     finally:

@@ -18,13 +18,13 @@ from scripts import adapter as adapter_tool
 from scripts import make_model
 from tests.harness import Workbench, built, metrics_of, pairs, train_built
 from trainer import config as configs
-from trainer.adapter_files import push
-from trainer.adapter_files.read import NamedModel, open_adapter, whole_model_at
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
-from trainer.cli import main as cli
 from trainer.models.weights import original_shape
 from trainer.quantization import recognise
+from trainer.resume.adapter_file import NamedModel, open_adapter, whole_model_at
+from workbench.adapters import push
+from workbench.commands import main as cli
 
 FACTORS = (("bf16", "fp8_e4m3", "int8", "nf4"), ("fp32", "bf16"), ("lora", "dora"), ("attention+mlp", "all"), (False, True))
 CELLS = sorted(pairs(*FACTORS))

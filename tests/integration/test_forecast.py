@@ -33,7 +33,6 @@ from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.signals import Signals
 from trainer.base.tensorfile import TensorFile
-from trainer.cli import main as cli
 from trainer.engine.components import Components
 from trainer.kernels import dora_torch, scratch
 from trainer.memory_plan import fitting, step_time, suggestions
@@ -49,6 +48,7 @@ from trainer.quantization.table import ALL_FORMATS
 from trainer.run import loop as loops
 from trainer.run.run import make_loop
 from trainer.runtime.device import start_processes
+from workbench.commands import main as cli
 
 FEW = ["*attn1.to_q"]  # layers of SDXL: what is asked does not depend on how many are adapted
 CELLS = [(family, format.dtype_name, format.backend) for family in DENOISER for format in ALL_FORMATS]
@@ -552,7 +552,7 @@ def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
     ],
 )
 def test_whole_processes_on_a_cpu_take_what_was_foretold(tmp_path, cells: str) -> None:
-    command = [sys.executable, "proofs/memory_measured.py", "--cells", cells, "--keep", str(tmp_path)]
+    command = [sys.executable, "tests/proofs/memory_measured.py", "--cells", cells, "--keep", str(tmp_path)]
     done = subprocess.run([*command, "--out", str(tmp_path / "out.json")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "measured above it" in done.stdout, done.stdout + done.stderr
 

@@ -14,8 +14,8 @@ import pytest
 from tests.harness import Workbench, metrics_of
 from trainer.base.errors import Interrupted
 from trainer.base.run_layout import Layout
-from trainer.cli import main as cli
 from trainer.run import output_folder, run
+from workbench.commands import main as cli
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 

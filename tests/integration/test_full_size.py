@@ -131,7 +131,7 @@ def means(header: bytes) -> object:
 def prove(family: str, *options: str, **environment: str) -> dict[str, Any]:
     """The proof's cells by name, once it has found that everything holds."""
     out = Path(options[options.index("--out") + 1])
-    command = [sys.executable, "proofs/full_size.py", "--family", family, *options]
+    command = [sys.executable, "tests/proofs/full_size.py", "--family", family, *options]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())["families"][family]

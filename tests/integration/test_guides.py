@@ -15,16 +15,20 @@ import pytest
 from tests import hub
 from tests.harness import PHOTOS, ROOT
 from trainer import config as configs
-from trainer.cli import new_config
 from trainer.monitoring.diagnosis import Kind, judge
 from trainer.report.status import TITLES
+from workbench.commands import new_config
 
 FIRST = ROOT / "docs" / "guide" / "first_adapter.md"
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 QUOTED = re.findall(r"^### (.+)$", (ROOT / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
-TEXTS = (*(ROOT / "trainer").rglob("*.py"), ROOT / "trainer" / "base" / "file_formats.json")
+TEXTS = (
+    *(ROOT / "trainer").rglob("*.py"),
+    *(ROOT / "workbench").rglob("*.py"),
+    ROOT / "trainer" / "base" / "file_formats.json",
+)
 
 
 @cache
@@ -75,7 +79,7 @@ def test_what_a_guide_names_is_there(guide: Path) -> None:
         name = "".join(name)
         assert name in ("my_photos.toml", "config.toml") or (ROOT / "configs" / name).is_file(), name
     for option in re.findall(r"train\.py.* (--\w+)", text):
-        assert f'"{option}"' in (ROOT / "trainer" / "cli" / "arguments.py").read_text(encoding="utf-8"), option
+        assert f'"{option}"' in (ROOT / "workbench" / "commands" / "arguments.py").read_text(encoding="utf-8"), option
 
 
 def test_the_first_guide_shows_the_config_that_new_writes(tmp_path: Path, monkeypatch) -> None:

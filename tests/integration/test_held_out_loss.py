@@ -12,19 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from proofs.forks import Server
 from scripts import adapter as adapter_tool
 from scripts import make_model
 from tests.harness import Workbench, built, metrics_of
 from tests.integration import test_processes as processes
 from tests.optimizers import ENTRIES
+from tests.proofs.forks import Server
 from trainer import config as configs
 from trainer.base import draws
 from trainer.base.errors import NonFiniteError
 from trainer.base.progress import Phases
 from trainer.base.types import Occurrence
 from trainer.checkpoint import store
-from trainer.cli import main as cli
 from trainer.data.images.views import View
 from trainer.engine import held_out_loss
 from trainer.kernels import dora_torch, scratch
@@ -33,8 +32,9 @@ from trainer.memory_plan.op_trace import Trace
 from trainer.optim import OPTIMIZERS
 from trainer.plan import fixed_draws
 from trainer.plan.run_plan import make_plan, open_source, resolve
-from trainer.run import measured
 from trainer.run.run import train
+from workbench.adapters import measured
+from workbench.commands import main as cli
 
 LENGTH = 5
 TARGETS = {"sdxl": ["*attn1.to_q", "conv_in"], "flux": ["*attn.to_q"]}

@@ -11,7 +11,7 @@ from scripts import import_config
 from tests import foreign_configs
 from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 # By trainer: the model's folder, and the appearances of the folders' five photos each in an epoch, worked out by hand.
 MADE = {

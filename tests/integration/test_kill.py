@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends in the same bytes as one that never was: proofs/kill_test.py, in parts.
+"""A run that is killed again and again ends in the same bytes as one that never was: tests/proofs/kills.py, in parts.
 
 `slow` kills one run while photos are encoded, inside its first checkpoint and a later one, in a step and while the adapter
 files are written, and stops it by a signal in a step; `proof` has all 104 kills, 20 at the calls of a start and an end, and
@@ -16,21 +16,21 @@ from pathlib import Path
 
 import pytest
 
-from proofs import kill_test
-from proofs.forks import Server
-from proofs.kill_test import CELLS, LEVELS, SAVES, Cell, Moment, Result
+from tests.proofs import kills
+from tests.proofs.forks import Server
+from tests.proofs.kills import CELLS, LEVELS, SAVES, Cell, Moment, Result
 
 every_cell = pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.name) for cell in CELLS])
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with kill_test.lives() as server:
+    with kills.lives() as server:
         yield server
 
 
 def run(cell: Cell, moments: list[Moment], server: Server, models: Path, folder: Path) -> Result:
-    result = kill_test.run_cell(cell, moments, server=server, models=models, folder=folder / "cell")
+    result = kills.run_cell(cell, moments, server=server, models=models, folder=folder / "cell")
     assert not result.orphans and not result.lost and not result.problems, f"{result}\n{result.log}"
     assert result.ends == result.recoveries == len(moments)
     assert result.inside == sum(moment.where in SAVES for moment in moments)
@@ -39,8 +39,8 @@ def run(cell: Cell, moments: list[Moment], server: Server, models: Path, folder:
 
 @pytest.mark.slow
 def test_some_kills(server: Server, models: Path, tmp_path: Path) -> None:
-    moments = kill_test.drawn(("caching", "first save", "save", "finishing"), random.Random(0))
-    (stop,) = kill_test.drawn(("step",), random.Random(1), (signal.SIGTERM,))
+    moments = kills.drawn(("caching", "first save", "save", "finishing"), random.Random(0))
+    (stop,) = kills.drawn(("step",), random.Random(1), (signal.SIGTERM,))
     moments.insert(2, stop)
     run(Cell("flux", "dora", "adamw8bit", "int8", 2), moments, server, models, tmp_path)
 
@@ -48,7 +48,7 @@ def test_some_kills(server: Server, models: Path, tmp_path: Path) -> None:
 @pytest.mark.proof
 @every_cell
 def test_kills(cell: Cell, server: Server, models: Path, tmp_path: Path) -> None:
-    run(cell, kill_test.kills(random.Random(cell.name)), server, models, tmp_path)
+    run(cell, kills.kills(random.Random(cell.name)), server, models, tmp_path)
 
 
 @pytest.mark.proof
@@ -66,7 +66,7 @@ def test_kills_at_the_calls_of_a_start_and_an_end(server: Server, models: Path, 
 @pytest.mark.proof
 @every_cell
 def test_signals(cell: Cell, server: Server, models: Path, tmp_path: Path) -> None:
-    run(cell, kill_test.stops(200 // len(CELLS), random.Random(cell.name)), server, models, tmp_path)
+    run(cell, kills.stops(200 // len(CELLS), random.Random(cell.name)), server, models, tmp_path)
 
 
 def test_the_cells_cover_every_pair_of_levels() -> None:
@@ -76,7 +76,7 @@ def test_the_cells_cover_every_pair_of_levels() -> None:
 
 
 def test_a_hundred_kills_and_forty_inside_a_save() -> None:
-    moments = [moment for cell in CELLS for moment in kill_test.kills(random.Random(cell.name))]
+    moments = [moment for cell in CELLS for moment in kills.kills(random.Random(cell.name))]
     assert len(moments) == 104
     assert sum(moment.where in SAVES for moment in moments) >= 40
-    assert {moment.where for moment in moments} == {*kill_test.KILLS, "caching", "first save", "finishing"}
+    assert {moment.where for moment in moments} == {*kills.KILLS, "caching", "first save", "finishing"}

@@ -11,12 +11,12 @@ import pytest
 from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
 from trainer.base.errors import UserError
-from trainer.cli.main import main
 from trainer.data.identity import fingerprint
 from trainer.plan.describe import describe
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.pins import refuse_changes
+from workbench.commands.main import main
 
 
 def planned(bench: Workbench, **overrides) -> RunPlan:

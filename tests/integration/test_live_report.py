@@ -18,12 +18,12 @@ from trainer.base import progress
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.progress import last_sign
 from trainer.base.run_layout import Layout
-from trainer.cli import main as cli
 from trainer.monitoring import course
 from trainer.report import live
 from trainer.report.history import Standing, read_standing
 from trainer.run import run
 from trainer.run.loop import Loop
+from workbench.commands import main as cli
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 

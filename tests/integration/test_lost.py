@@ -1,4 +1,4 @@
-"""Under torchrun's agent a run that loses processes ends as one that lost none: proofs/lost.py, in parts.
+"""Under torchrun's agent a run that loses processes ends as one that lost none: tests/proofs/lost.py, in parts.
 
 `slow` has seven seeds, in which every kind of fault comes, and a machine that is frozen, missed and comes back; `proof` has
 sixty seeds. That a start reads no key of another is in unit/runtime/test_starts.py.
@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from proofs import lost
-from proofs.forks import Server
-from proofs.lost import PLACES, Run, drawn
 from tests.harness import Workbench
 from tests.integration.test_processes import assert_same_course
+from tests.proofs import lost
+from tests.proofs.forks import Server
+from tests.proofs.lost import PLACES, Run, drawn
 from trainer import config as configs
 
 SEEDS = (3, 4, 7, 10, 16, 22, 47)

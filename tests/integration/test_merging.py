@@ -19,8 +19,8 @@ from tests.quantised_files import bitsandbytes_folder, comfy_file, quanto_folder
 from trainer import quantization
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.models import FAMILIES
-from trainer.models.base_weights import BaseWeights
 from trainer.models.opening import open_model
+from workbench.adapters.base_weights import BaseWeights
 
 LAYERS = {
     "sdxl": ["unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q", "unet.down_blocks.0.resnets.0.conv1",

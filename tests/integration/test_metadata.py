@@ -17,7 +17,7 @@ from scripts import adapter as script
 from tests.harness import PHOTOS, Workbench, built
 from trainer.adapters.hashes import with_hash
 from trainer.base.tensorfile import TensorFile, write_tensors
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 
 def kohyas_hashes(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> tuple[str, str]:

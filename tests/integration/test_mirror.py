@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from proofs.forks import Order, Server
 from tests import object_store
 from tests.harness import Workbench, metrics_of
 from tests.object_store import BUCKET, KEY, SECRET, ObjectStore, Trouble
+from tests.proofs.forks import Order, Server
 from trainer.base import files
 from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import store
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 TIMEOUT = 60  # seconds until a test that hangs fails
 

@@ -14,10 +14,10 @@ from tests.harness import PHOTOS, Workbench, metrics_of
 from trainer import quantization
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
-from trainer.cli import main as cli
 from trainer.models import family_named
 from trainer.models.opening import open_model
 from trainer.resume import pins
+from workbench.commands import main as cli
 
 VAE, UNET = "vae/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.safetensors"
 

@@ -25,7 +25,6 @@ from trainer import config as configs
 from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.base.tensorfile import TensorFile, tensor_sha256, write_tensors
 from trainer.checkpoint import store
-from trainer.cli import main as cli
 from trainer.engine.step import StepResult
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
@@ -33,6 +32,7 @@ from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinea
 from trainer.run import run as runs
 from trainer.runtime import precision
 from trainer.runtime.jobs import Position
+from workbench.commands import main as cli
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # A few layers of each kind: what is tested does not grow with their number.

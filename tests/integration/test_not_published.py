@@ -12,7 +12,7 @@ from trainer.artifacts.exports import Artifacts
 from trainer.base.errors import UserError
 from trainer.base.run_layout import folder_name
 from trainer.checkpoint import store
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 
 def start(bench: Workbench, *arguments: str, **more) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from proofs.forks import Server
 from tests.harness import Workbench, metrics_of
 from tests.integration import test_processes as processes
 from tests.integration.test_errors import refused
+from tests.proofs.forks import Server
 from trainer.config import Config, parse
 from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve

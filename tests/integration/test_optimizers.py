@@ -13,13 +13,13 @@ import torch
 from tests.harness import Workbench, built, metrics_of, train_built
 from tests.optimizers import ENTRIES, Averaging
 from trainer import config as configs
-from trainer.adapter_files.read import open_checkpoint
 from trainer.artifacts import sampling
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint.state import Saved
 from trainer.optim import OPTIMIZERS
 from trainer.optim.libraries import Finds
+from trainer.resume.adapter_file import open_checkpoint
 from trainer.run import run as runs
 
 LENGTH = 4

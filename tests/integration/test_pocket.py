@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pocket import card, data, draw, flux, flux2, icons, make, sdxl, training, vae
-from trainer.cli import main as cli
+from examples.pocket import card, data, draw, flux, flux2, icons, make, sdxl, training, vae
 from trainer.models import FAMILIES
+from workbench.commands import main as cli
 
 TRAININGS = ("vae", "sdxl", "flux", "flux-guided", "flux2")
 SHAPES = (

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from benchmarks import learning, learning_page
-from pocket import card, data, draw, flux, flux2, icons
+from examples.pocket import card, data, draw, flux, flux2, icons
 from tests.harness import ROOT
 
 FAMILIES = ("sdxl", "flux", "flux2")

@@ -29,7 +29,6 @@ from trainer.base.signals import Signals
 from trainer.base.tensorfile import TensorFile
 from trainer.base.types import Batch
 from trainer.checkpoint import state, store
-from trainer.cli import main as cli
 from trainer.data.batches import loader
 from trainer.data.cache import entries
 from trainer.engine.components import Components
@@ -39,6 +38,7 @@ from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.run import run as runs
 from trainer.runtime.jobs import Job, Position
+from workbench.commands import main as cli
 
 LENGTH = 6  # two updates an epoch
 TARGETS = ["up_blocks.1.attentions.*attn1.to_q"]  # late layers: what is before them needs no backward pass

@@ -21,15 +21,15 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from proofs.forks import Order, Server
 from tests.harness import PHOTOS, ROOT, Workbench, built, metrics_of
+from tests.proofs.forks import Order, Server
 from trainer import config as configs
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
-from trainer.cli import main as cli
 from trainer.data.cache.fill import latent_key
 from trainer.data.images import views
 from trainer.run.run import train
+from workbench.commands import main as cli
 
 LENGTH = 6
 # The gradients of an update are summed in another order: fp32 rounding, a few steps of AdamW on.
@@ -239,7 +239,7 @@ def patched(bench: Workbench, patch: str) -> str:
     """train.py with a fault in it; each process says how it ended."""
     script = bench.tmp / "patched.py"
     script.write_text(
-        f"{NAMES}from trainer.cli import main as cli\nrank = int(os.environ['RANK'])\n"
+        f"{NAMES}from workbench.commands import main as cli\nrank = int(os.environ['RANK'])\n"
         + patch
         + "\nstatus = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\ncli.leave(status)\n"
     )

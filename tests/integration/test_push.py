@@ -11,7 +11,7 @@ from scripts import adapter as script
 from tests import hub_uploads
 from tests.harness import Workbench
 from trainer.base.tensorfile import write_tensors
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 
 @pytest.fixture

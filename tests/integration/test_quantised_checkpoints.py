@@ -14,8 +14,8 @@ from tests import hub
 from tests import quantised_files as files
 from tests.harness import Workbench, built, metrics_of
 from trainer.base.tensorfile import TensorFile, write_tensors
-from trainer.cli import main as cli
 from trainer.quantization import FrozenLayer
+from workbench.commands import main as cli
 
 UNET, CLIP_L, CLIP_G = ("model.diffusion_model.", "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model.")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

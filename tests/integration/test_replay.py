@@ -21,9 +21,9 @@ from trainer.base import files
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.checkpoint import store
 from trainer.checkpoint.state import STATE
-from trainer.cli import main as cli
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
+from workbench.commands import main as cli
 
 STEPS, BEGUN = 5, 2  # of a run, and at its first checkpoint
 

@@ -18,13 +18,13 @@ import pytest
 
 from tests.browser import AUDIT, Browser, Tab, needs_chromium
 from tests.harness import ROOT, Workbench, command_line
-from tests.unit.report.test_watch_server import write_run
+from tests.unit.workbench.watch.test_server import write_run
 from trainer.base.run_layout import Layout
-from trainer.cli import main as cli
 from trainer.plan import fixed_draws
 from trainer.report import LiveReport, ReportedRun, live
-from trainer.report.compared import compare
-from trainer.report.watch_server import Runs, Server
+from workbench.commands import main as cli
+from workbench.compare.page import compare
+from workbench.watch.server import Runs, Server
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 

@@ -17,10 +17,10 @@ from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
-from trainer.cli import main as cli
 from trainer.monitoring import metrics
 from trainer.resume import allowed_changes, pins
 from trainer.run.loop import Loop
+from workbench.commands import main as cli
 
 
 def run_tree(bench: Workbench, out: str, **overrides) -> dict:

@@ -1,4 +1,4 @@
-"""This tree trains the bytes of the last commit before its rooms were rebuilt: proofs/same_bytes.py, some cells."""
+"""This tree trains the bytes of the last commit before its rooms were rebuilt: tests/proofs/same_bytes.py, some cells."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from proofs import same_bytes
-from proofs.shared import worktree
+from tests.proofs import same_bytes
+from tests.proofs.shared import worktree
 from trainer.base.tensorfile import write_tensors
 
 needs_history = pytest.mark.skipif(

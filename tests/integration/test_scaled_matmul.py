@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness import DENOISER, Workbench, metrics_of
 from trainer import kernels
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 
 def command(bench: Workbench, family: str, **more) -> list[str]:

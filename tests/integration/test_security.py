@@ -15,7 +15,7 @@ from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.models.tokenizers import load_tokenizer
 
-FOLDERS = ("trainer", "scripts", "benchmarks", "proofs", "pocket")
+FOLDERS = ("trainer", "workbench", "scripts", "benchmarks", "tests/proofs", "examples")
 SOURCES = [ROOT / "train.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
 PICKLES = [".bin", ".pt", ".pth", ".ckpt"]
 # Modules that run what they read.

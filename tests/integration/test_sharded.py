@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from proofs.forks import Server
 from tests.harness import DENOISER, Workbench, built, metrics_of
 from tests.integration.test_processes import LOST, made, run_both, start_both, tree
+from tests.proofs.forks import Server
 from trainer.base.errors import UserError
 from trainer.checkpoint import store
 from trainer.kernels import dora_torch

@@ -10,7 +10,7 @@ import pytest
 from tests.harness import Workbench, metrics_of
 from trainer.base import signals
 from trainer.base.progress import Phase, Phases
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 # Before the first step, after the last, and where a checkpoint is gone on from.
 STARTING = [

@@ -16,8 +16,8 @@ from trainer.base import signals
 from trainer.base.errors import PeerStopped
 from trainer.base.progress import Phase, Phases
 from trainer.base.tensorfile import TensorFile
-from trainer.cli import main as cli
 from trainer.run.loop import Loop
+from workbench.commands import main as cli
 
 LATE = 20  # of the moments at which the work of a stop hears of a signal: after the first file was written
 

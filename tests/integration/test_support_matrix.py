@@ -1,6 +1,6 @@
 """Every storage format x compute dtype x adapter x family does what docs/support_matrix.md says.
 
-`proof` runs all cells, as proofs/support_matrix.py does: trained, stopped, resumed, sampled, exported. Its short
+`proof` runs all cells, as tests/proofs/support_matrix.py does: trained, stopped, resumed, sampled, exported. Its short
 form: the storage of every cell is planned, which refuses what cannot be before a weight is read, and the page says of each
 what the plan says. Five cells in which denoiser and text encoders, all three adapted, are stored differently are trained,
 sampled and exported. Together they have every format of ALL_FORMATS, each in a compute dtype that is not its own, every
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from proofs import support_matrix as matrix
-from proofs.support_matrix import Cell
 from tests.harness import ROOT, Workbench
+from tests.proofs import support_matrix as matrix
+from tests.proofs.support_matrix import Cell
 from trainer.adapters import Adapter
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile

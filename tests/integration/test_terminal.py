@@ -17,7 +17,7 @@ import pytest
 from tests.harness import ROOT, Workbench, metrics_of
 from tests.terminal import in_terminal
 from trainer.checkpoint import store
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 DURATION = r"(\d\.\d s|\d\d s|\d+ min \d+ s|\d+ h \d+ min)"  # on a slow machine, too
 # Of the training's line, in order. None is ever cut.

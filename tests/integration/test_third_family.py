@@ -15,8 +15,8 @@ from tests.third_family import FAMILY
 from tests.third_family.make import make
 from trainer import models
 from trainer.base.tensorfile import TensorFile
-from trainer.cli import main as cli
 from trainer.models.opening import open_model
+from workbench.commands import main as cli
 
 STEPS = 4
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from proofs.forks import Server
 from tests.harness import PHOTOS, Workbench
 from tests.integration.test_processes import run_both, start_both, tree
+from tests.proofs.forks import Server
 from trainer.base.tensorfile import TensorFile
 
 SAME = "the processes of this run do not train the same:"

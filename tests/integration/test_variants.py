@@ -286,6 +286,6 @@ def test_a_negative_prompt_is_refused_where_it_would_be_ignored(bench: Workbench
     expected = ("validation.samples.1.negative = 'blurred'", "has no effect on flux", "leave it out")
     refused_unread(bench, capsys, monkeypatch, *expected, tree=bench.tree("flux", validation=validation))
     tree = bench.tree("sdxl", validation=validation)
-    from trainer.cli import main as cli
+    from workbench.commands import main as cli
 
     assert cli.main(["--config", str(bench.write(tree)), "--plan"]) == 0

@@ -16,11 +16,11 @@ from torch.func import functional_call
 from tests.harness import DENOISER, PHOTOS, Workbench, built
 from trainer.base import draws
 from trainer.base.types import Batch
-from trainer.engine.exact import computing_exactly
-from trainer.engine.judged import Judge, Made
-from trainer.engine.rounding import InFp64
 from trainer.engine.step import StepResult
 from trainer.run.run import Run
+from workbench.replay.exact import computing_exactly
+from workbench.replay.judged import Judge, Made
+from workbench.replay.rounding import InFp64
 
 SEED = 7
 # fp32 keeps 24 bits; rounding errors of some hundred layers add up like a random walk, and gradients pass each twice.

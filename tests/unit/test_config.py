@@ -17,6 +17,7 @@ from trainer.optim import libraries
 from trainer.resume import pins
 from trainer.resume.allowed_changes import Allowance
 from trainer.runtime import precision
+from workbench.compare.variations import read_comparison
 
 MINIMAL = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 4},
@@ -99,7 +100,7 @@ COMPARISONS = [path for path in SHIPPED if path.name.startswith("compare_")]
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda p: p.name)
 def test_shipped_comparisons_are_accepted(path: Path) -> None:
-    assert configs.read_comparison(path.name).runs
+    assert read_comparison(path.name).runs
 
 
 @pytest.mark.parametrize("path", [path for path in SHIPPED if path not in COMPARISONS], ids=lambda p: p.name)

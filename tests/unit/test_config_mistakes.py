@@ -14,7 +14,7 @@ from tests.foreign_configs import FACTS
 from trainer import config as configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
-from trainer.cli import main as cli
+from workbench.commands import main as cli
 
 MINIMAL = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 1},

@@ -1,6 +1,7 @@
-"""The rules of the house: what belongs in which room of trainer/, and which floor may import which.
+"""The rules of the house: what belongs in which room of trainer/ and workbench/, and which floor may import which.
 
-A room is a folder of trainer/, and stands on a floor. The source is read, not run. An import counts wherever it stands: at
+A room is a folder of one of them, and stands on a floor. Paths here are below trainer/; those of workbench/ have that name
+before them. The source is read, not run. An import counts wherever it stands: at
 the top of a file, inside a function, under `if TYPE_CHECKING`. Prose (comments and docstrings) may name anything.
 """
 
@@ -16,7 +17,7 @@ from functools import cached_property
 
 import pytest
 
-from scripts.floors import FLOORS, drawing
+from scripts.floors import FLOORS, PACKAGES, drawing, room_of
 from tests.harness import ROOT
 
 # --- the rules, as data; the floors are in scripts/floors.py, which draws them ----------------------------------------
@@ -38,21 +39,16 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
 FILES = 20
 
 # Who alone may import a room. The config does not leak below what resolves it and what starts a run. A pattern is a file's
-# path below trainer/, here and below.
+# path, here and below.
 ONLY_FOR: dict[str, tuple[str, ...]] = {
     "config": (
-        "cli/*",
-        "run/comparison.py",
-        "run/measured.py",
+        "workbench/*",
         "run/mirroring.py",
         "run/output_folder.py",
-        "run/replay.py",
         "run/run.py",
         "run/setup.py",
-        "artifacts/draw.py",
         "engine/assembly.py",
         "resume/allowed_changes.py",
-        "resume/fork.py",
         "resume/pins.py",
         "resume/start_point.py",
         "resume/unlike.py",
@@ -81,7 +77,7 @@ KEPT_FROM: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("config/*", "plan/*", "models/*", "resume/*", "engine/components.py", "engine/encoding.py"),
 )
 
-# Libraries that one room knows. A pattern is a file's path below trainer/.
+# Libraries that one room knows. A pattern is a file's path.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "accelerate": ("runtime/processes.py", "models/building.py"),
     "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*"),
@@ -91,7 +87,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("base/templates.py",),
     "markupsafe": ("report/rendering.py",),
     "diffusers": ("models/*",),
-    "huggingface_hub": ("models/*", "adapter_files/push.py"),
+    "huggingface_hub": ("models/*", "workbench/adapters/push.py"),
     "optimum": ("quantization/quanto.py",),
     "peft": ("adapters/*",),
     "pytorch_optimizer": ("optim/*",),
@@ -188,7 +184,7 @@ INNER_LEVELS = {room: levels(floors) for room, floors in INNER.items()}
 
 @dataclass(frozen=True)
 class Source:
-    """A file of trainer/. path: below trainer/."""
+    """A file. path: below trainer/, or one that begins with workbench/."""
 
     path: str
     text: str
@@ -204,17 +200,22 @@ class Source:
 
     @property
     def module(self) -> str:
-        return ".".join(["trainer", *self.path.removesuffix(".py").split("/")]).removesuffix(".__init__")
+        return ".".join(self.file.removesuffix(".py").split("/")).removesuffix(".__init__")
+
+    @property
+    def file(self) -> str:
+        """The path below the root."""
+        return self.path if self.path.startswith("workbench/") else f"trainer/{self.path}"
 
     @property
     def room(self) -> str:
-        return self.path.partition("/")[0].removesuffix(".py")
+        return room_of(self.module)
 
     def is_in(self, patterns: tuple[str, ...]) -> bool:
         return any(fnmatchcase(self.path, pattern) for pattern in patterns)
 
     def at(self, node: ast.AST | int, what: str) -> str:
-        return f"trainer/{self.path}:{node if isinstance(node, int) else node.lineno}: {what}"
+        return f"{self.file}:{node if isinstance(node, int) else node.lineno}: {what}"
 
     def imports(self) -> Iterator[tuple[ast.stmt, str, str]]:
         """(statement, module, name taken from it or "") of every import, wherever it stands."""
@@ -242,24 +243,24 @@ Rule = Callable[[Sources], Iterator[str]]
 
 
 def sources(files: Mapping[str, str]) -> Sources:
-    """files: text by path below trainer/."""
+    """files: text by path."""
     read = [Source(path, text) for path, text in files.items()]
     return {source.module: source for source in read}
 
 
 @pytest.fixture(scope="module")
 def house() -> Sources:
-    folder = ROOT / "trainer"
-    files = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
+    found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    files = {str(path.relative_to(ROOT)).removeprefix("trainer/"): path.read_text(encoding="utf-8") for path in found}
     assert len(files) > 50
     return sources(files)
 
 
 def edges(house: Sources) -> Iterator[tuple[Source, ast.stmt, str]]:
-    """(source, statement, imported module of trainer) of every import within it."""
+    """(source, statement, imported module) of every import within the house."""
     for source in house.values():
         for node, module, name in source.imports():
-            if module.partition(".")[0] == "trainer":
+            if module.partition(".")[0] in PACKAGES:
                 inner = f"{module}.{name}"
                 yield source, node, inner if inner in house else module
 
@@ -268,12 +269,12 @@ def edges(house: Sources) -> Iterator[tuple[Source, ast.stmt, str]]:
 
 
 def places(house: Sources) -> Iterator[str]:
-    """trainer/ holds folders, and each stands on a floor."""
+    """A package holds folders, and each stands on a floor."""
     for source in house.values():
-        if source.path == "__init__.py":
+        if source.module in PACKAGES:
             continue
-        if "/" not in source.path:
-            yield source.at(1, "trainer/ holds folders alone: move it into the one whose work it does")
+        if source.file.count("/") == 1:
+            yield source.at(1, "the packages hold folders alone: move it into the one whose work it does")
         elif source.room not in LEVELS:
             yield source.at(1, f"{source.room} is on no floor")
 
@@ -289,15 +290,15 @@ def crowds(house: Sources) -> Iterator[str]:
 
 def imports_between_rooms(house: Sources) -> Iterator[str]:
     for source, node, target in edges(house):
-        here, there = source.room, (target.split(".") + [""])[1]
+        here, there = source.room, room_of(target)
         path = target.removeprefix("trainer.").replace(".", "/") + ".py"
         if there and here != there:
             if LEVELS.get(here, 0) >= LEVELS.get(there, -1):
                 yield source.at(node, f"{here} must not import {there}, which is no floor below it")
             for pattern, known in KNOWS_ONLY.items():
-                if source.is_in((pattern,)) and there not in {*known, "kernels", "base"}:
-                    told = ", ".join(sorted({*known, "kernels", "base"}))
-                    yield source.at(node, f"{source.path} must not import {there}: it knows {told}")
+                allowed = {*known, "kernels", "base"}
+                if source.is_in((pattern,)) and there not in allowed:
+                    yield source.at(node, f"{source.path} must not import {there}: it knows {', '.join(sorted(allowed))}")
             if there in ONLY_FOR and not source.is_in(ONLY_FOR[there]):
                 yield source.at(node, f"{source.path} must not import {there}; {', '.join(ONLY_FOR[there])} may")
         if any(fnmatchcase(path, pattern) for pattern in KEPT_FROM.get(source.path, ())):
@@ -366,7 +367,7 @@ def foreign_attributes(house: Sources) -> Iterator[str]:
         for statement in (node for node in source.nodes if isinstance(node, (ast.Import, ast.ImportFrom))):
             for alias in statement.names:
                 module = alias.name if isinstance(statement, ast.Import) else "." * statement.level + (statement.module or "")
-                if module.partition(".")[0] not in ("", "trainer"):
+                if module.partition(".")[0] not in ("", *PACKAGES):
                     foreign.add(alias.asname or alias.name.partition(".")[0])
         for node in source.nodes:
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
@@ -431,7 +432,7 @@ def private_names(house: Sources) -> Iterator[str]:
         aliases = set()
         theirs = everywhere - members[source.path]
         for node, module, name in source.imports():
-            if module.partition(".")[0] == "trainer" and name:
+            if module.partition(".")[0] in PACKAGES and name:
                 if f"{module}.{name}" in house:
                     aliases.add(name)
                 if re.match(PRIVATE, name):
@@ -651,7 +652,7 @@ def test_the_house_keeps(rule: str, house: Sources) -> None:
 
 def test_every_room_of_the_rules_is_there(house: Sources) -> None:
     """A room under another name would be free of its rules."""
-    rooms = {source.room for source in house.values()} - {"__init__"}
+    rooms = {source.room for source in house.values()} - {""}
     assert {room for floor in FLOORS for room in floor} == rooms == LEVELS.keys() and len(LEVELS) == sum(map(len, FLOORS))
     for room, floors in INNER.items():
         inner = {source.path.split("/")[1].removesuffix(".py") for source in house.values() if source.room == room}
@@ -663,22 +664,23 @@ def test_every_room_of_the_rules_is_there(house: Sources) -> None:
 
 
 def test_the_drawing_has_every_import_between_rooms(house: Sources) -> None:
-    parts = [(source.room, target.split(".")) for source, _, target in edges(house)]
-    between = {(room, part[1]) for room, part in parts if part[1:] and part[1] != room and room != "__init__"}
+    pairs = {(source.room, room_of(target)) for source, _, target in edges(house)}
+    between = {(here, there) for here, there in pairs if here and there and here != there}
     drawn = (ROOT / "docs" / "pictures" / "floors.svg").read_text(encoding="utf-8")
     assert drawn == drawing(), "run scripts/reference_pages.py"
-    assert set(re.findall("<title>([a-z_]+) imports ([a-z_]+)</title>", drawn)) == between
-    assert re.findall(">([a-z_]+)</text>", drawn) == [room for floor in FLOORS for room in floor]
+    assert set(re.findall("<title>([a-z_/]+) imports ([a-z_/]+)</title>", drawn)) == between
+    names = [room.rpartition("/")[2] for floor in FLOORS for room in floor]
+    assert re.findall(r'var\(--name\)">([a-z_]+)</text>', drawn) == names
 
 
 def test_the_reading_path_goes_from_the_command_to_the_files_in_an_afternoon() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    path = re.findall(r"^\| `(train[^`]*\.py)`", text, re.MULTILINE)
+    path = re.findall(r"^\| `((?:train|workbench)[^`]*\.py)`", text, re.MULTILINE)
     lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in path)
     told = re.search(r"They have about (\d),(\d00) lines", text)
     assert told and int(told[1] + told[2]) == round(lines, -2) and lines <= 3000, lines
-    story = ["train.py", *(f"trainer/{file}" for file in (
-        "cli/main.py", "run/run.py", "run/loop.py", "engine/step.py", "checkpoint/store.py", "adapters/export.py"
+    story = ["train.py", "workbench/commands/main.py", *(f"trainer/{file}" for file in (
+        "run/run.py", "run/loop.py", "engine/step.py", "checkpoint/store.py", "adapters/export.py"
     ))]  # fmt: skip
     assert [file for file in path if file in story] == story
 
@@ -691,6 +693,8 @@ def test_what_is_large_as_it_stands_is_so_still(house: Sources) -> None:
 BREAKS = [
     ("places", "page.py", "x = 1", 1),
     ("places", "attic/page.py", "x = 1", 1),
+    ("places", "workbench/page.py", "x = 1", 1),
+    ("places", "workbench/attic/page.py", "x = 1", 1),
     ("crowds", "kernels/one_more.py", "x = 1", 1),
     ("imports_between_rooms", "models/flux.py", "from trainer.quantization import FORMATS", 1),
     ("imports_between_rooms", "plan/run_plan.py", "def f():\n    import trainer.engine.step", 2),
@@ -711,6 +715,8 @@ BREAKS = [
     ("imports_between_rooms", "engine/encoding.py", "from trainer.config import Config", 1),
     ("imports_between_rooms", "run/loop.py", "from trainer.models.base import Family", 1),
     ("imports_between_rooms", "artifacts/exports.py", "from trainer.run.run import Run", 1),
+    ("imports_between_rooms", "run/run.py", "def f():\n    from workbench.commands import main", 2),
+    ("imports_between_rooms", "workbench/audit/page.py", "from workbench import replay", 1),
     ("circles", "engine/step.py", "import trainer.engine.step", 1),
     ("circles", "engine/step.py", "from trainer.engine.wall.page import PAGE", 1),
     ("libraries", "plan/run_plan.py", "import tomllib", 1),
@@ -787,6 +793,7 @@ AROUND = {
     "data/buckets.py": "",
     "engine/__init__.py": "",
     "models/__init__.py": "",
+    "workbench/replay/__init__.py": "",
     **{f"kernels/{number}.py": "" for number in range(FILES)},
 }
 
@@ -797,7 +804,7 @@ AROUND = {
 def test_a_break_is_found_and_named(rule: str, path: str, text: str, line: int) -> None:
     assert list(RULES[rule](sources(AROUND))) == []
     broken = list(RULES[rule](sources(AROUND | {path: text})))
-    assert any(said.startswith(f"trainer/{path}:{line}: ") for said in broken), broken
+    assert any(said.startswith(f"{Source(path, text).file}:{line}: ") for said in broken), broken
 
 
 def test_every_rule_has_been_seen_to_find_something() -> None:
@@ -832,7 +839,7 @@ def test_a_circle_is_found_wherever_its_imports_stand(place: str, late: str) -> 
         ("foreign_attributes", "run/run.py", "from trainer.base import signals\nsignals.promise = 1\nself.torch = 1"),
         ("calls", "run/run.py", "def f(scaler: torch.amp.GradScaler): ctx.save_for_backward(schedule.step())"),
         ("dtypes", "engine/step.py", '"""In bf16."""\nx = torch.zeros(1, dtype=torch.float32)  # not fp16'),
-        ("families", "cli/main.py", '"""sdxl"""\nhelp = "Adapters for SDXL and Flux"  # flux'),
+        ("families", "workbench/commands/main.py", '"""sdxl"""\nhelp = "Adapters for SDXL and Flux"  # flux'),
         ("private_names", "engine/step.py", "from trainer import __version__\nself._hidden = 1\nx._version"),
         ("private_names", "models/base.py", "class Model:\n def _told(self, other): return other._told()"),
         ("second_names", "run/run.py", "from trainer.models.base import Model"),

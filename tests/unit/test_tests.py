@@ -18,8 +18,11 @@ from tests.harness import ROOT, pairs
 TESTS = ROOT / "tests"
 # Of the trees as such, and of no room.
 OF_THE_WHOLE = {"test_rooms.py", "test_tests.py"}
-# Beside trainer/, whose rooms are folders of unit/ itself.
-TOOLS = ("scripts", "benchmarks", "proofs", "pocket")
+# Beside trainer/, whose rooms are folders of unit/ itself: by folder of unit/, where what it tests lies.
+TOOLS = {
+    "workbench": "workbench", "scripts": "scripts", "benchmarks": "benchmarks", "proofs": "tests/proofs",
+    "pocket": "examples/pocket",
+}  # fmt: skip
 # Rooms whose tests are found by the room; of the others, by the file.
 WORKSHOPS = {
     "adapters", "checkpoint", "config", "data", "ema", "kernels", "models", "objectives", "optim", "quantization", "report",
@@ -29,13 +32,14 @@ CLOCKS = {f"{clock}{unit}" for clock in ("time", "monotonic", "perf_counter", "p
 
 
 def orphans(unit: Path, root: Path) -> list[str]:
-    """Tests and folders of `unit` that no file or folder of `root`/trainer or of the tools stands for."""
+    """Tests and folders of `unit` that no file or folder of `root`/trainer, of the workbench or of the tools stands for."""
     found = []
     for path in sorted(unit.rglob("*")):
         place = path.relative_to(unit)
         if "__pycache__" in place.parts or place.name == "__init__.py" or str(place) in OF_THE_WHOLE:
             continue
-        folder = root / (place if place.parts[0] in TOOLS else Path("trainer", place)).parent
+        top, *below = place.parts
+        folder = root.joinpath(*((TOOLS[top], *below) if top in TOOLS else ("trainer", *place.parts))).parent
         if path.is_dir():
             there = (folder / place.name).is_dir()
         else:
@@ -56,12 +60,12 @@ def test_the_tree_of_the_unit_tests_mirrors_the_programs() -> None:
 @pytest.mark.parametrize(
     ("path", "found"),
     [("test_step.py", False), ("test_wall_paper.py", False), ("data/test_cache.py", False),
-     ("data/test_cache_damage.py", False), ("proofs/test_kill_test.py", False), ("test_stop.py", True),
+     ("data/test_cache_damage.py", False), ("proofs/test_kills.py", False), ("test_stop.py", True),
      ("test_cache.py", True), ("data/test_step.py", True), ("data/helpers.py", True), ("date/__init__.py", True),
-     ("scripts/test_kill_test.py", True)],
+     ("scripts/test_kills.py", True)],
 )  # fmt: skip
 def test_a_test_without_a_room_is_found(tmp_path: Path, path: str, found: bool) -> None:
-    for file in ("trainer/step.py", "trainer/data/cache.py", "proofs/kill_test.py", "trainer/wall/__init__.py",
+    for file in ("trainer/step.py", "trainer/data/cache.py", "tests/proofs/kills.py", "trainer/wall/__init__.py",
                  f"tests/unit/{path}"):  # fmt: skip
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
@@ -80,8 +84,10 @@ def test_the_readme_leads_from_every_other_room_to_its_tests() -> None:
     text = (TESTS / "README.md").read_text(encoding="utf-8")
     section = text.partition("## Rooms without tests in `unit/`")[2].partition("\n## ")[0]
     listed = dict(re.findall(r"^\| `([\w/]+)` \| (\S.*) \|$", section, re.MULTILINE))
-    trainer, unit = ROOT / "trainer", TESTS / "unit"
-    files = {path.relative_to(trainer).with_suffix("") for path in trainer.glob("*/*.py") if path.stem != "__init__"}
+    unit = TESTS / "unit"
+    files = {path.relative_to(ROOT / "trainer").with_suffix("") for path in ROOT.glob("trainer/*/*.py")}
+    files |= {path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("workbench/*/*.py")}
+    files = {file for file in files if file.name != "__init__"}
     rooms = {str(file) for file in files if file.parts[0] not in WORKSHOPS} | WORKSHOPS
     tested = {str(path.relative_to(unit).with_suffix("")).replace("test_", "", 1) for path in unit.rglob("test_*.py")}
     tested |= {path.name for path in unit.iterdir() if path.is_dir()}

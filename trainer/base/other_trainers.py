@@ -10,7 +10,7 @@
 
 docs/other_trainers.md shows names and values, and scripts/reference_pages.py writes it.
 
-other_trainers_facts.json has the numbers that a config there and one here do not share, for trainer/cli/translate:
+other_trainers_facts.json has the numbers that a config there and one here do not share, for workbench/importing:
 
     defaults   by program, what an option is that its config leaves out; defaults_at: where that was looked up
     unlooked_defaults  those of them that were not looked up

@@ -1,17 +1,16 @@
 """The TOML contract: tables.py has the keys, reading.py the way from a file to them, mistakes.py what is said of the rest."""
 
-from trainer.config.comparison import Variation, Variations, literal, read_comparison
 from trainer.config.data_tables import DataTable, Resolutions
 from trainer.config.keys import REMOVED, choices, drop_removed, fields, flatten, generic, known_keys, unread, whole
 from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
-from trainer.config.reading import dumps, load, override, parse, read_resolved, tree
+from trainer.config.reading import dumps, literal, load, override, parse, read_resolved, tree
 from trainer.config.tables import AdapterTable, ComponentTable, Config, LoggingTable, RuleTable, SampleTable, ValidationTable
 from trainer.config.training_tables import ObjectiveTable, OptimizerTable, ScheduleTable
 
 __all__ = [
     "REMOVED", "AdapterTable", "ComponentTable", "Config", "DataTable", "LoggingTable", "ObjectiveTable", "OptimizerTable",
-    "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table", "ValidationTable", "Variation", "Variations",
-    "choices", "drop_removed", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "literal",
-    "load", "near_miss", "override", "parse", "read_comparison", "read_resolved", "tree", "unread", "whole",
+    "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table", "ValidationTable", "choices",
+    "drop_removed", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "literal", "load",
+    "near_miss", "override", "parse", "read_resolved", "tree", "unread", "whole",
 ]  # fmt: skip

@@ -95,6 +95,17 @@ def parse(tree: dict[str, Any]) -> Config:
         raise UserError(mistakes.explain(error.errors(include_url=False))) from error
 
 
+def literal(value: Any) -> str:
+    """A value of TOML on one line."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{literal(key)} = {literal(each)}' for key, each in value.items())} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    import tomli_w
+
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
+
+
 def dumps(config: Config) -> str:
     """The resolved config as TOML: every default written out, optional keys without a value left out."""
     import tomli_w

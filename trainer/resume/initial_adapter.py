@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from trainer.adapter_files.read import NamedModel, open_adapter, open_checkpoint
 from trainer.adapters import ADAPTER_NAME, Adapter
 from trainer.adapters.keys import some
 from trainer.adapters.norms import Norms, RowNorms, magnitude
@@ -29,6 +28,7 @@ from trainer.base.files import hash_file
 from trainer.checkpoint.pieces import Pieces
 from trainer.kernels.dora_torch import TINY
 from trainer.plan.run_plan import RunPlan
+from trainer.resume.adapter_file import NamedModel, open_adapter, open_checkpoint
 
 READ_BEFORE = "the model reads the encoder before these layers, so they change no picture, and nothing trains them"
 UNTRAINED = "their B is zero, so they change nothing, and this run does not adapt them"

@@ -13,10 +13,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from scripts import adapter as script
-from trainer.adapter_files.convert import convert, dora_change
-from trainer.adapter_files.read import open_adapter
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
+from trainer.resume.adapter_file import open_adapter
+from workbench.adapters.convert import convert, dora_change
 
 ATTENTION = "mid_block.attentions.0.transformer_blocks.{}.attn1.to_q"
 LAYERS = {

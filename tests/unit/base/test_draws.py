@@ -99,7 +99,7 @@ def test_several_draws_are_uniform_and_independent():
 
 def test_the_list_of_purposes_is_whole():
     used = set()
-    for path in (ROOT / "trainer").rglob("*.py"):
+    for path in (*ROOT.glob("trainer/**/*.py"), *ROOT.glob("workbench/**/*.py")):
         used |= set(re.findall(r'(?:draws\.(?:uniforms?|normal|generator)|\bwithin)[(,][^"\n]*"(\w+)"', path.read_text()))
     listed = draws.__doc__.partition("Purposes in use")[2]
     assert used == set(re.findall(r'"(\w+)"', listed)) and len(used) >= 13

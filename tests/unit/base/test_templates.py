@@ -34,5 +34,5 @@ def test_a_name_that_is_not_given_is_an_error(tmp_path: Path, text: str) -> None
 
 def test_nothing_but_the_making_of_a_text_imports_the_library() -> None:
     """A run's start, --help and --plan make none."""
-    code = "import sys, trainer.cli.main, trainer.report.watch_server; sys.exit('jinja2' in sys.modules)"
+    code = "import sys, workbench.commands.main, workbench.watch.server; sys.exit('jinja2' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

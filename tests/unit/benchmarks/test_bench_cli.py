@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_cli
-from proofs.shared import worktree
 from tests.harness import ROOT
+from tests.proofs.shared import worktree
 
 
 def run_of(seconds: float) -> bench_cli.Measured:

@@ -15,13 +15,13 @@ from tests.numerics.test_adapted_layers import LargestAllocation, network, with_
 from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.adapters.change import LayerChange, StartFactors, change
 from trainer.base.progress import QUIET
-from trainer.cli import main as cli
 from trainer.kernels import decode, dora_torch
 from trainer.monitoring import weight_change
 from trainer.monitoring.course import LOST, Course
 from trainer.monitoring.diagnosis import judge
 from trainer.monitoring.measurements import change_fields
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear
+from workbench.commands import main as cli
 
 TOLERANCE = 1e-6  # of ||W||
 

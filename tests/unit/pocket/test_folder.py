@@ -9,7 +9,7 @@ from diffusers import Flux2KleinPipeline
 from torch import nn
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from pocket.folder import with_a_last_layer
+from examples.pocket.folder import with_a_last_layer
 from tests.harness import ROOT
 
 KLEIN = ROOT / "examples" / "pocket_flux2"

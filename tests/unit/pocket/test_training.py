@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from pocket import training
+from examples.pocket import training
 from trainer.base.errors import UserError
 
 STEPS = 7

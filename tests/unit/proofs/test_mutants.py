@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from proofs import mutants
 from tests.harness import ROOT
+from tests.proofs import mutants
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,11 @@ def test_every_package_has_its_faults(catalogue: list[mutants.Mutant]) -> None:
     assert len(catalogue) >= 150
     by_package = Counter(mutant.package for mutant in catalogue)
     packages = {
-        path.parent.relative_to(ROOT / "trainer").as_posix()
-        for path in (ROOT / "trainer").rglob("*.py")
+        str(path.parent.relative_to(ROOT)).removeprefix("trainer/")
+        for package in mutants.PROGRAM
+        for path in (ROOT / package).glob("*/**/*.py")
         if path.read_text(encoding="utf-8").count("\n") > 1
-    } - {"."}
+    }
     assert packages and {package: by_package[package] for package in packages if by_package[package] < 4} == {}
 
 
@@ -88,7 +89,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from proofs import forks, mutants
+from tests.proofs import forks, mutants
 forks.LIBRARIES = ()
 mutants.ROOT = Path.cwd()
 sys.exit(mutants.main(["--catalogue", "faults.toml", "--seconds", "2", *sys.argv[2:]]))

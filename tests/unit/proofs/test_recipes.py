@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from proofs import recipes
-from proofs.recipes import Start
+from tests.proofs import recipes
+from tests.proofs.recipes import Start
 
 HARDENED: dict[str, Start] = {"docker run": recipes.docker_run(), "compose": recipes.compose()} | {
     name: recipes.pods(name)[0] for name in recipes.PODS

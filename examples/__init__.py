@@ -1,0 +1,1 @@
+"""Photos to try with, the pocket models, and their making (`pocket/`)."""

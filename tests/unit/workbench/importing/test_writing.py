@@ -1,0 +1,355 @@
+"""Configs of other trainers: each number that their program would use is written, or is said to be missing."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import import_config
+from tests import foreign_configs
+from tests.harness import ROOT
+from trainer import config as configs
+from trainer.base.errors import UserError
+from workbench.importing.draft import ABSENT, DIFFERS, FILL, SAME, UNKNOWN
+from workbench.importing.writing import checked, drafted, text_of
+
+# By trainer, what its own program would do with the config of tests/foreign_configs.py, worked out by hand.
+EXPECTED: dict[str, dict[str, Any]] = {
+    "sd-scripts": {
+        "run.name": "my_lora", "run.epochs": 8, "run.seed": 42, "model.family": "sdxl", "data.batch_size": 4,
+        "step.accumulation": 2, "adapter.type": "lora", "adapter.rank": 32, "adapter.alpha": 16.0,
+        "adapter.rank_dropout": 0.1, "adapter.rules.0.rank": 8, "adapter.rules.0.alpha": 4.0,
+        "adapter.rules.1.component": "text_encoder", "adapter.rules.1.lr": 5e-5, "adapter.rules.2.lr": 3e-5,
+        "optimizer.name": "adamw8bit", "optimizer.lr": 2e-4, "optimizer.weight_decay": 0.1, "optimizer.betas.1": 0.99,
+        "schedule.name": "cosine_restarts", "schedule.cycles": 3, "schedule.warmup": 10,
+        "objective.min_snr_gamma": 5.0, "objective.noise_offset": 0.05, "objective.t_range.0": 0.1,
+        # A folder's 5 counts here and not there: 5 x 2 appearances. 888 x 888 is the area of 1024 x 768.
+        "data.sources.0.repeats": 2, "data.sources.0.resolution": 888, "data.sources.0.caption_dropout": 0.1,
+        "data.sources.0.keep": 1, "data.caption_dropout": 0.0, "data.sources.1.regularisation": True,
+        "data.sources.1.repeats": 2, "precision.compute": "bf16", "memory.gradient_checkpointing": True,
+        "checkpoint.every_steps": 20, "checkpoint.keep_last": 3, "validation.every_steps": 10,
+        "validation.samples.0.width": 768, "validation.samples.0.seed": 7, "validation.samples.0.negative": "blurry, ugly",
+    },
+    "OneTrainer": {
+        "run.name": "bear", "run.epochs": 4, "model.family": "sdxl", "adapter.rank": 16, "adapter.alpha": 1.0,
+        # Each photo has one of three sizes an epoch there and all of them here; the rate is times the root of 2 x 8.
+        "data.resolution.2": 1024, "optimizer.lr": 4e-4, "data.batch_size": 2, "step.accumulation": 8,
+        "optimizer.name": "adamw8bit", "optimizer.betas.1": 0.95, "optimizer.weight_decay": 0.02,
+        "schedule.warmup": 5, "objective.weighting": "min_snr", "objective.min_snr_gamma": 5.0,
+        "adapter.targets.0": "*attentions*", "adapter.rules.0.component": "text_encoder", "adapter.rules.0.lr": 4e-5,
+        "model.components.unet.dtype": "fp8_e4m3", "data.sources.0.repeats": 3, "data.sources.0.flip": True,
+        "data.sources.0.keep": 1, "data.sources.1.path": "named", "data.sources.1.captions": "filename",
+        "data.sources.1.flip": False, "data.caption_dropout": 0.0, "checkpoint.every_minutes": 5.0,
+        "checkpoint.every_steps": 0, "step.max_grad_norm": 1.0,
+    },
+    "ai-toolkit": {
+        "run.name": "bear", "run.max_steps": 100, "step.accumulation": 4, "model.family": "flux", "adapter.rank": 8,
+        "adapter.alpha": 4.0, "optimizer.lr": 2e-4, "optimizer.weight_decay": 1e-5, "schedule.warmup": 0,
+        "data.batch_size": 2, "data.sources.0.repeats": 3, "data.sources.0.resolution.1": 768,
+        "data.sources.0.caption_dropout": 0.05, "data.sources.1.caption_dropout": 0.0, "data.sources.0.trigger": "sks",
+        "model.components.transformer.dtype": "fp8_e4m3", "model.components.text_encoder_2.dtype": "fp8_e4m3",
+        "objective.timesteps": "uniform", "objective.shift": 1.0, "ema.decay": 0.99, "checkpoint.every_steps": 25,
+        "validation.every_steps": 50, "validation.samples.0.prompt": "sks on a beach", "validation.samples.0.height": 768,
+        "validation.samples.1.width": 512, "validation.samples.1.seed": 9, "validation.samples.0.seed": 42,
+    },
+    "SimpleTuner": {
+        "run.name": "bear", "run.epochs": 4, "model.family": "flux", "adapter.rank": 8, "adapter.alpha": 8.0,
+        "adapter.dropout": 0.1, "optimizer.lr": 3e-4, "schedule.name": "polynomial", "schedule.end": 0.1,
+        "schedule.warmup": 4, "data.batch_size": 2, "data.sources.0.repeats": 3, "data.sources.0.resolution": 704,
+        "data.sources.0.caption_lines": True, "data.caption_dropout": 0.1, "objective.shift": "auto",
+        "objective.timesteps": "logit_normal", "objective.guidance": 1.0, "model.components.transformer.dtype": "int8",
+        "validation.samples.0.height": 768, "step.max_grad_norm": 2.0,
+    },
+}  # fmt: skip
+
+
+def imported(file: Path, *overrides: str, data: tuple[Path, ...] = ()) -> tuple[Mapping[str, Any], Any]:
+    draft = drafted(file, data=data, overrides=overrides)
+    config = checked(draft, file)
+    text = text_of(draft, file)
+    assert configs.parse(tomllib.loads(text)) == config  # what is written is what was checked
+    return configs.flatten(configs.tree(config)), draft
+
+
+@pytest.mark.parametrize("trainer", EXPECTED)
+def test_the_numbers_are_those_of_the_other_program(tmp_path: Path, trainer: str) -> None:
+    found, draft = imported(foreign_configs.write(tmp_path, trainer))
+    assert draft.trainer == trainer
+    missing = {
+        key: (found.get(key), value)
+        for key, value in EXPECTED[trainer].items()
+        if not (math.isclose(found[key], value) if isinstance(value, float) else found.get(key) == value)
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("trainer", EXPECTED)
+def test_every_line_says_where_it_comes_from(tmp_path: Path, trainer: str) -> None:
+    file = foreign_configs.write(tmp_path, trainer)
+    draft = drafted(file)
+    checked(draft, file)
+    for line in text_of(draft, file).splitlines():
+        assert not line or line.startswith(("#", "[")) or line.partition("  # ")[2], line
+
+
+def test_what_has_no_equivalent_and_what_is_not_known_is_named(tmp_path: Path) -> None:
+    _, draft = imported(foreign_configs.write(tmp_path, "sd-scripts"))
+    assert any("clip_skip = 2: the last but one layer is read" in note for note in draft.notes[SAME])
+    assert draft.notes[UNKNOWN] == ["no_such_option = 3"]
+    assert any("regularisation photos are repeated there" in note for note in draft.notes[DIFFERS])
+    _, draft = imported(foreign_configs.write(tmp_path, "ai-toolkit"))
+    # Flux is drawn without a negative prompt.
+    assert any("negative has no effect" in note for note in draft.notes[ABSENT])
+
+
+def test_set_stands_in_place_of_what_the_file_says(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    found, draft = imported(file, "adapter.rank=2", "data.sources.1.path=there", "run.epochs=3", "validation.prompts=['a']")
+    assert found["adapter.rank"] == 2 and draft.keys["adapter.rank"][1] == "as --set said"
+    assert found["data.sources.1.path"] == "there" and found["run.epochs"] == 3 and "run.max_steps" not in found
+    assert found["validation.prompts.0"] == "a" and "validation.samples.0.prompt" not in found
+    with pytest.raises(UserError, match=r"--set data.sources.2.path: there are 2 sources"):
+        drafted(file, overrides=["data.sources.2.path=x"])
+
+
+REFUSED = {
+    "sd-scripts": ('network_args "conv_dim=8"', 'network_args "algo=lokr"', "adapter.type"),
+    "OneTrainer": ("STABLE_DIFFUSION_XL_10_BASE", "STABLE_DIFFUSION_XL_10_BASE_INPAINTING", "model.family"),
+    "ai-toolkit": ("arch: flux", "arch: wan21", "model.family"),
+    "SimpleTuner": ('"--lora_rank": 8', '"--lora_type": "lycoris"', "adapter.type"),
+}
+
+
+@pytest.mark.parametrize("trainer", REFUSED)
+def test_what_would_train_something_else_is_refused_until_it_is_chosen(tmp_path: Path, capsys, monkeypatch, trainer) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, after, key = REFUSED[trainer]
+    file = foreign_configs.write(tmp_path, trainer)
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after))
+    there = {*tmp_path.iterdir()}
+    assert import_config.main([str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and f"--set {key}=" in said and {*tmp_path.iterdir()} == there
+    chosen = {"adapter.type": "lora", "model.family": EXPECTED[trainer]["model.family"]}[key]
+    assert import_config.main([str(file), "--set", f"{key}={chosen}", "--out", "made.toml"]) == 0
+
+
+NOBODYS = {
+    "a.yaml": "model: {a: 1}\nlearning_rate: 1e-4\n", "a.json": '{"train_folder": "x"}', "a.toml": "[a]\nb = 1\n",
+    "a.sh": "python train.py --config x\n", "broken.json": "{", "broken.yaml": "a: [", "broken.toml": "a = ",
+    "list.json": "[]",
+    "unset.sh": "accelerate launch sdxl_train_network.py --network_dim=$DIM\n",
+    "many.json": '{"pretrained_model_name_or_path": "m", "learning_rate": 1e-4}',
+    "data.toml": "[general]\n[[datasets]]\n", "ours.toml": "[run]\nname = 'a'\n[model]\nfamily = 'b'\n",
+}  # fmt: skip
+
+
+def test_a_shells_variables_stand_for_what_the_file_says(tmp_path: Path) -> None:
+    lines = ["MODEL='a b.safetensors'", "export DIM=8", "accelerate launch sdxl_train_network.py \\",
+             '  --pretrained_model_name_or_path="$MODEL" --network_dim=${DIM} --network_alpha=4 \\',
+             "  --train_data_dir=photos --output_dir=out --output_name=x --network_module=networks.lora"]  # fmt: skip
+    (tmp_path / "train.sh").write_text("\n".join(lines))
+    draft = drafted(tmp_path / "train.sh")
+    assert (draft.value("model.path"), draft.value("adapter.rank")) == ("a b.safetensors", 8)
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "value"),
+    [
+        ("--train_data_dir 2024_05_01", "data.sources.0.path", "2024_05_01"), ("--output_name 007", "run.name", "007"),
+        ("--output_name 1e5", "run.name", "1e5"), ("--output_dir=001", "run.output_dir", "001"),
+        ("--output_name true", "run.name", "true"), ("--network_weights 0010", "adapter.init_from", "0010"),
+        ("--scale_weight_norms 1", "adapter.max_norm", 1.0), ("--max_data_loader_n_workers 2", "data.num_workers", 2),
+        ("--zero_terminal_snr", "model.zero_terminal_snr", True),
+        ("--zero_terminal_snr=true", "model.zero_terminal_snr", True),
+        ("--lr_scheduler linear --lr_warmup_steps 5%", "schedule.warmup", 0.05),
+        ("--learning_rate 1e-4", "optimizer.lr", 1e-4),
+        ("--optimizer_args --lr_scheduler linear", "schedule.name", "linear"),
+        ("--network_args --network_dim 8", "adapter.rank", 8),
+        ("--lr_scheduler_args --text_encoder_lr", "optimizer.lr", 2e-6),
+    ],
+)  # fmt: skip
+def test_a_word_of_a_command_line_is_text_until_a_key_needs_another_kind(
+    tmp_path: Path, said: str, key: str, value: object
+) -> None:
+    needed = "--pretrained_model_name_or_path m --network_module networks.lora --network_train_unet_only --train_data_dir img"
+    (file := tmp_path / "train.sh").write_text(f"python sdxl_train_network.py {needed} --unlisted 0 --unnamed false {said}\n")
+    found, draft = imported(file)
+    assert found[key] == value and type(found[key]) is type(value) and not draft.notes[UNKNOWN]
+
+
+def test_the_options_of_a_config_file_are_below_those_of_the_command_line(tmp_path: Path) -> None:
+    (file := tmp_path / "train.sh").write_text("python sdxl_train_network.py --config_file there/c --network_dim 8\n")
+    options = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "img"\n[n]\nnetwork_dim = 4\nnetwork_alpha = RATE\n'
+    with pytest.raises(UserError, match='config_file = "there/c": not found, and options stand in it; give it as --data'):
+        drafted(file)
+    (tmp_path / "elsewhere").mkdir()
+    (config := tmp_path / "elsewhere" / "c.toml").write_text(options.replace("RATE", "2"))
+    found, _ = imported(file, data=(config,))
+    assert (found["adapter.rank"], found["adapter.alpha"], found["data.sources.0.path"]) == (8, 2.0, "img")
+    (tmp_path / "c.toml").write_text(options.replace("RATE", "[]"))
+    with pytest.raises(UserError, match=r"train.sh, with .*c.toml: network_alpha = \[\]: it should be a number"):
+        drafted(file)
+
+
+@pytest.mark.parametrize("name", NOBODYS)
+def test_a_config_of_no_trainer_that_is_known_is_refused(tmp_path: Path, capsys, monkeypatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(NOBODYS[name])
+    assert import_config.main([str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and name in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    assert import_config.main([str(file)]) == 0 and (tmp_path / "bear.toml").is_file()
+    assert import_config.main([str(file)]) == 2 and "bear.toml is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "value"),
+    [
+        ('timestep_sampling = "sigma"', "objective.shift", 3.0),
+        ('timestep_sampling = "sigma"\nweighting_scheme = "logit_normal"\nlogit_mean = 0.5', "objective.logit_mean", -0.5),
+        ('timestep_sampling = "sigmoid"\nsigmoid_scale = 0.5', "objective.logit_std", 0.5),
+        ('timestep_sampling = "flux_shift"', "objective.shift", "auto"),
+        ('timestep_sampling = "uniform"', "objective.shift", 1.0),
+        ("guidance_scale = 1.0", "objective.guidance", 1.0),
+        ("", "objective.guidance", 3.5), ("", "optimizer.lr", 2e-6), ("", "adapter.alpha", 1.0), ("", "adapter.rank", 4),
+        ("", "run.max_steps", 1600), ("", "precision.compute", "fp32"), ("", "data.caption_dropout", 0.0),
+        ("lr_warmup_steps = 50", "schedule.warmup", 0),  # which "constant" does not read there
+        ('lr_warmup_steps = 50\nlr_scheduler = "constant_with_warmup"', "schedule.warmup", 50),
+        ('lr_warmup_steps = "5%"\nlr_scheduler = "linear"', "schedule.warmup", 0.05),
+        ('lr_warmup_steps = "0%"\nlr_scheduler = "linear"', "schedule.warmup", 0),
+        ('lr_decay_steps = "10%"\nlr_scheduler = "warmup_stable_decay"', "schedule.decay", 0.1),
+    ],
+)  # fmt: skip
+def test_what_sd_scripts_takes_where_nothing_is_said(tmp_path: Path, said: str, key: str, value: object) -> None:
+    file = tmp_path / "a.toml"
+    needed = 'pretrained_model_name_or_path = "m"\nnetwork_module = "networks.lora_flux"\ntrain_data_dir = "img"\n'
+    file.write_text(f"{needed}network_train_unet_only = true\n{said}\n")
+    found, _ = imported(file)
+    assert found[key] == value
+
+
+@pytest.mark.parametrize("stop", ['"stop_training_after": null', '"stop_training_after_unit": "NEVER"'])
+def test_null_in_onetrainer_is_not_the_default_of_what_is_left_out(tmp_path: Path, stop: str) -> None:
+    file = foreign_configs.write(tmp_path, "OneTrainer")
+    _, draft = imported(file)
+    assert any("text_encoder.stop_training_after is left out: 30 there" in note for note in draft.notes[DIFFERS])
+    text = file.read_text().replace('"text_encoder": {', f'"clip_grad_norm": null, "text_encoder": {{{stop}, ')
+    file.write_text(text)
+    found, draft = imported(file)
+    assert found["step.max_grad_norm"] == 0.0
+    assert draft.keys["step.max_grad_norm"][1] == "clip_grad_norm = null: nothing is clipped there"
+    assert not any("stop_training_after" in note for notes in draft.notes.values() for note in notes)
+
+
+def test_an_entry_of_samples_stands_before_what_all_samples_share(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    entry = '{prompt: "[trigger] at home --h 640", width: 256, height: 320, seed: 0, neg: false, guidance_scale: 0'
+    listed = f"samples: [{entry}, sample_steps: 7, network_multiplier: 0.5, unheard_of: 3}}, {{prompt: a bear}}]"
+    file.write_text(re.sub(r"prompts: \[.*\]", listed, file.read_text()))
+    found, draft = imported(file)
+    expected = {"prompt": "sks at home", "width": 256, "height": 640, "seed": 0, "guidance": 0, "steps": 7, "strength": 0.5}
+    assert {key: found[f"validation.samples.0.{key}"] for key in expected} == expected
+    shared = {"prompt": "a bear", "width": 1024, "height": 768, "seed": 43, "guidance": 4, "strength": 1.0}
+    assert {key: found[f"validation.samples.1.{key}"] for key in shared} == shared
+    assert draft.notes[UNKNOWN] == ["sample.samples.unheard_of = 3"]
+    assert "sample.samples.width = 256" in text_of(draft, file)
+    assert [note for note in draft.notes[ABSENT] if "negative" in note]  # of the second: Flux is drawn without
+
+
+def test_null_is_no_entry_of_a_list(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    text = file.read_text().replace('prompts: ["[trigger] on a beach", ', "prompts: [null, ")
+    file.write_text(text.replace("- folder_path: img\n", "- folder_path: img\n          control_path: [null]\n"))
+    found, _ = imported(file)
+    assert found["validation.samples.0.seed"] == 9 and "validation.samples.1.prompt" not in found
+    assert not found.get("data.sources.0.references")
+
+
+def test_a_list_of_data_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "SimpleTuner")
+    moved = (tmp_path / "backends.json").rename(tmp_path / "elsewhere")
+    found, draft = imported(file)
+    assert found["data.sources.0.path"] == "data/my_photos" and "give it as --data" in draft.notes[FILL][0]
+    (data := tmp_path / "mine.json").write_text(moved.read_text())
+    found, draft = imported(file, data=(data,))
+    assert found["data.sources.0.path"] == "img" and not draft.notes[FILL]
+
+
+def test_the_page_shows_what_the_program_writes(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "import.md").read_text(encoding="utf-8")
+    (command,), (written,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("sh", "toml"))
+    Path("train.sh").write_text(command)
+    assert import_config.main(["train.sh"]) == 0 and Path("bear.toml").read_text() == written
+
+
+def test_the_page_has_the_numbers_of_the_published_configs() -> None:
+    page = (ROOT / "docs" / "import.md").read_text(encoding="utf-8")
+    for name, numbers in PUBLISHED.items():
+        file = name.partition("/")[2]
+        assert f"`{file}`" in page
+        if not isinstance(numbers, str):
+            rank, alpha, rate, size, batch, (unit, length), repeats = numbers
+            told = {"max_steps": "steps", "epochs": "epochs"}[unit]
+            row = f"| `{file}` | {rank} / {alpha:g} | {float(rate)} | {size} | {batch} | {length} {told} | {repeats} |"
+            assert row in re.sub(r"\b\de-\d\b", lambda found: str(float(found[0])), page)
+
+
+# Of the published configs: rank, alpha, rate, resolution, batch, length and repeats, or the key that has no value.
+Numbers = tuple[int, float, float, object, int, tuple[str, int], int]
+PUBLISHED: dict[str, Numbers | str] = {
+    "ai-toolkit/train_lora_flex2_24gb.yaml": "model.family",
+    "ai-toolkit/train_lora_flux_24gb.yaml": (16, 16.0, 1e-4, [512, 768, 1024], 1, ("max_steps", 2000), 1),
+    "ai-toolkit/train_lora_flux_kontext_24gb.yaml": "model.family",
+    "ai-toolkit/train_lora_flux_schnell_24gb.yaml": (16, 16.0, 1e-4, [512, 768, 1024], 1, ("max_steps", 2000), 1),
+    "onetrainer/Flux_2__flux2_LoRA_16GB.json": (16, 1.0, 3e-5, 512, 2, ("epochs", 100), 1),
+    "onetrainer/Flux_2__flux2_LoRA_8GB.json": (16, 1.0, 3e-5, 512, 2, ("epochs", 100), 1),
+    "onetrainer/Flux_Dev.1__flux_LoRA.json": (16, 1.0, 3e-4, 768, 4, ("epochs", 100), 1),
+    "onetrainer/SDXL__sdxl_1.0_LoRA.json": (16, 1.0, 3e-4, 1024, 4, ("epochs", 100), 1),
+    "onetrainer/SDXL__sdxl_1.0_inpaint_LoRA.json": "model.family",
+    "simpletuner/flux.peft-lora.json": (16, 16.0, 1e-4, 512, 1, ("max_steps", 100), 1),
+    "simpletuner/flux.peft-lora_TREAD.json": (16, 16.0, 1e-4, 512, 1, ("max_steps", 100), 1),
+    "simpletuner/flux2.peft-lora.json": "model.path",
+    "simpletuner/sdxl.lycoris-lokr.json": "adapter.type",
+}
+
+
+@pytest.mark.skipif(not foreign_configs.SHARED.is_dir(), reason="the published configs are not beside the checkout")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_the_numbers_of_its_program_or_is_refused_by_key(name: str) -> None:
+    file, expected = foreign_configs.SHARED / name, PUBLISHED[name]
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=f"--set {expected}="):
+            drafted(file)
+        return
+    draft = drafted(file)
+    config = checked(draft, file)
+    source = config.data.sources[0]
+    resolution = config.data.resolution if source.resolution is None else source.resolution
+    length = next((name, value) for name in ("max_steps", "epochs") if (value := getattr(config.run, name)) is not None)
+    resolution = list(resolution) if isinstance(resolution, tuple) else resolution
+    adapter = config.adapter
+    numbers = (adapter.rank, adapter.alpha, config.optimizer.lr, resolution, config.data.batch_size, length, source.repeats)
+    assert numbers == expected
+    assert config.step.accumulation == 1 and not draft.refusals
+
+
+@pytest.mark.skipif(not foreign_configs.SHARED.is_dir(), reason="the published configs are not beside the checkout")
+def test_every_published_config_is_in_the_table() -> None:
+    files = {str(path.relative_to(foreign_configs.SHARED)) for path in foreign_configs.SHARED.glob("*/*")}
+    assert files - {*PUBLISHED} == {"simpletuner/multidatabackend-small-dreambooth-512px.json"}

@@ -1,0 +1,1 @@
+"""What `scripts/adapter.py` does with adapter files: show, compare, convert, resize, average, merge, upload."""

@@ -1,0 +1,243 @@
+"""The mean of several adapters of one model, in what they change: checkpoints of a run, seeds, or files from anywhere.
+
+A mean of A and a mean of B is no mean of s B A: of two runs, A may have other directions in another order. So the mean is
+taken of the weights that the adapters give, W'_i, with shares w_i that add up to 1, and put into factors of one rank again.
+
+    LoRA    W'_i = W + s_i B_i A_i         mean - W = [.. w_i s_i B_i ..] [.. A_i ..]^T: of rank sum R_i, known by its
+                                           factors. The nearest of rank R has the R largest singular values (ranks.py)
+    DoRA    W'_i = g_i (W + s_i B_i A_i)   mean = gm * (W + X),  gm = sum w_i g_i,  X = gm^-1 sum w_i g_i s_i B_i A_i,
+                                           row by row
+
+So the mean of DoRAs is a DoRA: its direction is that of W + X, its magnitude m = sign(gm) ||mean||_row, and of rank sum R_i
+it is exact. Of a lower rank, B A is the one that makes gm * (W + B A) the nearest to the mean: gm * X is cut, and divided by
+gm. m stays the mean's. What is lost is measured on what is written, in W'. A LoRA is a DoRA with g = 1; a layer that an
+adapter does not have counts as one that changes nothing.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.adapters.portable import Factors, Portable, recipe
+from trainer.adapters.ranks import blank, product_norm, shrunk, with_factors
+from trainer.adapters.reading import ReadAdapter
+from trainer.base.errors import UserError
+from trainer.base.files import hash_file, read_json
+from trainer.base.progress import QUIET, Phases
+from trainer.base.run_layout import Layout
+from trainer.checkpoint import store
+from trainer.checkpoint.state import QUANTIZATION
+from trainer.resume.adapter_file import HINTS, NamedModel, OpenedAdapter
+from workbench.adapters.convert import Converted, WeightOf, gain, write_as
+from workbench.adapters.resize import check_rank
+
+# Entries of a file's header that tell its base apart from others. The hashes are those that kohya's trainers write.
+BASE_ENTRIES = (*HINTS, "ss_new_sd_model_hash", "ss_sd_model_hash")
+Base = Mapping[tuple[str, ...], str]  # of each frozen tensor (layer, tensor, format, backend, dtype) -> its digest
+# Below that share of what the g_i are in size, gm is what rounding left of numbers that cancelled.
+LEAST_GAIN = 1e-6
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """An adapter that goes into a mean. share: of the mean. base: (where, digest) of every frozen tensor of its run; empty
+    where nothing tells."""
+
+    path: Path
+    model: NamedModel
+    portable: Portable
+    share: float = 1.0
+    base: Base = field(default_factory=dict)
+
+    def described(self) -> dict[str, object]:
+        """What the mean's file says of it."""
+        held = self.path / "adapter.safetensors" if self.path.is_dir() else self.path
+        return {"file": self.path.name, "sha256": hash_file(held), "weight": self.share}
+
+
+@dataclass
+class Mean:
+    """A mean that was written. lost, change: norms over all layers: of what its rank leaves out of the mean, and of the
+    mean's change of the weights. tails: lost by change, of each layer."""
+
+    converted: Converted
+    lost: float
+    change: float
+    tails: dict[str, float]
+
+    def lines(self) -> list[str]:
+        """What was made, in lines for people."""
+        worst = max(self.tails, key=lambda name: self.tails[name])
+        return [
+            f"of the mean's change of the weights {100 * self.lost / max(self.change, 1e-300):.4g}% is lost in all, "
+            f"{100 * self.tails[worst]:.4g}% at most ({worst})",
+            *self.converted.notes,
+        ]
+
+
+def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
+    """The shares that --weights means, which add up to 1; left out: equal ones. Raises UserError."""
+    if weights is None:
+        return [1 / count] * count
+    if len(weights) != count:
+        raise UserError(f"--weights has {len(weights)} numbers for {count} adapters; give one for each, in their order")
+    if odd := [each for each in weights if not (math.isfinite(each) and each > 0)]:
+        raise UserError(f"--weights: {odd[0]:g} is no weight of a mean; give finite numbers above 0")
+    return [each / sum(weights) for each in weights]
+
+
+def base_of(path: Path) -> Base:
+    """The digests of the frozen weights of the run that an adapter is of: of a checkpoint its own, of a file that lies where
+    its run wrote it those of the newest checkpoint there. Empty where nothing tells."""
+    folder: Path | None = path
+    if not path.is_dir():
+        layout = Layout(path.absolute().parent.parent)
+        folder = store.newest_valid(layout.checkpoints)[0] if path.absolute().parent == layout.adapters else None
+    if folder is None or not (folder / QUANTIZATION).is_file():
+        return {}
+    return digests_in(read_json(folder / QUANTIZATION))
+
+
+def digests_in(record: Mapping[str, Mapping[str, Any]]) -> Base:
+    """The digests of a record as `quantization.json` has it."""
+    found = {}
+    for name, entry in record.items():
+        how = str(entry.get("format")), str(entry.get("backend"))
+        for key, tensor in entry["tensors"].items():
+            found[name, key, *how, tensor["dtype"]] = tensor["sha256"]
+    return found
+
+
+def check_bases(adapters: Sequence[Averaged]) -> None:
+    """Raises UserError where two of them are known to be of different models."""
+    first = adapters[0]
+    for other in adapters[1:]:
+        pair = f"{first.path} and {other.path} are of different models"
+        if first.model.family is not other.model.family:
+            raise UserError(f"{pair}: of {first.model.family.name} and of {other.model.family.name}; a mean takes one base")
+        for name, factors in other.portable.layers.items():
+            own = first.portable.layers.get(name)
+            if own is not None and own.weight_shape != factors.weight_shape:
+                shapes = f"{list(own.weight_shape)} and {list(factors.weight_shape)}"
+                raise UserError(f"{pair}: {name} is {shapes}; a mean takes one base")
+        for key in BASE_ENTRIES:
+            one, two = (each.portable.metadata.get(key) for each in (first, other))
+            if one and two and one != two:
+                raise UserError(f"{pair}: {key} is {one!r} and {two!r}; a mean takes one base")
+    check_digests([(str(each.path), each.base) for each in adapters])
+
+
+def check_digests(bases: Sequence[tuple[str, Base]]) -> None:
+    """Raises UserError where two of (whose, base) differ: of two that are stored alike, what both hold has to be equal."""
+    known: dict[tuple[str, ...], tuple[str, str]] = {}
+    for whose, base in bases:
+        for place, digest in base.items():
+            then, other = known.setdefault(place, (digest, whose))
+            if then != digest:
+                raise UserError(
+                    f"{other} and {whose} are over different models: {place[0]}.{place[1]} has other bytes; a mean takes one "
+                    "base"
+                )
+
+
+def check(adapters: Sequence[Averaged], rank: int, weight: WeightOf | None) -> None:
+    """Raises UserError or NonFiniteError where it can be told, before anything is computed, that they have no mean of such a
+    rank. weight: as `average` takes it."""
+    check_rank(rank)
+    if len(adapters) < 2:
+        raise UserError(f"average takes at least two adapters, and there is {len(adapters)}: {adapters[0].path}")
+    check_bases(adapters)
+    for each in adapters:
+        each.portable.check_finite()
+    if weight is None and any(each.portable.dora for each in adapters):
+        raise UserError("the mean of a DoRA takes the weights of the model that it was trained over: give it with --base")
+
+
+def average(
+    adapters: Sequence[Averaged], out: Path, rank: int, *, weight: WeightOf | None = None, to: str = "diffusers",
+    phases: Phases = QUIET,
+) -> Mean:  # fmt: skip
+    """Write the mean of at least two adapters with ranks of at most `rank`; fp32, alpha = rank.
+
+    weight: of the base, for a DoRA. One layer is in memory at a time, and the mean. Raises UserError for unequal bases, and
+    where the base's weights are needed.
+    """
+    check(adapters, rank, weight)
+    dora = any(each.portable.dora for each in adapters)
+    names = list(dict.fromkeys(name for each in adapters for name in each.portable.layers))
+    layers: dict[str, Factors] = {}
+    tails: dict[str, float] = {}
+    lost_sq = change_sq = 0.0
+    with phases("averaging", len(names), "layer") as phase:
+        for name in names:
+            parts = [(each.share, each.portable.layers.get(name), each.portable) for each in adapters]
+            if dora:
+                assert weight is not None
+                layers[name], lost, change = _mean_dora(name, parts, weight(name), rank)
+            else:
+                layers[name], lost, change = _mean_lora(parts, rank)
+            lost_sq, change_sq, tails[name] = lost_sq + lost**2, change_sq + change**2, lost / max(change, 1e-300)
+            phase.advance(1)
+    said = {"averaged_from": json.dumps([each.described() for each in adapters], sort_keys=True)}
+    model = adapters[0].model
+    opened = OpenedAdapter(adapters[0].path, model, (model.label,), ReadAdapter(Portable(layers, metadata=said)))
+    converted = write_as(opened, opened.portable, out, to, weight, [])
+    return Mean(converted, math.sqrt(lost_sq), math.sqrt(change_sq), tails)
+
+
+Parts = Sequence[tuple[float, Factors | None, Portable]]  # of one layer: (share, its adapter, the whole adapter)
+
+
+def _mean_lora(parts: Parts, rank: int) -> tuple[Factors, float, float]:
+    """(the mean of a layer's LoRAs, the norm of what it leaves out, the norm of the mean)."""
+    own = [(share, factors) for share, factors, _ in parts if factors is not None]
+    a = torch.cat([factors.a.make().double().flatten(1) for _, factors in own])
+    b = torch.cat([share * factors.scaling * factors.b.make().double().flatten(1) for share, factors in own], 1)
+    made = with_factors(blank(own[0][1].weight_shape), *_cut(a, b, rank), 1.0)
+    new_a, new_b = (each.make().double().flatten(1) for each in (made.a, made.b))
+    lost = product_norm(torch.cat([b, -new_b], 1), torch.cat([a, new_a]))
+    return made, lost, product_norm(b, a)
+
+
+def _mean_dora(name: str, parts: Parts, weight: Tensor, rank: int) -> tuple[Factors, float, float]:
+    """The same of DoRAs, and of DoRAs and LoRAs."""
+    w = weight.double().flatten(1)
+    ones = torch.ones(len(w), dtype=w.dtype)
+    gm, size, a_s, gb_s = torch.zeros_like(ones), torch.zeros_like(ones), [], []
+    for share, factors, portable in parts:
+        g = ones
+        if factors is not None:
+            if factors.axis == "input" and factors.magnitude is not None:
+                raise UserError(
+                    f"the magnitude of {name} is of the input axis, and the mean has those of the output axis; make a LoRA "
+                    "of it: python scripts/adapter.py convert --to lora"
+                )
+            g = ones if factors.magnitude is None else gain(weight, factors, portable.meaning)
+            a_s.append(factors.a.make().double().flatten(1))
+            gb_s.append((share * factors.scaling * g)[:, None] * factors.b.make().double().flatten(1))
+        gm, size = gm + share * g, size + share * g.abs()
+    if bool((gm.abs() <= LEAST_GAIN * size).any()):
+        raise UserError(f"the magnitudes of {name} cancel out in a row, so that no DoRA is their mean; leave one adapter out")
+    a, gb = torch.cat(a_s), torch.cat(gb_s, 1)
+    mean = torch.addmm(gm[:, None] * w, gb, a)
+    new_a, new_gb = _cut(a, gb, rank)
+    m = gm.sign() * mean.norm(dim=1)
+    made = with_factors(blank(weight.shape), new_a, new_gb / gm[:, None], 1.0)
+    made = replace(made, magnitude=recipe(m.float()))
+    v = torch.addmm(w, made.b.make().double().flatten(1), made.a.make().double().flatten(1))
+    left = gain(weight, made, "magnitude")[:, None] * v - mean
+    return made, float(left.norm()), float((mean - w).norm())
+
+
+def _cut(a_RK: Tensor, b_NR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(A, B), fp64, of at most that rank, whose product is the nearest to B A."""
+    if len(a_RK) <= rank:
+        return a_RK, b_NR
+    factors, _ = shrunk(Factors(recipe(a_RK), recipe(b_NR), float(len(a_RK))), rank)
+    return factors.a.make(), factors.b.make()

@@ -1,0 +1,272 @@
+"""Adapter files from one format into another. What changes on the way is stated; what cannot go is refused."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from trainer.adapters import export, sd_scripts
+from trainer.adapters.export import DORA_SCALE_MEANING, METADATA_OF_KEYS
+from trainer.adapters.hashes import with_hash
+from trainer.adapters.keys import some
+from trainer.adapters.norms import RowNorms
+from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
+from trainer.adapters.ranks import nearest, relative_error, with_factors
+from trainer.adapters.targets import lora_config
+from trainer.base.errors import UserError
+from trainer.base.files import FileGroup
+from trainer.base.tensorfile import Tensors, write_tensors
+from trainer.resume.adapter_file import NamedModel, OpenedAdapter
+
+# What each format's readers divide a magnitude by; of ComfyUI's it can be chosen.
+MEANINGS: Mapping[str, DoraScale] = {
+    "diffusers": "magnitude", "kohya": "magnitude", "onetrainer": "magnitude", "comfyui": "comfyui_released",
+}  # fmt: skip
+FORMATS = (*MEANINGS, "lora")
+KOHYA = ("kohya", "comfyui", "lora")  # which sd-scripts reads, as far as they are LoRAs
+WeightOf = Callable[[str], torch.Tensor]  # full name of a layer -> W, fp32, of its own shape
+
+
+@dataclass
+class Converted:
+    """An adapter that was converted. portable: what was written. notes: what changed, in sentences."""
+
+    portable: Portable
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(
+    opened: OpenedAdapter,
+    out: Path,
+    to: str,
+    *,
+    weight: WeightOf | None = None,
+    rank: int | None = None,
+    dora_scale: DoraScale | None = None,
+    for_sd_scripts: bool = False,
+) -> Converted:
+    """Write `out`. weight: of the base model, where it was given. rank: of the approximation, for "lora".
+
+    for_sd_scripts: without the layers that it has no modules for.
+    dora_scale: for "comfyui". Dtypes stay as they are. Raises UserError for what the format cannot hold, and
+    where the base is needed and not given; NonFiniteError where a number is not finite.
+    """
+    portable, notes = opened.portable, []
+    if to == "lora" and portable.dora:
+        portable = approximated(portable, _needed(weight, "an approximation of a DoRA"), rank, notes)
+    elif rank is not None:
+        raise UserError(f"--rank belongs to --to lora of a DoRA, whose change has no rank of its own; {opened.path} to {to}")
+    if for_sd_scripts:
+        portable = _without_left_out(portable, opened, to, notes)
+    if portable.dora:
+        meaning = dora_scale or MEANINGS[to]
+        if meaning != portable.meaning:
+            portable = told_anew(portable, meaning, weight, notes)
+    return write_as(opened, portable, out, to, weight, notes)
+
+
+def write_as(
+    opened: OpenedAdapter, portable: Portable, out: Path, to: str, weight: WeightOf | None, notes: list[str]
+) -> Converted:
+    """Write `portable`, made of what was opened, under the keys of the format. weight: of the base model, where it was
+    given. Raises UserError for what the format cannot hold, and where something with other bytes is at `out`."""
+    portable.check_finite()
+    notes += opened.account.lines()
+    for form, count in opened.read.fused.items():
+        how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
+        notes.append(f"{count} modules of several layers were {form}: each layer gets {how}, which is exact")
+    if to == "diffusers":
+        portable, apart = portable.parted(opened.model.family.peft)
+        if apart and not portable.layers:
+            raise UserError(
+                f"{opened.path} adapts {', '.join(apart)} alone, which diffusers does not load for this model; --to comfyui "
+                "keeps it"
+            )
+        notes += [
+            f"{len(left.layers)} layers of {component} were left out, as diffusers does not load them for this model; "
+            "--to comfyui keeps them"
+            for component, left in apart.items()
+        ]
+        notes += export.not_loaded_by_diffusers(portable.layers)
+    tensors = tensors_of(portable, opened.model, to, weight, notes)
+    fields = _metadata(opened, portable, to)
+    if to in KOHYA and (said := sd_scripts.left_out_phrase(portable, opened.model.family.not_in_sd_scripts)):
+        fields[sd_scripts.ENTRY] = said
+        notes.append(sd_scripts.sentence(said))
+    with FileGroup(keep=True) as group:
+        write_tensors(out, tensors, with_hash(tensors, fields), write=group.write)
+    return Converted(portable, notes)
+
+
+def _without_left_out(portable: Portable, opened: OpenedAdapter, to: str, notes: list[str]) -> Portable:
+    if to not in KOHYA:
+        raise UserError(f"--for_sd_scripts belongs to --to {', '.join(KOHYA)}; --to {to} has other keys")
+    if portable.dora:
+        raise UserError(f"{opened.path} is a DoRA, which sd-scripts has not: take --to lora, which makes a LoRA of it")
+    patterns = opened.model.family.not_in_sd_scripts
+    names = sd_scripts.left_out(portable.layers, patterns)
+    if len(names) == len(portable.layers):
+        raise UserError(f"{opened.path} has no layer that sd-scripts builds a module for: {some(names)}")
+    if names:
+        notes.append(f"left out, as sd-scripts builds no module for them: {sd_scripts.left_out_phrase(portable, patterns)}")
+    return portable.with_layers({name: factors for name, factors in portable.layers.items() if name not in names})
+
+
+def _needed(weight: WeightOf | None, what: str) -> WeightOf:
+    if weight is None:
+        raise UserError(f"{what} takes the weights of the model that the adapter was trained over: give it with --base")
+    return weight
+
+
+def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf | None, notes: list[str]) -> Tensors:
+    """The adapter's tensors under the keys of the format `to`."""
+    components = list(dict.fromkeys(name.partition(".")[0] for name in portable.layers))
+    if to == "diffusers":
+        return export.diffusers_tensors(portable)
+    family = model.family
+    if to == "onetrainer":
+        prefixes = {name: family.flat_prefix(name, "OneTrainer") for name in components}
+        return export.kohya_tensors(portable, modules={}, prefixes=prefixes, rows=len)
+    modules = {name: model.modules(name) for name in components}
+    shapes = model.full_layers(components)
+    norms: dict[str, RowNorms] = {}
+    if portable.dora and weight is not None:
+        for name in export.fused_with(portable.layers, modules):
+            norms[name] = RowNorms(weight(name).flatten(1).norm(dim=1), None, None)
+    for links in modules.values():
+        _note_joined(portable, components, links, notes)
+    prefixes = family.kohya_prefixes(model.config)
+    return export.kohya_tensors(portable, modules=modules, prefixes=prefixes, rows=lambda name: shapes[name][0], norms=norms)
+
+
+def _note_joined(portable: Portable, components: list[str], links, notes: list[str]) -> None:
+    joined = ratios = 0
+    for link in links:
+        parts = [f for c in components for part in link.parts if (f := portable.layers.get(f"{c}.{part}"))]
+        joined += len(link.parts) > 1 and len(parts) > 0
+        scales = {part.scaling for part in parts}
+        ratios += len(scales) > 1
+    if joined:
+        notes.append(f"{joined} modules hold several layers in this format: one A where all share it, else block-diagonal")
+    if ratios:
+        notes.append(f"{ratios} of them have layers of different scales: B carries the ratio, rounded to its dtype")
+
+
+# --- magnitudes -------------------------------------------------------------------------------------------------------
+
+
+def adapted(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
+    """W + s B A as a matrix [N, K], fp64."""
+    a, b = factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
+    return torch.addmm(weight.double().flatten(1), b, a, alpha=factors.scaling)
+
+
+def told_anew(portable: Portable, meaning: DoraScale, weight: WeightOf | None, notes: list[str]) -> Portable:
+    """The same DoRA with magnitudes of the other meaning: times or by ||W|| / ||W + s B A||, row by row.
+
+    Magnitudes of the input axis stay: ComfyUI divides these by ||W + s B A||, as all others do.
+    """
+    layers, ulps = {}, 0
+    for name, factors in portable.layers.items():
+        if factors.magnitude is None or factors.axis == "input":
+            layers[name] = factors
+            continue
+        w = _needed(weight, f"to write magnitudes {DORA_SCALE_MEANING[meaning].partition(':')[0]}")(name)
+        ratio = w.double().flatten(1).norm(dim=1) / adapted(w, factors).norm(dim=1).clamp_min(1e-300)
+        m = factors.magnitude.make().double()
+        changed = (m * ratio if meaning == "comfyui_released" else m / ratio.clamp_min(1e-300)).to(factors.magnitude.dtype)
+        layers[name] = replace(factors, magnitude=recipe(changed))
+        ulps += 1
+    if ulps:
+        changed = f"were {portable.meaning!r} and are {meaning!r} now, rounded to their dtype"
+        notes.append(f"magnitudes of {ulps} layers {changed}")
+    return replace(portable, layers=layers, meaning=meaning)
+
+
+def gain(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Tensor:
+    """The factor g, fp64, that W + s B A is multiplied by, [N] of the output axis, [K] of the input axis (a convolution's
+    channels)."""
+    assert factors.magnitude is not None
+    m, v = factors.magnitude.make().double(), adapted(weight, factors)
+    if factors.axis == "output":
+        norm = (weight.double().flatten(1) if meaning == "comfyui_released" else v).norm(dim=1)
+    else:
+        norm = v.view(len(v), weight.shape[1], -1).transpose(0, 1).flatten(1).norm(dim=1)
+    return m / norm.clamp_min(1e-300)
+
+
+def dora_change(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Tensor:
+    """What a DoRA adds to W: g (W + s B A) - W as a matrix [N, K], fp64, by the formula of its meaning and axis."""
+    g, v, w = gain(weight, factors, meaning), adapted(weight, factors), weight.double().flatten(1)
+    if factors.axis == "output":
+        return g[:, None] * v - w
+    return (v.view(len(v), weight.shape[1], -1) * g[:, None]).flatten(1) - w
+
+
+def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: list[str]) -> Portable:
+    """A LoRA of rank `rank` (None: of each layer's own) for a DoRA: the nearest of that rank to g (W + s B A) - W."""
+    layers, lost, size, worst = {}, 0.0, 0.0, ("", 0.0)
+    for name, factors in portable.layers.items():
+        if factors.magnitude is None:
+            layers[name] = factors
+            continue
+        change = dora_change(weight(name), factors, portable.meaning)
+        a, b = nearest(change, rank or factors.rank)
+        made = with_factors(replace(factors, magnitude=None), a, b, 1.0)
+        left, whole = relative_error(change, made.a.make(), made.b.make(), made.scaling)
+        lost, size = lost + left**2, size + whole**2
+        if whole and left / whole > worst[1]:
+            worst = name, left / whole
+        layers[name] = made
+    kept = "each layer's rank" if rank is None else f"rank {rank}"
+    notes.append(
+        f"a plain LoRA of {kept} in place of a DoRA: {(lost / max(size, 1e-300)) ** 0.5:.2%} of the change of the weights "
+        f"is lost in all, {worst[1]:.2%} at most ({worst[0]})"
+    )
+    return replace(portable, layers=layers, meaning="magnitude")
+
+
+# --- metadata ---------------------------------------------------------------------------------------------------------
+
+
+def _metadata(opened: OpenedAdapter, portable: Portable, to: str) -> dict[str, str]:
+    """The file's own, with what the new keys make of it; of a file that says nothing of its family, that."""
+    kept = {key: value for key, value in portable.metadata.items() if key not in METADATA_OF_KEYS}
+    if len(opened.labels) == 1 or all(m == opened.labels[0] for m in opened.labels):
+        kept = {key: value for key, value in opened.model.hints.items() if value} | kept
+    fields = lora_config(portable.targets, dora=portable.dora, rslora=portable.rslora)
+    ranks, alphas = ({f"{getattr(target, key):g}" for target in portable.targets} for key in ("rank", "alpha"))
+    numbers = {"ss_network_dim": f"{fields['r']:g}", "ss_network_alpha": f"{fields['lora_alpha']:g}"}
+    for key, known in (("ss_network_dim", ranks), ("ss_network_alpha", alphas)):
+        # Of several that are as common the file's own stays.
+        kept[key] = kept[key] if kept.get(key) in known else numbers[key]
+    try:
+        args = json.loads(portable.metadata.get("ss_network_args", "{}"))
+    except (ValueError, RecursionError):
+        args = {}
+    args = {k: v for k, v in args.items() if k not in export.DORA_ARGS} if isinstance(args, dict) else {}
+    args |= {"algo": "lora", "rs_lora": str(portable.rslora)}
+    if portable.dora:
+        axes = {factors.axis for factors in portable.layers.values() if factors.magnitude is not None}
+        said = f"{portable.meaning}: {DORA_SCALE_MEANING[portable.meaning]}"
+        args |= {"dora_wd": "True", "wd_on_output": str(axes == {"output"}), "dora_scale": said}
+        if to == "diffusers":
+            args["dora_scale"] = "magnitude"
+        if base := _dora_base(portable):
+            args["dora_base"] = base
+    if "ss_network_module" not in portable.metadata or portable.dora != opened.portable.dora:
+        of_lora = opened.model.hints.get("ss_network_module", "networks.lora")
+        kept["ss_network_module"] = export.DORA_MODULE if portable.dora else of_lora
+    kept["ss_network_args"] = json.dumps(args, sort_keys=True)
+    return kept | (export.diffusers_metadata(portable) if to == "diffusers" else {})
+
+
+def _dora_base(portable: Portable) -> str | None:
+    try:
+        args = json.loads(portable.metadata.get("ss_network_args", "{}"))
+    except (ValueError, RecursionError):
+        return None
+    base = args.get("dora_base") if isinstance(args, dict) else None
+    return base if isinstance(base, str) else None

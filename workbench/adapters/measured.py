@@ -1,0 +1,127 @@
+"""The held-out losses of adapters, as a run measures and logs them: its model is loaded once, and takes one after the other.
+
+config, adapters -> a run with room for each -> refusals -> photos, model -> an adapter in its layers -> its loss -> the next
+
+Nothing is trained and nothing written but caches of the model's own; photos and captions are encoded in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+from trainer import quantization
+from trainer.adapters.portable import Portable
+from trainer.base.console import write
+from trainer.base.digests import FileDigests
+from trainer.base.errors import NonFiniteError, UserError
+from trainer.base.progress import Phases
+from trainer.checkpoint.pieces import Pieces
+from trainer.config import AdapterTable, Config, LoggingTable, RuleTable, ValidationTable
+from trainer.data.cache.entries import MemoryCache
+from trainer.engine.assembly import build_adapter
+from trainer.engine.components import Components
+from trainer.engine.encoding import encode
+from trainer.engine.held_out_loss import HeldOutLoss
+from trainer.memory_plan.fitting import fitted
+from trainer.monitoring.course import COPIES, COUNT
+from trainer.plan.describe import too_few
+from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
+from trainer.resume.initial_adapter import Start, check_fits
+from trainer.run.setup import choose_attention
+from trainer.runtime.device import Memory, start_processes
+from trainer.runtime.jobs import Fields
+from workbench.adapters.average import Averaged, check_digests, digests_in
+
+KINDS = ("held_out_loss", "trained_loss")
+
+
+def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases: Phases) -> RunPlan:
+    """A run of the config whose adapter has room for each of these, and for their mean of at most that rank.
+
+    Reads photos and headers. Raises UserError where the config holds no photos out, for what its run would refuse, and for an
+    adapter that does not fit its model or has layers that it does not adapt.
+    """
+    if not config.data.held_out:
+        raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
+    source = open_source(config)
+    ranks = [max(factors.rank for factors in each.portable.layers.values()) for each in adapters]
+    config = _measuring(config, max(*ranks, min(rank, sum(ranks))), dora=any(each.portable.dora for each in adapters))
+    plan = make_plan(resolve(config, source), source, processes=1, phases=phases)
+    for each in adapters:
+        if each.model.family is not source.family:
+            raise UserError(f"{each.path} is of {each.model.family.name}, the config's model of {source.family.name}")
+        check_fits(str(each.path), each.portable, plan)
+    return plan
+
+
+def _measuring(config: Config, rank: int, *, dora: bool) -> Config:
+    """The config of a run with such an adapter that measures the loss, and neither trains, writes nor compiles."""
+    own, step, memory = config.adapter, config.step, config.memory
+    rules = tuple(RuleTable(component=rule.component, match=rule.match) for rule in own.rules)
+    kept = {"targets": own.targets, "kernels": own.kernels, "rules": rules}
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"deterministic": False}),
+            "adapter": AdapterTable(type="dora" if dora else "lora", rank=rank, init_resize=True, **kept),
+            "data": config.data.model_copy(update={"cache": "memory"}),
+            "step": step.model_copy(update={"compile": "none", "graphs": False}),
+            "memory": memory.model_copy(update={"shard": False, "gradient_checkpointing": False}),
+            "validation": ValidationTable(every_steps=0, loss_every_steps=1, seed=config.validation.seed),
+            "logging": LoggingTable(tensorboard=False),
+        }
+    )
+
+
+class HeldOutLosses:
+    """The held-out losses of adapters in one model.
+
+    plan: of `plan_losses`, for these adapters. Photos are encoded and the model is loaded here. Raises UserError for an
+    adapter that is known to be of another model.
+    """
+
+    def __init__(self, plan: RunPlan, adapters: Sequence[Averaged], phases: Phases) -> None:
+        peers = start_processes(plan.config, quiet=True)
+        if peers.count > 1:
+            raise UserError(f"{peers.count} processes were started; the losses are measured by one, without torchrun")
+        there = Memory.of(peers.device, plan.config)
+        plan = fitted(plan, there.kernels, there.size, base=there.base)
+        plan = replace(plan, model=fetched(plan.model, peers, phases))
+        components = Components(
+            plan.model, kernels=there.kernels, digests=FileDigests(phases=phases), processes=peers, phases=phases,
+            attention=choose_attention(plan, peers.device, write),
+        )  # fmt: skip
+        read = replace(plan, data=replace(plan.data, examples=()))
+        reader = encode(read, components, MemoryCache(), on_non_finite=_refuse)
+        modules = [(name, components.load(name)) for name in plan.model.in_steps]
+        if known := [(str(each.path), each.base) for each in adapters if each.base]:
+            own = digests_in(quantization.record(modules, phases))
+            check_digests([(f"the config's {plan.config.model.path}", own), *known])
+        self._adapter, self._norms = build_adapter(plan.config, components, Pieces(None))
+        self._without = {name: tensor.clone() for name, tensor in self._adapter.state_dict().items()}
+        self._loss = HeldOutLoss.of(plan, components, reader, nullcontext)
+
+    def of(self, portable: Portable | None) -> Fields:
+        """The fields of the log with this adapter; None: without one."""
+        self._adapter.load_state_dict(self._without)  # which changes nothing in any layer
+        if portable is not None:
+            Start(portable=portable).apply(self._adapter, self._norms, lambda line: None)
+        return self._loss.measure()
+
+
+def lines(losses: Sequence[tuple[str, Fields]]) -> list[str]:
+    """A table for people. losses: (whose, the fields of its log)."""
+    last = losses[-1][1]
+    photos, near = last[COUNT], last[COPIES]
+    said = f"{photos} held-out photos" + (f", {near} of them with a near duplicate that is trained on" if near else "")
+    rows = [[*("not finite" if (loss := fields[kind]) is None else f"{loss:.6g}" for kind in KINDS)] for _, fields in losses]
+    table = [
+        "  ".join((*(f"{cell:>13}" for cell in row), name)).rstrip()
+        for row, name in zip([[*KINDS], *rows], ["", *(name for name, _ in losses)], strict=True)
+    ]
+    return [*filter(None, [too_few(photos)]), said, *table]
+
+
+def _refuse(what: str) -> None:
+    raise NonFiniteError(f"{what}: the encoding is not finite")

@@ -1,0 +1,149 @@
+"""A folder of adapter files, sent to a repository of the Hugging Face hub (`scripts/adapter.py push`).
+
+What is sent: its adapter files, README.md, and the pictures in images/. Tokens are huggingface_hub's own business (HF_TOKEN,
+or what `hf auth login` left).
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.adapters.peft_config import CONFIG, WEIGHTS
+from trainer.adapters.portable import is_finite
+from trainer.base.errors import NonFiniteError, UserError, one_line
+from trainer.base.progress import QUIET, Phases
+from trainer.models.hub import git_blob, transport_error
+from trainer.resume.adapter_file import NamedModel, open_adapter
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What became of a push. url: of the repository. commit: its new one, or the newest where it had all this already.
+
+    visibility: "private" or "public". made: whether there was no repository before.
+    """
+
+    url: str
+    commit: str
+    files: tuple[str, ...]
+    visibility: str
+    made: bool
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """What of a folder is sent, by its path in the repository. Raises UserError where no adapter file is there."""
+    adapters = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob(f"*/{WEIGHTS}"))]
+    if not adapters:
+        raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")
+    beside = [path.with_name(CONFIG) for path in adapters if path.name == WEIGHTS]
+    beside = [path.with_name(CONFIG) for path in adapters if path.name == WEIGHTS]
+    others = [*beside, *folder.glob(CARD), *sorted(folder.glob("images/*.png"))]
+    return {path.relative_to(folder).as_posix(): path for path in (*adapters, *others)}
+
+
+def check(path: Path, models: list[NamedModel] | None, family: str | None, phases: Phases = QUIET) -> None:
+    """Raises UserError for a file that is no adapter (so that nothing else leaves this machine), or changes nothing, and
+    NonFiniteError for a number that is not finite. models: that it may be for; None: the published ones, of all families
+    or of `family`."""
+    try:
+        layers = open_adapter(path, models, family=family).portable.layers
+    except UserError as error:
+        raise UserError(
+            f"{error}\nnothing was sent: push sends adapter files, so each one in the folder has to be one"
+        ) from error
+    changes = False
+    with phases(f"checking {path.name}", total=len(layers), unit="layer") as phase:
+        for name, factors in layers.items():
+            for kind, tensor in factors.tensors().items():
+                if not is_finite(tensor.make()):
+                    raise NonFiniteError(f"{path}: {kind} of {name} is not finite; nothing was sent")
+            changes = changes or (bool(factors.a.make().any()) and bool(factors.b.make().any()))
+            phase.advance(1)
+    if not changes:
+        raise UserError(f"{path}: every B (or A) is zero, so it changes nothing; nothing was sent")
+
+
+def push(
+    folder: Path,
+    repository: str,
+    *,
+    public: bool = False,
+    replace_card: bool = False,
+    models: list[NamedModel] | None = None,
+    family: str | None = None,
+    phases: Phases = QUIET,
+) -> Pushed:
+    """Send the folder's files to the hub in one commit. The repository is made where there is none, private unless `public`;
+    one that exists stays as it is.
+
+    replace_card: another README.md that is there may be lost. Raises UserError without it, and where the hub does not
+    take the files, and what `check` raises, before anything is sent.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    found = files_of(folder)
+    for path in found.values():
+        if path.suffix == ".safetensors":
+            check(path, models, family, phases)
+    api, made = HfApi(), False
+    try:
+        try:
+            api.model_info(repository)
+            missing = False
+        except RepositoryNotFoundError:
+            missing = True
+        url = api.create_repo(repository, private=not public, exist_ok=True)
+        made = missing
+        if CARD in found and not replace_card and not made:
+            _keep_card(api, url.repo_id, found[CARD])
+        private = api.model_info(url.repo_id).private
+        done = api.create_commit(
+            url.repo_id,
+            operations=[CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in found.items()],
+            commit_message="Upload adapter files",
+        )
+    except UserError:
+        raise
+    except HFValidationError as error:
+        raise UserError(f"--repo {repository!r} is no name of a repository, which is USER/NAME: {error}") from error
+    except (OSError, ValueError, RuntimeError, transport_error()) as error:
+        # ValueError: of the card's header. RuntimeError: of a file, around what went wrong with it.
+        cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
+        if getattr(cause, "errno", None) is not None and getattr(cause, "response", None) is None:
+            raise cause from None
+        left = f"\nthe repository {repository!r} was made, and is empty" if made else ""
+        raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}{left}") from error
+    return Pushed(str(url), done.oid, tuple(found), "private" if private else "public", made)
+
+
+def _keep_card(api: Any, repository: str, card: Path) -> None:
+    """Raises UserError where another card is in the repository than this one."""
+    data = card.read_bytes()
+    blob = git_blob(len(data))
+    blob.update(data)
+    if any(there.blob_id != blob.hexdigest() for there in api.get_paths_info(repository, [CARD])):
+        raise UserError(
+            f"{repository!r} has another {CARD} than {card}, perhaps edited there; nothing was sent. --replace_card "
+            f"replaces it, and without {CARD} in the folder it stays"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, for people, with the remedy where there is one."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if status == 401:
+        return "the hub does not know who asks; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+    if status in (403, 404):
+        return f"the token may not write there ({status}); take one with write access, and a name under your own account"
+    return one_line(error)

@@ -1,0 +1,153 @@
+"""What an adapter file is, for people: numbers of `scripts/adapter.py show`, as text and as a picture."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from trainer.adapters.export import DORA_SCALE_MEANING
+from trainer.adapters.portable import DoraScale, Factors, is_finite
+from trainer.base.console import shortlist
+from trainer.monitoring.weight_change import block_of
+from trainer.resume.adapter_file import OpenedAdapter
+from workbench.adapters.convert import WeightOf, gain
+
+SHOWN = 12  # lines of a list
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What an adapter does to one layer. change: ||s B A||, of all elements. Where the base was given, weight: ||W||, and
+    of a DoRA drift: max |g - 1|, g being what W + s B A is multiplied by, row by row or column by column."""
+
+    name: str
+    rank: int
+    alpha: float
+    scaling: float
+    change: float
+    finite: bool
+    empty: bool
+    weight: float | None = None
+    drift: float | None = None
+
+
+def layer_report(name: str, factors: Factors, meaning: DoraScale, weight: WeightOf | None = None) -> LayerReport:
+    """||s B A|| without making it: the trace of (B^T B)(A A^T). weight: of the base, where it was given."""
+    tensors = {kind: tensor.make() for kind, tensor in factors.tensors().items()}
+    finite = all(map(is_finite, tensors.values()))
+    a, b = tensors["A"].double().flatten(1), tensors["B"].double().flatten(1)
+    squared = float(((b.t() @ b) * (a @ a.t())).sum())
+    change = abs(factors.scaling) * max(squared, 0.0) ** 0.5
+    report = LayerReport(name, factors.rank, factors.alpha, factors.scaling, change, finite, not bool(b.any()))
+    if weight is None:
+        return report
+    w = weight(name)
+    drift = None
+    if "magnitude" in tensors:
+        drift = float((gain(w, factors, meaning) - 1).abs().max())
+    return replace(report, weight=float(w.double().norm()), drift=drift)
+
+
+def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
+    """The report."""
+    read, portable = opened.read, opened.portable
+    dtypes = Counter(str(t.dtype).removeprefix("torch.") for f in portable.layers.values() for t in f.tensors().values())
+    parameters = sum(torch.Size(t.shape).numel() for f in portable.layers.values() for t in f.tensors().values())
+    said = [
+        f"{opened.path}: {'DoRA' if portable.dora else 'LoRA'} for {opened.model.family.name} ({' or '.join(opened.labels)})",
+        f"  keys: {_counted(read.conventions, 'module(s)')}",
+        f"  layers: {_counted(Counter(name.partition('.')[0] for name in portable.layers), 'layers')}; "
+        f"{parameters:,} numbers, {_counted(dtypes, 'tensors')}",
+        f"  rank: {_counted(Counter(layer.rank for layer in layers), 'layers')}",
+        f"  alpha: {_counted(Counter(f'{layer.alpha:g}' for layer in layers), 'layers')}; {', '.join(read.alphas)}",
+        f"  scale (alpha / rank): {_counted(Counter(f'{layer.scaling:g}' for layer in layers), 'layers')}"
+        + ("; rsLoRA" if portable.rslora else ""),
+    ]
+    said += [f"  {line}" for line in opened.account.lines()]
+    if portable.dora:
+        axes = Counter(factors.axis for factors in portable.layers.values() if factors.magnitude is not None)
+        said.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")
+    if read.fused:
+        said.append(f"  modules of several layers: {_counted(read.fused, 'modules')}")
+    if read.absent:
+        said += _listed("  rows without an adapter, whose magnitudes are the model's norms and were left out", read.absent)
+    said += _norms(layers)
+    for component in opened.components:
+        there = {layer.name for layer in layers}
+        absent = [f"{component}.{name}" for name in opened.model.layers(component) if f"{component}.{name}" not in there]
+        if absent:
+            said.append(f"  not adapted of {component}: {len(absent)} layers: {_kinds(absent)}")
+        else:
+            said.append(f"  every layer of {component} is adapted")
+    said += _listed("  NOT FINITE", [layer.name for layer in layers if not layer.finite])
+    said += _listed("  B is zero, so that nothing changes", [layer.name for layer in layers if layer.empty])
+    for key in ("ss_output_name", "modelspec.title", "ss_base_model_version", "ss_steps", "modelspec.trigger_phrase"):
+        if value := portable.metadata.get(key):
+            said.append(f"  {key}: {_plain(value)}")
+    return said
+
+
+def _norms(layers: list[LayerReport]) -> list[str]:
+    by_block: dict[str, list[LayerReport]] = {}
+    for layer in layers:
+        by_block.setdefault(block_of(layer.name), []).append(layer)
+    known = all(layer.weight is not None for layer in layers)
+    what = "||sBA|| / ||W||" if known else "||sBA||"
+    drifts = any(layer.drift is not None for layer in layers)
+    rows = [f"  {what} by block (largest layer){'; largest |g - 1| of the magnitudes' if drifts else ''}:"]
+    for block, own in by_block.items():
+        largest = max(own, key=lambda layer: _size(layer))
+        drift = max((layer.drift for layer in own if layer.drift is not None), default=None)
+        number = f"{_size(largest):.3%}" if known else f"{_size(largest):.4g}"
+        rows.append(f"    {block}: {number}" + (f"; {drift:.3%}" if drift is not None else ""))
+    return rows
+
+
+def _size(layer: LayerReport) -> float:
+    return layer.change / max(layer.weight, 1e-30) if layer.weight is not None else layer.change
+
+
+def _counted(counts: Mapping[object, int], what: str) -> str:
+    """The one value, or each with how many have it."""
+    if len(counts) == 1:
+        return f"{next(iter(counts))} ({next(iter(counts.values()))} {what})"
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return shortlist([f"{key} ({count})" for key, count in ordered], SHOWN)
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """By the ends of their names, without numbers."""
+    ends = Counter(".".join(part for part in name.split(".")[-2:] if not part.isdigit()) for name in names)
+    return _counted(ends, "layers")
+
+
+def _listed(title: str, names: list[str]) -> list[str]:
+    return [f"{title}: {len(names)} layers: {shortlist(names, SHOWN)}"] if names else []
+
+
+def _plain(value: str) -> str:
+    value = value[:200]
+    return value if value.isprintable() else ascii(value)
+
+
+def plot(layers: list[LayerReport], title: str, path: Path) -> None:
+    """A PNG: of every layer, in the model's order, its change and rank; of a DoRA over a given base its drift, too."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    known = all(layer.weight is not None for layer in layers)
+    drifts = [layer.drift for layer in layers]
+    panels = [("||sBA|| / ||W||" if known else "||sBA||", [_size(layer) for layer in layers])]
+    if all(drift is not None for drift in drifts):
+        panels.append(("magnitude: max |g - 1|", drifts))
+    panels.append(("rank", [layer.rank for layer in layers]))
+    figure = Figure(figsize=(max(6.0, min(24.0, len(layers) / 20)), 2.2 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (label, values) in zip(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels, strict=True):
+        axes.bar(range(len(values)), values, width=1.0)
+        axes.set_ylabel(label)
+    axes.set_xlabel("layer, in the model's order")
+    figure.suptitle(title)
+    figure.savefig(path, format="png", dpi=100, metadata={"Software": None})

@@ -1,0 +1,188 @@
+"""An audit of storage formats for people: as text, as the sections of a page, as numbers, and as the lines of a config."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from trainer.base.tensorfile import size_text
+from workbench.audit.storage_cost import Audit, Effect, FormatCost, LayerCost
+
+MIB = 2**20
+BAND = "with 95 %, other noises and times on these photos give a loss at most that far away; other photos are not in it"
+COLUMNS = ("layer", "prediction", "share", "loss", "band", "MiB more", "share per MiB", "measured")
+NOTES = (
+    "prediction: the root mean square of its change, relative to that of the prediction. share: of the format's whole mean "
+    f"squared change, which layers add up to nearly. loss: the change of the loss. band: {BAND}. MiB more: what the layer "
+    "takes beyond the format where it is excluded.",
+    "measured: computed with this one layer stored so. The others are estimates of first order, whose band has the second "
+    "order in it.",
+)
+
+
+def about(found: Audit) -> str:
+    """What was compared with what, in a sentence."""
+    photos = f"{found.photos} {'held-out' if found.kind == 'held_out' else 'trained'} photo{'' if found.photos == 1 else 's'}"
+    return (
+        f"the {found.denoiser} of {found.model}, stored as {found.stored}, has a loss of {found.base.loss:.5g} on {photos} "
+        f"({len(found.base.residuals)} draws)"
+    )
+
+
+def text(found: Audit) -> str:
+    """The audit for a terminal."""
+    lines = [f"base: {about(found)}"]
+    for cost in found.costs:
+        lines += ["", f"{cost.name}: {len(cost.layers)} layers, {size_text(cost.bytes)}"]
+        lines.append(f"  all of them: {_said(found, cost.whole)}")
+        lines.append(f"  as estimated: {_said(found, cost.estimated)}")
+        if cost.spared is not None:
+            lines.append(f"  without the {len(cost.exclude)} below: {_said(found, cost.spared)}; {_bought(cost)}")
+        for layer in cost.layers[: len(cost.exclude)]:
+            change, mib = layer.alone or layer.estimated, layer.more / MIB
+            lines.append(
+                f"  {_share(cost, layer):7.1%} {change.relative(found.base):8.2%} {change.of_loss:+.1e} +- {change.band:.0e} "
+                f"{mib:7.3g} MiB  {layer.name}{'' if layer.alone else ' (estimated)'}"
+            )
+    lines += ["", "columns: share of the format's change, change of the prediction, of the loss, memory if excluded, layer"]
+    lines.append(f"+-: {BAND}")
+    for cost in found.costs:
+        lines += ["", excluded(found, cost)]
+    return "\n".join(lines)
+
+
+def excluded(found: Audit, cost: FormatCost) -> str:
+    """The table of a config with the format, and with the layers to leave out of it."""
+    names = json.dumps([*found.kept, *cost.exclude], indent=4)  # a list of TOML is written so, too
+    return f'[model.components.{found.denoiser}]\ndtype = "{cost.dtype}"\nbackend = "{cost.backend}"\nexclude = {names}'
+
+
+def sections(found: Audit) -> dict[str, dict[str, Any]]:
+    """The sections of the page, as report/tables.py takes them."""
+    rows = []
+    for cost in found.costs:
+        for what, effect, more in _rows(cost):
+            rows.append((
+                cost.name, what, _percent(effect.relative(found.base)), _signed(effect.of_loss), f"{effect.band:.2g}",
+                size_text(cost.bytes + more),
+            ))  # fmt: skip
+    whole = f"Base: {about(found)}."
+    parts: dict[str, dict[str, Any]] = {
+        "All layers": {
+            "columns": ("format", "layers", "prediction", "loss", "band", "size"),
+            "rows": rows,
+            "notes": [whole, NOTES[0]],
+        }
+    }
+    for cost in found.costs:
+        most = len(cost.exclude)
+        named = f"{cost.name}: the first to exclude"
+        bought = [f"Without these {most}: {_bought(cost)}."] if cost.spared is not None else []
+        parts[named] = {
+            "text": excluded(found, cost),
+            "columns": COLUMNS,
+            "rows": _table(found, cost, most),
+            "notes": [*bought, NOTES[1]],
+        }
+        if len(cost.layers) > most:
+            parts[f"{cost.name}: every layer"] = {
+                "columns": COLUMNS, "rows": _table(found, cost, len(cost.layers)), "folded": True,
+            }  # fmt: skip
+    return parts
+
+
+def remaining(found: Audit) -> Mapping[str, list[float]]:
+    """The change of the prediction in percent, as estimated, once 0, 1, 2, ... layers are excluded: by format."""
+    power = fmean(found.base.power)
+    return {cost.name: [100 * math.sqrt(left / power) for left in cost.remaining[:-1]] for cost in found.costs}
+
+
+def numbers(found: Audit) -> dict[str, Any]:
+    """All that was found, as JSON."""
+    return {
+        "model": found.model,
+        "denoiser": found.denoiser,
+        "base": found.stored,
+        "loss": found.base.loss,
+        "photos": {found.kind: found.photos},
+        "draws": len(found.base.residuals),
+        "formats": {
+            cost.name: {
+                "bytes": cost.bytes,
+                "measured": _numbers(found, cost.whole),
+                "estimated": _numbers(found, cost.estimated),
+                "excluded": {
+                    "layers": list(cost.exclude),
+                    "bytes": cost.more,
+                    "measured": cost.spared and _numbers(found, cost.spared),
+                },
+                "layers": [
+                    {
+                        "name": layer.name,
+                        "bytes_if_excluded": layer.more,
+                        "estimated": _numbers(found, layer.estimated),
+                        "measured": layer.alone and _numbers(found, layer.alone),
+                    }
+                    for layer in cost.layers
+                ],
+            }
+            for cost in found.costs
+        },
+    }
+
+
+def _numbers(found: Audit, effect: Effect) -> dict[str, float | None]:
+    return {
+        "loss": effect.of_loss,
+        "band": effect.band if math.isfinite(effect.band) else None,
+        "prediction": effect.relative(found.base),
+        "squared": effect.of_prediction,
+    }
+
+
+def _rows(cost: FormatCost) -> list[tuple[str, Effect, int]]:
+    rows = [("all, measured", cost.whole, 0), ("all, estimated", cost.estimated, 0)]
+    if cost.spared is not None:
+        rows.append((f"without {len(cost.exclude)}, measured", cost.spared, cost.more))
+    return rows
+
+
+def _table(found: Audit, cost: FormatCost, most: int) -> list[tuple[Any, ...]]:
+    rows = []
+    for layer in cost.layers[:most]:
+        effect, mib, share = layer.alone or layer.estimated, layer.more / MIB, _share(cost, layer)
+        rows.append((
+            layer.name, _percent(effect.relative(found.base)), _percent(share), _signed(effect.of_loss),
+            f"{effect.band:.2g}", mib, _percent(share / mib), layer.alone is not None,
+        ))  # fmt: skip
+    return rows
+
+
+def _share(cost: FormatCost, layer: LayerCost) -> float:
+    """A layer's part of the format's squared change of the prediction."""
+    whole = cost.whole.of_prediction
+    return layer.moved / whole if whole else 0.0
+
+
+def _bought(cost: FormatCost) -> str:
+    """What the exclusion of the first layers buys, for what."""
+    assert cost.spared is not None
+    whole = cost.whole.of_prediction
+    share = 1 - cost.spared.of_prediction / whole if whole else 0.0
+    each = f", {_percent(share / (cost.more / MIB))} a MiB" if cost.more else ""
+    return f"{share:.1%} of the squared change is gone for {size_text(cost.more)} more{each}"
+
+
+def _said(found: Audit, effect: Effect) -> str:
+    return f"prediction {effect.relative(found.base):.2%}, loss {effect.of_loss:+.2e} +- {effect.band:.1e}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2e}"

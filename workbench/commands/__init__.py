@@ -1,0 +1,1 @@
+"""The command line: `train.py` and what it offers beside training."""

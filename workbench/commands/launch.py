@@ -1,0 +1,34 @@
+"""What a command line asks of a run: its config, and the checkpoint that it goes on from."""
+
+import shlex
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer import config
+from trainer.base.run_layout import Layout
+from trainer.resume import allowed_changes
+from trainer.resume.allowed_changes import Allowance
+from workbench.commands.arguments import again
+from workbench.commands.fork import begun, fork
+
+
+def launched(chosen: Namespace, overrides: Sequence[str]) -> tuple[config.Config, str | None, Allowance]:
+    """(the config, --resume_from, what may differ from the checkpoint) of a run or of a fork. Raises UserError."""
+    if chosen.fork_from is not None:
+        checkpoint = config.expand_home(chosen.fork_from, "--fork_from")
+        forked, allowed = fork(checkpoint, overrides)
+        return forked, checkpoint, allowed
+    loaded = config.load(chosen.config, list(overrides))
+    resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
+    return loaded, resume_from, allowed_changes.parse(chosen.allow, resume_from)
+
+
+def next_command(chosen: Namespace, loaded: config.Config, arguments: Sequence[str]) -> str:
+    """The command line that goes on with the run. A fork is a run of its own from its first checkpoint on."""
+    if chosen.fork_from is None:
+        return again(arguments)
+    layout = Layout(Path(loaded.run.output_dir))
+    if not begun(layout):
+        return shlex.join(["python", "train.py", *arguments])
+    return shlex.join(["python", "train.py", "--config", str(layout.config), "--resume_from", "auto"])

@@ -1,0 +1,148 @@
+"""The command line: arguments in, exit status out.
+
+0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage; 143 / 130 / 129 after SIGTERM / SIGINT / SIGHUP.
+"""
+
+import atexit
+import gc
+import os
+import sys
+import threading
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from trainer.base import signals
+from trainer.base.console import LIVE, write
+from trainer.base.errors import Interrupted, PeerStopped, ending, told
+from trainer.runtime.libraries import quiet_libraries
+from workbench.commands.arguments import again, parse
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line asks; returns the exit status. arguments: None takes those of this process."""
+    chosen = parse(arguments)
+    planned = chosen.new is not None or chosen.plan or chosen.plan_memory is not None
+    # Where a launcher started several processes, only the user knows how.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    given = sys.argv[1:] if arguments is None else arguments
+    next_one = partial(again, given)
+    signals.hold_save()
+    quiet_libraries()
+    # Importing the libraries makes millions of objects and no garbage; collecting meanwhile takes a sixth of the time to
+    # the first step. run.train turns it on again.
+    gc.disable()
+    try:
+        from trainer.run.run import train
+        from workbench.commands.launch import launched, next_command
+        from workbench.commands.plan_command import preview, size_of
+        from workbench.compare.comparison import compare_all
+        from workbench.compare.variations import read_comparison
+
+        # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
+        if not gc.get_freeze_count():
+            gc.freeze()
+        overrides = [item for group in chosen.overrides for item in group]
+        memory = None if chosen.plan_memory is None else size_of(chosen.plan_memory)
+        if chosen.new is not None:
+            with signals.undoing():
+                write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
+            return 0
+        if chosen.compare is not None:
+            compare_all(read_comparison(chosen.compare), only_plan=chosen.plan)
+            return 0
+        loaded, resume_from, allowed = launched(chosen, overrides)
+        LIVE.json = loaded.logging.json
+        next_one = partial(next_command, chosen, loaded, given)
+        if planned:
+            preview(loaded, memory, resume_from=resume_from, allowed=allowed)
+        elif not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
+            write(f"go on: {next_one()}", whole=True)
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, Interrupted) and chosen.fork_from is not None and alone:
+            error = Interrupted(error.signum, error.where, "this command goes on")
+        status, said = ending(error)
+        if status == 1 and not isinstance(error, PeerStopped):
+            if LIVE.json:  # its traceback goes to stderr
+                write(f"error: {type(error).__name__}: {error}")
+            raise
+        goes_on = alone and not planned and (status == 6 or status > 128)
+        write(told(error, said) + (f"\ngo on: {next_one()}" if goes_on else ""), sys.stderr, whole=True)
+        if not (alone or planned or chosen.compare):
+            from trainer.runtime.processes import excuse
+
+            excuse(error, status)
+        return status
+    finally:
+        gc.enable()
+        LIVE.json = False
+    return 0
+
+
+def write_first(photos: str, *, model: str | None, memory: int | None, overrides: list[str]) -> None:
+    """Write a first config into the present folder; show what it trains on, its plan, and how to start it."""
+    from trainer import config
+    from trainer.base.errors import UserError
+    from trainer.base.files import make_folder
+    from workbench.commands.check_data import data_page, report_data
+    from workbench.commands.new_config import write_first_config
+    from workbench.commands.plan_command import preview, write_head
+
+    begun = told = False
+
+    def show(loaded: config.Config, otherwise: str | None) -> bool:
+        nonlocal begun, told
+        page = data_page(loaded)
+        for folder in reversed((page.parent, *page.parent.parents)):  # undone from the innermost
+            if not folder.exists():
+                undo.callback(_remove_if_empty, folder)
+        make_folder(page.parent, "run.output_dir")
+        if not told and not page.exists():
+            undo.callback(page.unlink, missing_ok=True)
+        if not begun:
+            write_head(loaded, memory)
+        begun = True
+        try:
+            if not told:
+                report_data(loaded)
+            told = True
+        except UserError as error:  # its photos were read already: what is missing is of the model, perhaps not here yet
+            write(f"warning: no data report: {error}", sys.stderr)
+        return preview(loaded, memory, head=False, data=not told, otherwise=otherwise)
+
+    with ExitStack() as undo:
+        path = write_first_config(photos, model=model, memory=memory, overrides=overrides, folder=Path(), show=show)
+        undo.pop_all()
+    write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto", whole=True)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def leave(status: int) -> NoReturn:
+    """End this process, for which there is nothing left to do; what libraries want done at the end is done.
+
+    The interpreter's own way out first takes millions of objects apart, which takes seconds: too long after a signal, when a
+    machine is about to be taken away. We use it only where threads, child processes or a process group must still be ended.
+    """
+    # What was not loaded has left nothing; to load it only to ask would be a tenth of the time that --help takes.
+    torch, multiprocessing = sys.modules.get("torch"), sys.modules.get("multiprocessing")
+    grouped = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if grouped:
+        from trainer.runtime.heartbeat import WATCHING
+
+        # A group that lost a process cannot be ended in an orderly way.
+        grouped = WATCHING not in {thread.name for thread in threading.enumerate()}
+    threads = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    if grouped or threads or (multiprocessing is not None and multiprocessing.active_children()):
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # nobody reads it any more: the interpreter knows how that ends
+        sys.exit(status)
+    os._exit(status)

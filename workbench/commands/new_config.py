@@ -1,0 +1,285 @@
+"""A first config for a folder of photos: `train.py --new PHOTOS`.
+
+It is the config of configs/ for this machine's memory (`sdxl_12gb.toml` and its like), with the folder, a name, a trigger and
+sample prompts from the captions, and a length for so many photos. The plan says whether it fits. Comments say where values
+come from.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit import TOMLDocument
+
+from trainer import config as configs
+from trainer import quantization
+from trainer.base.console import printable
+from trainer.base.errors import UserError
+from trainer.base.files import write_atomic
+from trainer.base.progress import Phases
+from trainer.base.text import holds
+from trainer.config import Config
+from trainer.config.reading import CONFIG_FOLDER
+from trainer.config.tables import CheckpointTable
+from trainer.data.scan import refuse_damaged
+from trainer.data.sources import Photo
+from trainer.memory_plan.step_time import slow_in
+from trainer.models import family_named
+from trainer.models.weight_sets import Wanted
+from trainer.plan.data_sources import read_sources
+from trainer.plan.fixed_draws import ENOUGH
+from trainer.plan.run_plan import DataPlan, Length, open_source, plan_data, resolve
+from trainer.resume.adapter_file import NamedModel, models_at
+from trainer.runtime.device import Memory, check_device
+from trainer.runtime.precision import COMPUTE_DTYPES
+
+Show = Callable[[Config, str | None], bool]
+MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters are for
+VIEWS = 100  # of each photo in a run. A common start, not a measured one.
+STEPS = 200, 3000  # the shortest and the longest that is written without being asked for
+SAMPLED = 6  # times in a run
+SAVED = 5  # times in a run, at least
+HELD_OUT_FROM = 20  # photos; with fewer each is needed for the training
+SHARE = 0.9  # of the captions that have to hold a phrase before it is the subject's name
+WORDS = 5  # of a phrase at most
+# Words that no name has.
+COMMON = frozenset(
+    re.findall(
+        r"\w+",
+        "a an and as at background by close drawing for from front her his image in is it its of on one painting photo "
+        "photograph picture portrait shot side some that the their this to two up view with",
+    )
+)
+
+
+def write_first_config(
+    photos: str, *, model: str | None, memory: int | None, overrides: Sequence[str] = (), folder: Path, show: Show
+) -> Path:
+    """Write NAME.toml into `folder`, and return its path. Reads the photos and the headers of the model's files.
+
+    model: as `model.path`; None takes MODEL. memory: bytes of the accelerator; None takes this machine's. overrides: as of
+    --set; what they say is in the file in place of what would be chosen here. show(config, what is done where it does not
+    fit, None of the last) -> whether it fits: plans the config once it is written. Where it raises, nothing is left.
+    Raises UserError where the photos have problems, the model cannot be read, an override is wrong, or NAME.toml is there.
+    """
+    phases = Phases(show=True)
+    tree = _minimal(_name(photos), photos, model or MODEL)
+    given = _override(tree, overrides)
+    if model is not None and "model.path" in given:
+        raise UserError(f"--model {model} and --set model.path={tree['model'].get('path')} both name the model; give one")
+    config = configs.parse(tree)
+    scanned = read_sources(config, phases)
+    if not scanned.photos:
+        why = "".join(f"\n  {problem}" for problem in scanned.damaged)
+        raise UserError(f"--new {photos}: no photos can be read there; give a folder that holds some{why}")
+    refuse_damaged(scanned)
+    path = folder / f"{config.run.name}.toml"
+    if path.exists():
+        raise UserError(f"--new {photos}: {path} is there; train with it (--config {path}), or move it out of the way")
+    named = _named(config, given)
+    device = check_device(config) if memory is None else None
+    presets = _presets(named, Memory.of(device, config).size if device is not None else memory)
+    with ExitStack() as undo:
+        undo.callback(path.unlink, missing_ok=True)
+        for place, preset in enumerate(presets):
+            document = _filled(preset, photos=photos, config=config, named=named, found=scanned.photos)
+            if device is not None and device.type == "cpu" and "precision.compute" not in given:
+                _set_compute(document)
+            _override(document, overrides)
+            chosen = configs.parse(document.unwrap())
+            source = open_source(chosen)
+            _set_found(document, source.found)
+            planned = plan_data(resolve(chosen, source), source.family, processes=1, phases=phases)
+            _set_length(document, *planned, given)
+            text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before an added table
+            head = (
+                f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
+                "# All other keys have their defaults; docs/keys.md has every key.\n"
+            )
+            write_atomic(path, [head.encode(), text[text.index("\n[run]") :].encode()])
+            smaller = f"configs/{presets[place + 1].name} is tried" if place + 1 < len(presets) else None
+            if show(configs.load(str(path), []), smaller):
+                break
+        undo.pop_all()
+    return path
+
+
+def _minimal(name: str, photos: str, model: str) -> dict[str, Any]:
+    return {
+        "run": {"name": name, "output_dir": f"outputs/{name}", "max_steps": STEPS[0]},
+        "model": {"family": "new", "path": model},
+        "data": {"sources": [{"path": photos}]},
+    }
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> set[str]:
+    """Apply them, in place, and return their keys. In a document each has a comment in place of the preset's."""
+    keys = configs.override(tree, overrides)
+    run = tree["run"]
+    if isinstance(run, dict) and "run.epochs" in keys and "epochs" in run and "run.max_steps" not in keys:
+        del run["max_steps"]
+    for key in keys if isinstance(tree, TOMLDocument) else ():
+        item: Any = tree
+        for part in key.split("."):
+            item = item[int(part)] if isinstance(item, list) else item.get(part, {})
+        if isinstance(item, tomlkit.items.Item):
+            item.comment("as --set said")
+    return set(keys)
+
+
+def _named(config: Config, given: set[str]) -> NamedModel:
+    """The model of `config`; of `model.family`, where that is given."""
+    model = config.model
+    paths = {name: component.path for name, component in model.components.items() if component.path}
+    found = models_at(
+        model.path,
+        quantization.recognise,
+        config=model.config,
+        component_paths=paths,
+        revision=model.revision,
+        wanted=Wanted(model.variant),
+    )
+    if "model.family" not in given:
+        return found[0]
+    family_named(model.family)
+    fitting = [named for named in found if named.family.name == model.family]
+    if not fitting:
+        kinds = " or ".join(named.family.name for named in found)
+        raise UserError(f"model.family = {model.family!r}: the model at {model.path} is one of {kinds}; leave the key out")
+    return fitting[0]
+
+
+def _presets(named: NamedModel, memory: int) -> list[Path]:
+    """The family's configs for cards of a size, those that memory allows, the largest first; else the smallest alone."""
+    sizes = {}
+    for path in CONFIG_FOLDER.glob(f"{named.family.name}_*gb.toml"):
+        size = re.fullmatch(r".*_(\d+)gb", path.stem)
+        assert size is not None
+        sizes[int(size[1])] = path
+    if not sizes:
+        raise UserError(f"--new: configs/ has none for {named.family.name}; begin with a copy of another config")
+    # A card of 12 GB tells of somewhat less.
+    return [sizes[size] for size in sorted(sizes, reverse=True) if size * 2**30 <= memory * 1.05] or [sizes[min(sizes)]]
+
+
+def _set_found(document: TOMLDocument, found: Mapping[str, Path]) -> None:
+    """Where the parts lie that the model's single file lacks (trainer/models/beside.py)."""
+    for name, place in found.items():
+        components = document["model"].setdefault("components", tomlkit.table(is_super_table=True))
+        table = components.setdefault(name, tomlkit.table())
+        table["path"] = place.as_posix()
+        table["path"].comment("found beside the model")
+
+
+def _set_compute(document: TOMLDocument) -> None:
+    """fp32, where this CPU is slow in the preset's format."""
+    compute = configs.parse(document.unwrap()).precision.compute
+    if slow_in(COMPUTE_DTYPES[compute]):
+        _set(document, "precision", "compute", "fp32", f"this CPU is slow in {compute}")
+
+
+def _set_length(document: TOMLDocument, data: DataPlan, length: Length, given: set[str]) -> None:
+    """So many steps that each photo is shown VIEWS times, within STEPS. Batches of a bucket may be short: the plan knows.
+
+    given: keys that stay as they are.
+    """
+    an_epoch = sum(photo.repeats for photo in data.photos) / len(data.photos)  # times that a photo is shown
+    least, most = STEPS
+    steps = min(most, max(least, round(VIEWS / an_epoch * length.steps_per_epoch) // 10 * 10))
+    if given.isdisjoint(("run.max_steps", "run.epochs")):
+        times = round(steps / length.steps_per_epoch * an_epoch)
+        _set(document, "run", "max_steps", steps, f"{len(data.photos)} photos, each about {times} times")
+    else:
+        steps = length.max_steps
+    every = max(1, steps // SAMPLED)
+    every -= every % 10 if every > 10 else 0
+    saved = CheckpointTable().every_steps
+    if "checkpoint.every_steps" not in given and steps < SAVED * saved:
+        _set(document, "checkpoint", "every_steps", max(1, steps // SAVED))
+    if "validation.every_steps" not in given:
+        _set(document, "validation", "every_steps", every)
+    if data.held_out and "validation.loss_every_steps" not in given:
+        _set(document, "validation", "loss_every_steps", every)
+
+
+def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, found: Sequence[Photo]) -> TOMLDocument:
+    """The preset with what is known of these photos and this model. config: what is given of it."""
+    document = tomlkit.parse(preset.read_text(encoding="utf-8"))
+    captions, name = [photo.caption for photo in found if photo.caption], config.run.name
+    trigger = config.data.sources[0].trigger or (common_phrase(captions) if captions else name.replace("_", " "))
+    _set(document, "run", "name", name)
+    _set(document, "run", "output_dir", f"outputs/{name}")
+    if config.model.path != document["model"]["path"]:
+        _set(document, "model", "path", config.model.path)
+    side = named.config("vae").get("sample_size", 1024)
+    if side != 1024:
+        _set(document, "data", "resolution", side, "what the model was made for")
+    source = document["data"]["sources"][0]
+    source["path"] = photos
+    if trigger:
+        source["trigger"] = trigger
+        told = (
+            "in nearly all captions; added where it is missing" if captions else "there are no captions: all photos get this"
+        )
+        source["trigger"].comment(told)
+    images = len({photo.sha256 for photo in found})
+    if images >= HELD_OUT_FROM:
+        apart = max(ENOUGH, images // 10)
+        _set(document, "data", "held_out", apart, "not trained on: their loss tells learning from memorising")
+    _set(document, "validation", "prompts", prompts(captions, trigger), "better: something that no photo shows")
+    return document
+
+
+def _set(document: TOMLDocument, table: str, key: str, value: object, comment: str = "") -> None:
+    """With this comment, in place of one that was of another value."""
+    found = document.setdefault(table, tomlkit.table())
+    found[key] = value
+    found[key].trivia.comment_ws = found[key].trivia.comment = ""
+    if comment:
+        found[key].comment(comment)
+
+
+def _name(photos: str) -> str:
+    """Of the run, from the folder's name; of `shards-{0..3}.tar` and of a dataset, from theirs."""
+    last = re.split(r"[/\\:]", photos.rstrip("/\\"))[-1] or Path(photos).resolve().name
+    last = Path(photos).resolve().name if last in (".", "..") else last
+    word = re.sub(r"[^A-Za-z0-9_-]+", "_", re.sub(r"\.\w+$", "", last)).strip("_-")
+    return re.sub(r"^\d+_(?=\w)", "", word) or "adapter"
+
+
+def common_phrase(captions: Sequence[str]) -> str:
+    """The longest phrase that nearly all captions hold, as most of them write it; "" where there is none.
+
+    Of one caption alone that is all of it: nothing tells which of its words are the subject's.
+    """
+    told = [re.findall(r"[\w'-]+", caption) for caption in captions]
+    if len(told) == 1 and len(told[0]) > WORDS:
+        return ""
+    for length in range(WORDS, 0, -1):
+        counts: dict[tuple[str, ...], int] = {}
+        for words in told:
+            lower = [word.lower() for word in words]
+            runs = {tuple(lower[i : i + length]) for i in range(len(lower) - length + 1)}
+            for run in runs:
+                counts[run] = counts.get(run, 0) + 1
+        often = [run for run, count in counts.items() if count >= SHARE * len(told) and not COMMON & {*run}]
+        if often:
+            chosen = max(often, key=lambda run: (counts[run], run))
+            return next(
+                " ".join(words[i : i + length])
+                for words in told
+                for i in range(len(words) - length + 1)
+                if tuple(word.lower() for word in words[i : i + length]) == chosen
+            )
+    return ""
+
+
+def prompts(captions: Sequence[str], trigger: str) -> list[str]:
+    """Two that the samples are drawn from: the first caption and one of the middle; without captions the trigger."""
+    if not captions:
+        return [trigger]
+    chosen = dict.fromkeys((captions[0], captions[len(captions) // 2]))
+    return [each if not trigger or holds(each, trigger) else f"{trigger}, {each}" for each in chosen]

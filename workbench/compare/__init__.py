@@ -1,0 +1,1 @@
+"""Runs of several settings beside each other: `train.py --compare`."""

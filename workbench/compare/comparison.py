@@ -1,0 +1,208 @@
+"""Runs that differ in what is compared alone, one after the other, and the page that judges them in pairs.
+
+A run's folder is named by the digest of all that decides its bytes. So a run that is there already is not made again, whoever
+made it; one that was stopped goes on; and one whose photos, model, config or program changed is made anew beside it.
+"""
+
+import csv
+import gc
+import hashlib
+import io
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer import __version__
+from trainer import config as configs
+from trainer.base.console import LIVE, printable, write
+from trainer.base.digests import FileDigests
+from trainer.base.errors import Interrupted, NonFiniteError, UserError
+from trainer.base.files import json_bytes, make_folder, write_atomic
+from trainer.base.memory import give_back
+from trainer.base.progress import Phases
+from trainer.base.run_layout import Layout
+from trainer.config import Config
+from trainer.data import identity
+from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
+from trainer.resume import pins
+from trainer.resume.initial_adapter import open_start
+from trainer.run.run import train
+from trainer.runtime.device import start_processes
+from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen
+from workbench.compare.paired import before_the_runs
+from workbench.compare.variations import Variation, Variations
+
+# Keys by whose values no run becomes another: places, what it reports and what it keeps. The name is the folder's.
+NO_OTHER_RUN = (
+    "run.name", "run.output_dir", "run.lost_after", "model.cache_dir", "data.cache", "data.cache_dir", "data.cache_limit",
+    "data.num_workers", "logging.*", "export.*", "checkpoint.*",
+)  # fmt: skip
+PAGE, COLUMNS = "comparison.html", "first second seed step held_out_loss difference mean low high seconds peak_bytes"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run of a comparison. config: with its folder. command: the line that makes it alone, anywhere."""
+
+    variant: str
+    seed: int
+    config: Config
+    command: str
+
+    @property
+    def folder(self) -> Path:
+        """Its output folder."""
+        return Path(self.config.run.output_dir)
+
+    def seen(self) -> Seen:
+        """What is there of it."""
+        return replace(seen(self.folder.name, Layout(self.folder)), variant=self.variant)
+
+    @property
+    def state(self) -> str:
+        """What became of it: "finished", "not finite", or "" where it has to be trained."""
+        if not self.folder.exists():
+            return ""
+        state = self.seen().state(time.time())
+        return "finished" if state.kind == "finished" else "not finite" if not state.finite else ""
+
+
+def compare_all(asked: Variations, *, only_plan: bool = False) -> None:
+    """Train what is missing of a comparison, and write its page; or print the command of each run. Raises what `train` does,
+    and UserError, before a weight is read, for a comparison that cannot be made."""
+    LIVE.json = asked.runs[0].config.logging.json
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"--compare trains one run after the other in one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}; start "
+            "--compare alone, or each run by its own command, which --compare FILE --plan prints"
+        )
+    runs = planned(asked)
+    if only_plan:
+        for run in runs:
+            write(f"# {run.variant}, seed {run.seed}: {run.state or 'to be trained'}\n{run.command}", whole=True)
+        return
+    make_folder(Path(asked.output_dir), "output_dir")
+    write_page(asked, runs)
+    write(_power(asked))
+    for number, run in enumerate(runs, 1):
+        name = f"run {number} of {len(runs)}: {run.variant}, seed {run.seed}"
+        if run.state:
+            write(f"{name}: {run.state} already ({run.folder})")
+            continue
+        write(f"{name}: {run.folder}", whole=True)
+        try:
+            train(run.config, resume_from="auto")
+        except NonFiniteError as error:
+            write(f"{name}: ended: {error}")  # which is what came of this variant
+        except Interrupted as error:
+            _go_on_later(error, name)
+        finally:
+            gc.collect()
+            give_back()
+        write_page(asked, runs)
+    page, groups = write_page(asked, runs), grouped([run.seen() for run in runs])
+    judged, lost = pairs_of(groups), not_judged(groups)
+    for pair in judged:
+        write(f"{pair.sentence()}\n  {pair.errors()}", whole=True)
+    for sentence in lost:
+        write(sentence)
+    if not judged and not lost:
+        write("nothing can be compared: no two variants have a held-out loss of two common seeds")
+    write(f"comparison: {page}")
+
+
+def _go_on_later(error: Interrupted, name: str) -> NoReturn:
+    raise Interrupted(error.signum, f"{error.where} ({name})", "the same command goes on") from None
+
+
+def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
+    """The comparison's page, as far as its runs are, and beside it what it says as data. Returns the page's place."""
+    page = Path(asked.output_dir) / PAGE
+    there = list({run.folder: run.seen() for run in runs if run.folder.exists()}.values())
+    data = record(there, pairs_of(grouped(there)))
+    write_atomic(page.with_suffix(".json"), [json_bytes(data)])
+    write_atomic(page.with_suffix(".csv"), [_csv(data).encode()])
+    write_atomic(page, [compare(there, {}, asked=_power(asked)).encode()])
+    return page
+
+
+def _power(asked: Variations) -> str:
+    lengths = {each.variant: (each.config.run.max_steps, each.config.run.epochs) for each in asked.runs}
+    # Those of other lengths are judged at their ends, too.
+    pairs = [1 + (one != other) for one, other in combinations(lengths.values(), 2)]
+    return before_the_runs(len({each.seed for each in asked.runs}), sum(pairs), asked.deviation)
+
+
+def _csv(data: dict[str, Any]) -> str:
+    """A line for each measurement of a run, and for each seed of a pair at each step."""
+    lines = csv.DictWriter(text := io.StringIO(), COLUMNS.split())
+    lines.writeheader()
+    for run in data["runs"]:
+        told = {"first": run["variant"], **{key: run[key] for key in ("seed", "seconds", "peak_bytes")}}
+        lines.writerows(told | {"step": step, "held_out_loss": loss} for step, loss in run["held_out_loss"])
+    for pair in data["pairs"]:
+        for at in pair["by_step"]:
+            low, high = at["interval"]
+            told = {"first": pair["first"], "second": pair["second"], "step": at["step"], "mean": at["mean"]}
+            each = zip(at["seeds"], at["differences"], strict=True)
+            lines.writerows(told | {"low": low, "high": high, "seed": seed, "difference": d} for seed, d in each)
+    return text.getvalue()
+
+
+def planned(asked: Variations) -> list[Compared]:
+    """The runs, each checked as far as it can be without weights. Reads the photos once; fetches a hub id; hashes the model's
+    files. Raises UserError."""
+    root = Path(asked.output_dir)
+    if root.exists() and not root.is_dir():
+        raise UserError(f"output_dir = {asked.output_dir!r} is a file; give a folder")
+    phases, found, first = Phases(show=True), [], None
+    cache = Layout(root).cache  # of all its runs
+    digests = FileDigests(cache / "digests.json" if cache.is_dir() else None, phases)
+    for each in asked.runs:
+        try:
+            source = open_source(each.config)
+            config = resolve(each.config, source)
+            plan = make_plan(config, source, processes=1, phases=phases, scanned=first and first.data.scanned)
+            if source.repository is not None:
+                plan = replace(plan, model=fetched(plan.model, start_processes(config), phases))
+        except UserError as error:
+            raise UserError(f"variant {each.variant!r}: {error}") from error
+        first = first or plan
+        found.append(_compared(asked, each, mark(plan, digests)))
+    return found
+
+
+def mark(plan: RunPlan, digests: FileDigests) -> str:
+    """The digest of all that decides a run's bytes: its config but for NO_OTHER_RUN and places, photos, model, versions."""
+    flat = configs.flatten(configs.tree(plan.config))
+    kept = {k: v for k, v in flat.items() if not any(fnmatchcase(k, p) for p in (*NO_OTHER_RUN, *pins.PLACES))}
+    components = [component.name for component in plan.model.family.components]
+    parts = {
+        "config": kept,
+        "photos": [identity.parts(plan.data.examples), identity.parts(plan.data.held_out)],
+        "model": plan.model.source.contents(components, digests.of),
+        "start": open_start(plan).sha256,
+        "versions": {"trainer": __version__, **pins.versions(plan.config.optimizer.name)},
+    }
+    return hashlib.sha256(json_bytes(parts)).hexdigest()[:12]
+
+
+def _compared(asked: Variations, each: Variation, digest: str) -> Compared:
+    """The run in its folder. One that is there under another variant's name is that run."""
+    root = Path(asked.output_dir)
+    there = sorted(path for path in root.glob(f"*-{digest}") if path.is_dir())
+    folder = there[0] if there else root / f"{each.variant}-{each.seed}-{digest}"
+    own = {"run.name": folder.name, "run.output_dir": str(folder)}
+    if (mirror := each.config.checkpoint.mirror) is not None:
+        own["checkpoint.mirror"] = f"{mirror}/{folder.name}"
+    if each.config.data.cache_dir is None and each.config.data.cache == "disk":
+        own["data.cache_dir"] = str(Layout(root).cache)  # what is encoded once serves all
+    overrides = [*each.overrides, *(f"{key}={configs.literal(value)}" for key, value in own.items())]
+    command = ["python", "train.py", "--config", asked.base, "--set", *overrides, "--resume_from", "auto"]
+    return Compared(each.variant, each.seed, configs.load(asked.base, overrides), shlex.join(map(printable, command)))

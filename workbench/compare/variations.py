@@ -1,0 +1,190 @@
+"""The file of --compare: a base config, variants of it, and the seeds that each is trained with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import variance
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from trainer.base.errors import UserError, reading
+from trainer.config import mistakes
+from trainer.config.keys import flatten
+from trainer.config.kinds import GivenPath, Seed, Table
+from trainer.config.reading import literal, load, read_toml
+from trainer.config.tables import Config
+
+# What the comparison decides itself, whatever a variant is.
+OWN_KEYS = ("run.seed", "run.name", "run.output_dir", "run.stop_after")
+# By key or table, why a variant cannot have another value.
+SHARED = {
+    "data": "variants share photos and draws, so that they can be compared in pairs",
+    "run.seed": "variants share their seeds, so that they can be compared in pairs; write seeds = [...]",
+    "validation": "variants are measured alike",
+}
+
+
+class VariantTable(Table):
+    """One setting that is compared."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """What it is called on the page."""
+    set: dict[str, Any] = {}
+    """Keys of the base config and their values. Left out: the base config as it is."""
+
+
+class ComparisonTable(Table):
+    """What is compared."""
+
+    config: GivenPath
+    """The base config: a path, or the bare name of a file in configs/."""
+    output_dir: GivenPath
+    """The folder that gets the runs, each in a folder of its own, and the page."""
+    seeds: Annotated[tuple[Seed, ...], Field(strict=False)]
+    """The seeds, two at least. Each variant is trained with each."""
+    earlier: GivenPath | None = None
+    """The comparison.json of an earlier one: what the seeds can tell is then said in loss, too."""
+    set: dict[str, Any] = {}
+    """Keys of the base config and their values, for all variants."""
+    variant: Annotated[tuple[VariantTable, ...], Field(strict=False)] = ()
+    """The variants, two at least."""
+
+
+class _Step(BaseModel):
+    differences: Annotated[list[float], Field(min_length=2)]
+
+
+class _Pair(BaseModel):
+    by_step: Annotated[list[_Step], Field(min_length=1)]
+
+
+class _Earlier(BaseModel):
+    """What is read of a comparison.json."""
+
+    pairs: list[_Pair]
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One run of a comparison. overrides: what makes its config of the base, as --set takes it."""
+
+    variant: str
+    seed: int
+    overrides: tuple[str, ...]
+    config: Config
+
+
+@dataclass(frozen=True)
+class Variations:
+    """The runs of a comparison. base: as the file names it. runs: seed by seed, of each every variant. deviation: of the
+    paired differences at the ends of an earlier comparison, in loss; None where none is given."""
+
+    base: str
+    output_dir: str
+    runs: tuple[Variation, ...]
+    deviation: float | None = None
+
+
+def read_comparison(path: str) -> Variations:
+    """The comparison of a file. Raises UserError for one that cannot be made."""
+    tree = read_toml(path, "--compare")
+    if "model" in tree:
+        raise UserError(
+            f"--compare {path}: this is the config of one run; name it as config = {path!r} in a file that compares its "
+            "variants (docs/compare.md)"
+        )
+    try:
+        table = ComparisonTable.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"--compare {path}: {mistakes.explain(error.errors(include_url=False))}") from error
+    _check(path, table)
+    runs = [
+        Variation(variant.name, seed, overrides, _config(path, table.config, variant.name, overrides))
+        for seed in table.seeds
+        for variant in table.variant
+        for overrides in [(*_overrides(table.set), *_overrides(variant.set), f"run.seed={seed}", "run.stop_after=")]
+    ]
+    config = runs[0].config
+    if not config.validation.loss_every_steps or not config.data.held_out:
+        missing = [
+            f"{key} = {value}"
+            for key, value, there in (
+                ("data.held_out", 0.2, config.data.held_out),
+                ("validation.loss_every_steps", 25, config.validation.loss_every_steps),
+            )
+            if not there
+        ]
+        raise UserError(
+            f"--compare {path}: {table.config} measures no held-out loss, by which the variants are compared; write "
+            f"set = {{ {', '.join(missing)} }}"
+        )
+    deviation = None if table.earlier is None else _deviation(table.earlier)
+    return Variations(table.config, table.output_dir, tuple(runs), deviation)
+
+
+def _deviation(earlier: str) -> float:
+    """The standard deviation of the paired differences at the ends of an earlier comparison's pairs, pooled over these."""
+    try:
+        text = Path(earlier).read_bytes()
+    except OSError as error:
+        raise UserError(f"earlier = {earlier!r}: {error.strerror}; give a page's comparison.json") from error
+    with reading(earlier, remedy="give the comparison.json of variants that were compared"):
+        ends = [pair.by_step[-1].differences for pair in _Earlier.model_validate_json(text).pairs]
+        freedom, squares = sum(len(end) - 1 for end in ends), sum(variance(end) * (len(end) - 1) for end in ends)
+        if not squares > 0:
+            raise ValueError("its pairs have no differences")
+    return math.sqrt(squares / freedom)
+
+
+def _check(path: str, table: ComparisonTable) -> None:
+    names = [variant.name for variant in table.variant]
+    if len(names) < 2:
+        given = f"there is only {names[0]!r}" if names else "there is none"
+        raise UserError(
+            f"--compare {path}: {given} of the variants; write two [[variant]] tables at least, each with a name (one "
+            "without a set is the base config as it is)"
+        )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"--compare {path}: two variants are named {twice[0]!r}; give each a name of its own")
+    if len(set(table.seeds)) < 2 or len(set(table.seeds)) < len(table.seeds):
+        raise UserError(
+            f"--compare {path}: seeds = {list(table.seeds)}: give two at least, each once: one run cannot tell what its "
+            "seed did from what the variant did"
+        )
+    for key in flatten(table.set):
+        if key in OWN_KEYS:
+            raise UserError(f"--compare {path}: set.{key}: the comparison decides it; leave it out" + _seeds(key))
+    for variant in table.variant:
+        for key in flatten(variant.set):
+            why = next((why for shared, why in SHARED.items() if key == shared or key.startswith(f"{shared}.")), "")
+            if why or key in OWN_KEYS:
+                why = why or "the comparison decides it"
+                remedy = "leave it out" if key in OWN_KEYS else "write it into the set of all, above the variants"
+                raise UserError(f"--compare {path}: variant {variant.name!r}: {key}: {why}; {remedy}")
+
+
+def _seeds(key: str) -> str:
+    return " and write seeds = [...]" if key == "run.seed" else ""
+
+
+def _config(path: str, base: str, variant: str, overrides: tuple[str, ...]) -> Config:
+    try:
+        return load(base, list(overrides))
+    except UserError as error:
+        raise UserError(f"--compare {path}: variant {variant!r}: {error}") from error
+
+
+def _overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of `set` as --set takes them."""
+    return tuple(f"{key}={literal(value)}" for key, value in _leaves(values, ""))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(prefix + key, value)]
+    return found

@@ -1,0 +1,1 @@
+"""Pictures from a checkpoint or an adapter file: `scripts/sample.py`."""

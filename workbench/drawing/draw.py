@@ -1,0 +1,244 @@
+"""Images of a model with adapter files, drawn as a run draws its samples: the same loading, layers, encoders and sampler.
+
+One adapter, LoRA or DoRA, or several LoRAs, which together are one LoRA of their ranks' sum. What else there is (a DoRA
+beside others, magnitudes of the input axis) is drawn with the merged model (merge.py).
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trainer import kernels
+from trainer.adapters import Adapter
+from trainer.adapters.portable import Factors, Portable, derived
+from trainer.artifacts import sampling
+from trainer.base.digests import FileDigests
+from trainer.base.errors import UserError
+from trainer.base.files import refuse_taken, write_atomic
+from trainer.base.progress import QUIET, Phases
+from trainer.base.text import visible
+from trainer.base.types import Conditioning
+from trainer.checkpoint.pieces import Pieces
+from trainer.config import Config
+from trainer.data.cache.texts import one_after_another
+from trainer.data.captions import prompts
+from trainer.engine.assembly import build_adapter
+from trainer.engine.components import Components
+from trainer.models.base import SampleRequest
+from trainer.models.loading import ModelSource
+from trainer.plan import storage
+from trainer.plan.data_sources import resolutions
+from trainer.plan.requirements import family_options
+from trainer.plan.run_plan import ModelPlan, fetched, find_objective, open_source, resolve
+from trainer.plan.samples import check_sizes, references
+from trainer.report.before_after import scaled, table
+from trainer.resume.adapter_file import NamedModel, OpenedAdapter, open_adapter
+from trainer.resume.initial_adapter import Start
+from trainer.runtime.attention import few_tokens_in_fp32
+from trainer.runtime.device import start_processes
+
+SHEET = "grid.png"
+
+
+@dataclass(frozen=True)
+class AskedSample(SampleRequest):
+    """A sample that was asked for on the command line. model, adapters: what an image is drawn with, in the words of the
+    command; for the PNG's text "request"."""
+
+    model: str = ""
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What to draw: every prompt with every seed at every strength. width, height, steps: None: as the config's samples."""
+
+    prompts: Sequence[str]
+    negative: str = ""
+    seeds: Sequence[int] = (0,)
+    strengths: Sequence[float] = (1.0,)
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    references: Sequence[str] = ()
+
+    def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[AskedSample]:
+        """The samples to draw, by prompt, then seed, then strength."""
+        side = config.validation.resolution or max(resolutions(config.data.resolution))
+        steps = self.steps or config.validation.steps
+        shown = {"references": tuple(self.references), "images": references(self.references, "--references")}
+        with_ = tuple(path.name if strength == 1 else f"{path.name}:{strength:g}" for path, strength in adapters)
+        return [
+            AskedSample(
+                visible(prompt), visible(self.negative), self.width or side, self.height or side, seed, steps, self.guidance,
+                strength,
+                **shown, model=config.model.path, adapters=with_,
+            )
+            for prompt in self.prompts for seed in self.seeds for strength in self.strengths
+        ]  # fmt: skip
+
+
+def draw(
+    config: Config,
+    adapters: Sequence[tuple[Path, float]],
+    drawing: Drawing,
+    out: Path,
+    *,
+    grid: bool = False,
+    phases: Phases = QUIET,
+) -> list[Path]:
+    """Write NN.png for every image to the new folder `out`, with its settings, and the contact sheet; returns the files.
+
+    config: of the model and its storage; of its data and training nothing is read. adapters: (file, strength).
+    Raises UserError for what cannot be drawn, most of it before a weight is read.
+    """
+    refuse_taken(out, place="folder with --out")
+    source = open_source(config)
+    config = resolve(config, source)
+    if drawing.negative and "validation.samples.*.negative" not in source.family.reads:
+        raise UserError(f"--negative {drawing.negative!r}: {source.family.name} has no negative prompt; leave it out")
+    if drawing.references and "validation.samples.*.references" not in source.family.reads:
+        shown = " ".join(drawing.references)
+        raise UserError(f"--references {shown}: {source.family.name} is shown no images; leave it out")
+    requests = drawing.requests(config, adapters)
+    check_sizes(requests, source.family.size_multiple)
+    model = NamedModel(source.family, config.model.path, source.config, source)
+    opened = [(open_adapter(path, [model]), strength) for path, strength in adapters]
+    portable, strength = as_one(opened)
+    config = _as_read(config, portable)
+    plan = _plan(config, source, portable)
+    peers = start_processes(config)
+    warnings = [f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative))]
+    for line in (*(line for each, _ in opened for line in each.account.lines()), *warnings):
+        peers.say(line)
+    fused = kernels.choose(config.adapter.kernels, peers.device)
+    plan = fetched(plan, peers, phases)
+    components = Components(plan, kernels=fused, digests=FileDigests(phases=phases), processes=peers, phases=phases)
+    told = _conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
+    adapter = _loaded(config, components, portable)
+
+    def sample(asked: AskedSample):
+        if adapter is None:
+            return plan.family.sample(components.model, asked, told(asked.prompt), told(asked.negative))
+        with adapter.at_strength(asked.strength * strength):
+            return plan.family.sample(components.model, asked, told(asked.prompt), told(asked.negative))
+
+    with (
+        phases("drawing", sum(asked.steps for asked in requests), "evaluation") as phase,
+        phase.between_modules(),
+        components.load(plan.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
+    ):
+        sampling.draw_samples(requests, sample=sample, folder=out)
+    files = sorted(out.glob("*.png"))
+    return [*files, _sheet(out, drawing, files)] if grid else files
+
+
+def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
+    """(the adapters as one, None where there is none; the strength that it has). Raises UserError where they are not one.
+
+    opened: (adapter, strength).
+    """
+    for each, _ in opened:
+        for name, factors in each.portable.layers.items():
+            if factors.magnitude is not None and (len(opened) > 1 or factors.axis == "input"):
+                what = "a DoRA beside others" if len(opened) > 1 else f"a DoRA of the input axis ({name})"
+                raise UserError(
+                    f"{each.path}: {what} is not drawn from its file; merge it into the model (python scripts/adapter.py "
+                    "merge), and draw with that"
+                )
+    if len(opened) == 1:
+        return opened[0][0].portable, opened[0][1]
+    if not opened:
+        return None, 1.0
+    layers: dict[str, list[tuple[Factors, float]]] = {}
+    for each, strength in opened:
+        for name, factors in each.portable.layers.items():
+            layers.setdefault(name, []).append((factors, strength))
+    return Portable({name: _summed(parts) for name, parts in layers.items()}), 1.0
+
+
+def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
+    """One LoRA that adds what all do, each at its strength: of scale 1, with the scales in B."""
+    first, rank = parts[0][0], sum(factors.rank for factors, _ in parts)
+
+    def a(_: torch.Tensor) -> torch.Tensor:
+        return torch.cat([factors.a.make().float() for factors, _ in parts])
+
+    def b(_: torch.Tensor) -> torch.Tensor:
+        return torch.cat([factors.b.make().float() * (strength * factors.scaling) for factors, strength in parts], 1)
+
+    shape_a, shape_b = (rank, *first.a.shape[1:]), (first.rows, rank, *first.b.shape[2:])
+    wide_a, wide_b = (replace(tensor, dtype=torch.float32) for tensor in (first.a, first.b))
+    return Factors(derived(wide_a, shape_a, a), derived(wide_b, shape_b, b), float(rank))
+
+
+def _as_read(config: Config, portable: Portable | None) -> Config:
+    """The config whose adapter is what was read."""
+    options = {"type": "dora" if portable and portable.dora else "lora", "rslora": bool(portable and portable.rslora)}
+    options |= {"dropout": 0.0}
+    return config.model_copy(update={"adapter": config.adapter.model_copy(update=options)})
+
+
+def _plan(config: Config, source: ModelSource, portable: Portable | None) -> ModelPlan:
+    family, options = source.family, family_options(config, source.family)
+    options |= {"allow_distilled": True} if "model.allow_distilled" in family.reads else {}  # nothing is trained
+    targets = tuple(portable.targets) if portable else ()
+    stored = storage.storages(config, family)
+    source.check_tokenizers()
+    for component in stored.values():
+        storage.check(source, component)
+    return ModelPlan(
+        source=source,
+        storage=stored,
+        objective=find_objective(source, options),
+        options=options,
+        targets=targets,
+        cache_text=not any(target.component in family.text_encoders for target in targets),
+        converted=config.model.cache_dir,
+        resident=storage.resident_blocks(config, source, {target.component for target in targets}),
+    )
+
+
+def _conditionings(components: Components, texts: list[str]) -> Callable[[str], Conditioning]:
+    """Of each text: made now, one encoder after another, or live where an encoder is adapted."""
+    plan, family = components.plan, components.family
+    if not plan.cache_text:
+        return lambda text: family.encode_prompts(components.model, [text])
+    encoders = {name: partial(components.text_encoder, name) for name in family.text_encoders}
+    made = dict(one_after_another(list(dict.fromkeys(texts)), encoders, join=family.join, phases=components.phases))
+    return lambda text: family.collate([made[text]]).to(components.model.device)
+
+
+def _loaded(config: Config, components: Components, portable: Portable | None) -> Adapter | None:
+    """What draws, in memory, with the adapter in its layers."""
+    plan, family = components.plan, components.family
+    for name in (*plan.in_steps, family.vae):
+        components.load(name)
+    if portable is None:
+        for module in components.model.modules.values():
+            module.eval()
+        few_tokens_in_fp32(components.model.modules[family.denoiser], family.attention, components.model.device)
+        return None
+    adapter, norms = build_adapter(config, components, Pieces(None))
+    Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
+    return adapter
+
+
+def _sheet(folder: Path, drawing: Drawing, files: Sequence[Path]) -> Path:
+    """The contact sheet: a column for every strength, a row for every prompt and seed."""
+    from PIL import Image
+
+    columns, rows = len(drawing.strengths), []
+    for start in range(0, len(files), columns):
+        pictures = [Image.open(path) for path in files[start : start + columns]]
+        seed = drawing.seeds[start // columns % len(drawing.seeds)]
+        rows.append((f"{pictures[0].info['prompt']} (seed {seed})", [scaled(picture) for picture in pictures]))
+    buffer = io.BytesIO()
+    table([f"strength {strength:g}" for strength in drawing.strengths], rows).save(buffer, format="PNG")
+    write_atomic(folder / SHEET, [buffer.getvalue()])
+    return folder / SHEET

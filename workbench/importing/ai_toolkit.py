@@ -1,0 +1,214 @@
+"""What options of ai-toolkit mean: its YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.models import Family
+from workbench.importing import common
+from workbench.importing.draft import ABSENT, Draft, Line, Options
+from workbench.importing.kohya_gui import programs
+from workbench.importing.reading import literal, prompt_line
+
+# The times of flow matching; a weighted loss or a learnt blend has no equivalent.
+TIMES = {"sigmoid": ("sigmoid", None), "linear": ("uniform", 1.0), "shift": ("uniform", "auto")}
+TABLES = ("network", "save", "train", "train.ema_config", "model", "sample")
+# SAMPLE: what an entry of sample.samples is in a sample, and whether sample says it for those entries that do not.
+DATASET, FLAGS, SAMPLE = (programs()[f"ai_toolkit_{name}"] for name in ("dataset", "flags", "sample"))
+
+
+def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -> None:
+    """Make the draft of a job's first process."""
+    job = tree.table("config", "config.")
+    processes = job.tables("process", "", tree.defaults)
+    if not processes:
+        raise job.wrong("process", "a list with a process")
+    if len(processes) > 1:
+        draft.note(ABSENT, f"config.process has {len(processes)}; the first is a run here")
+    options = flattened(processes[0])
+    if options.word("type") not in ("sd_trainer", "ui_trainer", "diffusion_trainer"):
+        draft.cannot("adapter.type", f"{options.told('type')}: no training of an adapter with photos")
+    family = _family(draft, options)
+    if family is None:
+        return
+    name, told = job.word("name", "adapter"), job.told("name")
+    folder, told_folder = options.line("training_folder", "word")
+    common.set_run(draft, name, told, f"{folder}/{name}", f"{told_folder}, {told}")
+    common.carry_plain(draft, options)
+    _length(draft, options)
+    _network(draft, options, family)
+    _training(draft, options, family)
+    _precision(draft, options, family)
+    for dataset in options.tables("datasets", "datasets.", {k: v for k, v in options.defaults.items() if "." not in k}):
+        _source(draft, dataset, options)
+    if not draft.sources:
+        common.ask_for_photos(draft, "no folder of photos is named")
+    _samples(draft, options)
+    common.note_differences(draft, family)
+    common.carry_rest(draft, options)
+
+
+def flattened(options: Options) -> Options:
+    """The options by dotted name; lists and what is below network_kwargs, optimizer_params and its like stay as they are."""
+    closed = ("_kwargs", "_params")
+    while tables := [n for n, v in options.given.items() if n in TABLES or (isinstance(v, dict) and not n.endswith(closed))]:
+        options = options.opened(*tables)
+    return options
+
+
+def _family(draft: Draft, options: Options) -> Family | None:
+    arch, told = options.word("model.arch", "").partition(":")[0], options.told("model.arch")
+    marks = [name for name in options.given if name.startswith("model.is_")]
+    options.pass_by(*(name for name in marks if name != "model.is_v_pred"))
+    if named := [] if arch else [name for name in marks if options.given[name] is True]:
+        arch, told = named[0].removeprefix("model.is_"), options.told(named[0])
+    common.set_path(draft, *options.line("model.name_or_path", "word"))
+    return common.set_family(draft, arch, told)
+
+
+def _length(draft: Draft, options: Options) -> None:
+    """A step is an update where gradient_accumulation is set, and a batch where gradient_accumulation_steps is."""
+    steps, told = options.line("train.steps", "whole")
+    whole, told_whole = options.line("train.gradient_accumulation", "whole")
+    parts, told_parts = options.line("train.gradient_accumulation_steps", "whole")
+    if parts < 0:
+        draft.note(ABSENT, f"{told_parts}: one update for each epoch; 1 is written")
+    if parts > 1:
+        steps, told = max(1, steps // parts), f"{told} batches / {told_parts}"
+    draft.set("run.max_steps", steps, told)
+    by_parts = whole <= 1 and options.has("train.gradient_accumulation_steps")
+    draft.set("step.accumulation", max(whole, parts, 1), told_parts if by_parts else told_whole)
+    scale = max(parts, 1)
+    every, why = options.line("save.save_every", "whole")
+    draft.set("checkpoint.every_steps", max(1, every // scale), why)
+    draft.set("export.every_steps", max(1, every // scale), f"{why}: the adapter's files, too; they stay")
+    every, why = options.line("sample.sample_every", "whole")
+    if options.flag("train.disable_sampling"):
+        draft.set("validation.every_steps", 0, options.told("train.disable_sampling"))
+    else:
+        draft.set("validation.every_steps", max(1, every // scale), why)
+
+
+def _network(draft: Draft, options: Options, family: Family) -> None:
+    common.set_type(draft, *options.line("network.type", "word"))
+    rank = options.first("network.rank", "network.linear")
+    alpha = options.first("network.linear_alpha", "network.alpha", "network.linear_alpha")
+    options.pass_by("network.linear_alpha", "network.linear")
+    if not options.has(rank):
+        draft.cannot("adapter.rank", "network: neither linear nor rank is given")
+        return
+    common.set_scale(draft, options.line(rank, "whole"), options.line(alpha, "number"))
+    common.set_targets(draft, family)
+    kwargs = options.table("network.network_kwargs", "network_kwargs.")
+    if only := kwargs.entries("only_if_contains"):
+        draft.set("adapter.targets", [f"*{part}*" for part in only], kwargs.told("only_if_contains"))
+    common.carry_rest(draft, kwargs)
+    if options.has("network.conv") and "*" in str(draft.value("adapter.targets")):
+        conv = options.line("network.conv", "whole")
+        common.add_conv_rule(draft, family, conv, options.line("network.conv_alpha", "number", conv[0]))
+
+
+def _training(draft: Draft, options: Options, family: Family) -> None:
+    draft.carry(options, options.first("train.unet_lr", "train.lr"), "optimizer.lr", "number")
+    options.pass_by("train.lr")
+    given = options.table("train.optimizer_params")
+    # YAML reads 1e-5 as a word.
+    given.given = {key: literal(value) if isinstance(value, str) else value for key, value in given.given.items()}
+    common.set_optimizer(draft, *options.line("train.optimizer", "word"), given)
+    none = (0, f"{draft.trainer} has no warm-up, unless the schedule's own options say so")
+    common.set_schedule(draft, *options.line("train.lr_scheduler", "word"), none, idle_when_constant=False)
+    if options.flag("train.train_text_encoder"):
+        rate, why = options.number("train.text_encoder_lr"), options.told("train.train_text_encoder")
+        common.set_text_rates(draft, dict.fromkeys(family.text_encoders, (rate, why)))
+    if not options.flag("train.train_unet", True):
+        draft.cannot("adapter.targets", "train.train_unet = false: the denoiser is always trained here")
+    if options.flag("train.ema_config.use_ema"):
+        common.set_ema(draft, *options.line("train.ema_config.ema_decay", "number"))
+    options.pass_by("train.ema_config.ema_decay")
+    low, high = options.number("train.min_denoising_steps"), options.number("train.max_denoising_steps")
+    if low or high not in (None, 999, 1000):
+        why = "train.min_denoising_steps, max_denoising_steps"
+        draft.set("objective.t_range", [(low or 0) / 1000, (high or 1000) / 1000], why)
+    if "objective.shift" in family.reads:
+        _times(draft, options)
+    else:
+        options.pass_by("train.timestep_type")
+    preferred, told = options.line("train.content_or_style", "word")
+    if preferred != "balanced":
+        draft.note(ABSENT, f"{told}: times with a preference are objective.timesteps = power here")
+
+
+def _times(draft: Draft, options: Options) -> None:
+    kind, told = options.line("train.timestep_type", "word")
+    if kind not in TIMES:
+        draft.note(ABSENT, f"{told}: uniform times, which are weighed there in a way that is none of ours")
+    times, shift = TIMES.get(kind, ("uniform", 1.0))
+    draft.set("objective.timesteps", times, told)
+    if shift is not None:
+        draft.set("objective.shift", shift, told)
+    weighs, told = options.line("train.linear_timesteps", "flag")
+    if weighs:
+        draft.note(ABSENT, f"{told}: it weighs the loss by a bell there; here all times weigh alike")
+
+
+def _precision(draft: Draft, options: Options, family: Family) -> None:
+    common.set_compute(draft, family, *options.line("train.dtype", "word"))
+    quantised = options.flag("model.quantize")
+    if quantised:
+        common.set_dtype(draft, family.denoiser, options.word("model.qtype").partition("|")[0], options.told("model.qtype"))
+    if options.flag("model.quantize_te", quantised):
+        common.set_dtype(draft, family.text_encoders[-1], *options.line("model.qtype_te", "word"))
+    options.pass_by("model.qtype", "model.qtype_te")
+
+
+def _source(draft: Draft, table: Options, options: Options) -> None:
+    """One dataset as a source; with a list of resolutions every photo is trained at each, there as here."""
+    name = table.first("folder_path", "dataset_path")
+    source: dict[str, Line] = {"path": (table.word(name, common.PHOTOS), table.told(name))}
+    source["repeats"] = table.line("num_repeats", "whole")
+    sizes = [int(size) for size in table.numbers("resolution", least=16)]
+    told = f"{table.told('resolution')}: the area of its square"
+    source["resolution"] = (sizes if isinstance(table.get("resolution"), list) else sizes[0], told)
+    source["caption_dropout"] = table.line("caption_dropout_rate", "number")
+    source |= {here: line for there, (here, kind) in DATASET.items() if (line := table.line(there, kind))[0]}
+    if not (table.flag("shuffle_tokens") or table.number("token_dropout_rate")):
+        source.pop("keep", None)
+    if "trigger" not in source and options.word("trigger_word"):
+        source["trigger"] = options.line("trigger_word", "word")
+    if table.flag("is_reg"):
+        source["regularisation"] = (True, table.told("is_reg"))
+    draft.sources.append(source)
+    control = "control_path"
+    folders = [folder for folder in table.entries(control) if folder]
+    if len(folders) == 1:
+        source["references"] = (str(folders[0]), table.told(control))
+    elif folders:
+        draft.note(ABSENT, f"{table.told(control)}: one folder of references goes with a source")
+    table.pass_by("cache_latents", "cache_latents_to_disk")
+    common.carry_rest(draft, table)
+
+
+def _samples(draft: Draft, options: Options) -> None:
+    """The prompts, with their own flags; [trigger] in them is the trigger."""
+    seed, walk = options.whole("sample.seed"), options.flag("sample.walk_seed")
+    listed = options.tables("sample.samples", "sample.samples.")
+    lines = options.entries("sample.prompts")
+    plain = [Options({"prompt": str(line)}, options.file, prefix="sample.prompts ") for line in lines]
+    for place, entry in enumerate(listed or plain):
+        line = entry.word("prompt", "").replace("[trigger]", options.word("trigger_word", ""))
+        prompt, flags = prompt_line(line)
+        sample: dict[str, Line] = {"prompt": (prompt, "sample.samples" if listed else "sample.prompts")}
+        if walk:
+            sample["seed"] = (seed + place, f"{options.told('sample.seed')} + {place}: walk_seed")
+        for there, (key, kind, is_shared) in SAMPLE.items():
+            table, name = (entry, there) if entry.has(there) or not is_shared else (options, f"sample.{there}")
+            value = None if table.get(name) is False else getattr(table, kind)(name)  # false is the default of neg there
+            if value not in (None, ""):
+                sample[key] = (float(value) if key == "strength" else value, table.told(name))
+        sample |= {FLAGS[flag]: (value, f"--{flag}") for flag, value in flags.items() if flag in FLAGS}
+        if idle := [flag for flag in flags if flag not in FLAGS]:
+            references = "references of a sample are validation.samples.references, of models that edit"
+            draft.note(ABSENT, f"--{idle[0]} in a prompt: {references}")
+        draft.samples.append(sample)
+        common.carry_rest(draft, entry)

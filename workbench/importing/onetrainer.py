@@ -1,0 +1,281 @@
+"""What options of OneTrainer mean: its JSON, and its JSON of concepts and samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.base import other_trainers
+from trainer.models import Family
+from workbench.importing import common
+from workbench.importing.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options
+from workbench.importing.kohya_gui import programs
+from workbench.importing.reading import find_beside, read_tree
+
+PARTS = ("unet", "prior", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4", "vae",
+         "quantization", "optimizer")  # fmt: skip
+LISTS = {"concepts": "concept ", "samples": "sample "}  # beside the options, and how their entries are told
+CONCEPTS, SAMPLES = LISTS
+WEIGHTS = {"MIN_SNR_GAMMA": "min_snr", "DEBIASED_ESTIMATION": "debiased", "P2": "p2"}
+GAMMAS = {"MIN_SNR_GAMMA": "objective.min_snr_gamma", "P2": "objective.p2_gamma"}
+SAMPLE = programs()["onetrainer_sample"]
+IDLE = ("name", "seed", "concept_stats", "include_subdirectories", "image_variations", "text_variations")  # of a concept
+PROMPTS = {"sample": "auto", "filename": "filename", "concept": "none"}
+
+
+def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
+    """Make the draft of a preset or a saved config. data: the files of concepts and samples."""
+    options = options.opened(*PARTS)
+    if options.word("training_method") != "LORA":
+        draft.cannot("adapter.type", f"{options.told('training_method')}: there is none: an adapter is trained")
+    family = common.set_family(draft, *options.line("model_type", "word"))
+    common.set_path(draft, *options.line("base_model_name", "word"))
+    if family is None:
+        return
+    destination, told = options.line("output_model_destination", "word")
+    common.set_run(draft, common.folder_name(destination), told, *options.line("workspace_dir", "word"))
+    _network(draft, options, family)
+    _rates(draft, options, family)
+    common.carry_plain(draft, options)
+    _precision(draft, options, family)
+    _objective(draft, options, family)
+    sizes = _data(draft, options, config, data)
+    _length(draft, options, sizes)
+    _samples(draft, options, config, data)
+    common.note_differences(draft, family)
+    if options.has("output_model_format"):
+        draft.set("export.formats", ["diffusers", "comfyui"], f"{options.told('output_model_format')}: both are written")
+    options.pass_by("output_model_format")
+    common.carry_rest(draft, options)
+
+
+def _length(draft: Draft, options: Options, sizes: int) -> None:
+    """Epochs. Of several resolutions each photo has one an epoch there and all of them here."""
+    epochs, told = options.line("epochs", "whole")
+    if sizes > 1:
+        draft.note(DIFFERS, f"{options.told('resolution')}: a photo has one of them an epoch there, all of them here")
+        epochs, told = max(1, round(epochs / sizes)), f"{told} / {sizes} resolutions"
+    draft.set("run.epochs", epochs, told)
+    clip = "clip_grad_norm"
+    if options.null(clip):
+        draft.set("step.max_grad_norm", 0.0, f"{clip} = null: nothing is clipped there")
+    else:
+        draft.carry(options, clip, "step.max_grad_norm", "number")
+    options.pass_by(clip)
+    name = "gradient_checkpointing"
+    recomputed = options.get(name) == "CPU_OFFLOADED" or options.flag(name)
+    draft.set("memory.gradient_checkpointing", recomputed, options.told(name))
+    if options.word("ema") != "OFF":
+        common.set_ema(draft, *options.line("ema_decay", "number"))
+        every = "ema_update_step_interval"
+        draft.note(DIFFERS, f"{options.told(every)}: here the average follows every update, so the same decay forgets sooner")
+    options.pass_by("ema_decay", "ema_update_step_interval")
+    if options.word("backup_after_unit") == "MINUTE":
+        draft.carry(options, "backup_after", "checkpoint.every_minutes", "number")
+        draft.set("checkpoint.every_steps", 0, options.told("backup_after_unit"))
+    else:
+        _every(draft, options, "backup_after", "checkpoint.every_steps")
+
+
+def _every(draft: Draft, options: Options, name: str, key: str) -> None:
+    """Write how often something happens, in the unit that stands beside it."""
+    unit, told = options.word(f"{name}_unit"), options.told(name)
+    options.pass_by(name)
+    if unit == "STEP":
+        draft.carry(options, name, key)
+    elif unit == "EPOCH":
+        draft.epochs[key] = (options.whole(name), f"{told} epochs")
+    elif unit != "NEVER":
+        draft.note(ABSENT, f"{told} {unit}: {key} counts steps; its default is taken")
+
+
+def _network(draft: Draft, options: Options, family: Family) -> None:
+    common.set_type(draft, *options.line("peft_type", "word"), options.line("lora_decompose", "flag"))
+    common.set_scale(draft, options.line("lora_rank", "whole"), options.line("lora_alpha", "number"))
+    common.set_targets(draft, family)
+    preset, words = options.word("layer_filter_preset", ""), options.word("layer_filter", "")
+    told = options.told("layer_filter" if words else "layer_filter_preset")
+    if not words and preset:
+        found = other_trainers.facts().layer_presets[family.name].get(preset)
+        if found is None:
+            draft.note(ABSENT, f"{told}: a preset that was not looked up; all layers are trained")
+        words = found or ""
+    if options.flag("layer_filter_regex") and words:
+        takes = "adapter.targets takes patterns (docs/adapter_options.md)"
+        draft.cannot("adapter.targets", f"{told}: a regular expression; {takes}")
+    elif words:
+        draft.set("adapter.targets", [f"*{word.strip()}*" for word in words.split(",")], told)
+
+
+def _rates(draft: Draft, options: Options, family: Family) -> None:
+    own = f"{family.denoiser}.learning_rate"
+    name = own if options.has(own) else "learning_rate"
+    scale, why = _scale(options)
+    draft.set("optimizer.lr", float(options.number(name)) * scale, options.told(name) + why)
+    options.pass_by("learning_rate")
+    kind = options.word("optimizer.optimizer", "ADAMW")
+    told = f"optimizer = {kind}" if options.has("optimizer.optimizer") else "optimizer is left out: ADAMW there"
+    names = ("optimizer.beta1", "optimizer.beta2")
+    betas = [options.number(name) for name in names if options.has(name)]
+    own = {key: value for key, value in options.rest().items() if key.startswith("optimizer.") and value not in common.OFF}
+    options.read.update(key for key in options.given if key.startswith("optimizer."))
+    given = {key.partition(".")[2]: value for key, value in own.items()} | ({"betas": betas} if len(betas) == 2 else {})
+    common.set_optimizer(draft, kind, told, Options(given, options.file))
+    schedule, warmup = "learning_rate_scheduler", options.line("learning_rate_warmup_steps", "number")
+    common.set_schedule(draft, *options.line(schedule, "word"), warmup, idle_when_constant=False)
+    rates = {}
+    for encoder in family.text_encoders:
+        rate = options.number(f"{encoder}.learning_rate")
+        if options.flag(f"{encoder}.train", True):
+            rates[encoder] = (rate * scale if rate is not None else None, options.told(f"{encoder}.train", True))
+            stop = f"{encoder}.stop_training_after"
+            if not options.null(stop) and options.word(f"{stop}_unit") != "NEVER":
+                draft.note(DIFFERS, f"{options.told(stop, 30)} epochs: a rule's stop_step counts steps, so it is not written")
+            options.pass_by(stop, f"{stop}_unit")
+    common.set_text_rates(draft, rates)
+    if not options.flag(f"{family.denoiser}.train", True):
+        draft.cannot("adapter.targets", f"{family.denoiser}.train = false: the denoiser is always trained here")
+
+
+def _scale(options: Options) -> tuple[float, str]:
+    """learning_rate_scaler: the root of the photos in a batch, in an update, or 1."""
+    kind, told = options.line("learning_rate_scaler", "word")
+    both = ("batch_size", "gradient_accumulation_steps")
+    names = {"BATCH": both[:1], "GRADIENT_ACCUMULATION": both[1:], "BOTH": both}.get(kind, ())
+    product = math.prod(options.whole(name, least=1) for name in names)
+    return product**0.5, f" x sqrt({product}): {told}" if names else ""
+
+
+def _precision(draft: Draft, options: Options, family: Family) -> None:
+    common.set_compute(draft, family, *options.line("train_dtype", "word"))
+    for part in (family.denoiser, *family.text_encoders, family.vae):
+        name = f"{part}.weight_dtype"
+        if options.word(name, "NONE") != "NONE":
+            common.set_dtype(draft, part, *options.line(name, "word"))
+    name = "quantization.layer_filter"
+    if options.has(name):
+        draft.note(DIFFERS, f"{options.told(name)}: here all layers but the sensitive ones are quantised")
+    options.pass_by(name, f"{name}_preset", f"{name}_regex")
+    moved = [name for name in options.given if name.endswith("offload_fraction") and options.number(name)]
+    if moved:
+        draft.set("memory.offload", "blocks", ", ".join(options.told(name) for name in moved))
+    if options.flag("compile"):
+        draft.set("step.compile", "blocks", options.told("compile"))
+
+
+def _objective(draft: Draft, options: Options, family: Family) -> None:
+    kind, told = options.line("timestep_distribution", "word")
+    bias, (weight, why) = options.line("noising_bias", "number"), options.line("noising_weight", "number")
+    shift, dynamic = options.line("timestep_shift", "number"), options.line("dynamic_timestep_shifting", "flag")
+    times = other_trainers.facts().times[draft.trainer].get(kind)
+    if times is None:
+        draft.cannot("objective.timesteps", f"{told}: no such distribution here")
+    elif kind != "UNIFORM" or "objective.shift" in family.reads:
+        draft.set("objective.timesteps", times, told)
+    if kind == "LOGIT_NORMAL":
+        draft.set("objective.logit_mean", *bias)
+        draft.set("objective.logit_std", 1.0 + weight, f"1 + {why}")
+    elif kind == "HEAVY_TAIL":
+        draft.set("objective.mode_scale", weight, why)
+    if "objective.shift" in family.reads:
+        draft.set("objective.shift", *(("auto", dynamic[1]) if dynamic[0] else shift))
+    names = ("min_noising_strength", "max_noising_strength")
+    low, high = (options.number(name) for name in names)
+    if low or high not in (None, 1.0):
+        draft.set("objective.t_range", [float(low or 0), float(1 if high is None else high)], ", ".join(names))
+    (weights, told), strength = options.line("loss_weight_fn", "word"), options.line("loss_weight_strength", "number")
+    if weights in WEIGHTS:
+        draft.set("objective.weighting", WEIGHTS[weights], told)
+        if gamma := GAMMAS.get(weights):
+            draft.set(gamma, *strength)
+    elif weights != "CONSTANT":
+        draft.note(ABSENT, f"{told}: no such weighting here; all times weigh alike")
+    losses = {name for name in ("mse", "mae", "log_cosh", "huber") if options.number(f"{name}_strength")}
+    if losses == {"huber"}:
+        draft.set("objective.loss", "huber", options.told("huber_strength"))
+    elif losses - {"mse"}:
+        draft.note(ABSENT, "mae_strength and its like: one loss is trained here, the squared error")
+
+
+def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> int:
+    """Write sources and resolution. Returns how many resolutions there are."""
+    sizes = [common.side_of(options, "resolution", part) for part in options.word("resolution").split(",")]
+    draft.set("data.resolution", sizes if len(sizes) > 1 else sizes[0], options.told("resolution"))
+    draft.set("data.caption_dropout", 0.0, f"{draft.trainer} drops no whole captions")
+    found = find_beside(options.word("concept_file_name"), config, [path for path in data if "sample" not in path.name])
+    for concept in _listed(options, CONCEPTS, found):
+        if concept.flag("enabled", True):
+            _source(draft, concept.opened("image", "text"))
+    if not draft.sources:
+        common.ask_for_photos(draft, f"{options.told('concept_file_name')}, not found; give it as --data")
+    return len(sizes)
+
+
+def _listed(options: Options, name: str, found: Path | None) -> list[Options]:
+    """The tables of a list that stands in the config, else in the file that was found."""
+    listed = options.tables(name, LISTS[name])
+    if listed or not found:
+        return listed
+    return Options({name: read_tree(found)}, found).tables(name, LISTS[name])
+
+
+def _source(draft: Draft, table: Options) -> None:
+    path = table.word("path", "")
+    source: dict[str, Line] = {"path": (path, table.told("path"))}
+    name = "balancing" if table.has("balancing") or not table.has("repeats") else "repeats"
+    repeats = table.number(name, 1.0)
+    if table.word("balancing_strategy", "REPEATS") != "REPEATS":
+        draft.note(ABSENT, f"{path}: {table.told('balancing_strategy')}: a number of photos an epoch; repeats = 1 is written")
+        repeats = 1.0
+    elif repeats != round(repeats):
+        draft.note(DIFFERS, f"{path}: {table.told(name)}: repeats are whole here; the nearest is written")
+    source["repeats"] = (max(1, round(repeats)), table.told(name, 1.0))
+    kind = table.word("type", "STANDARD")
+    if kind == "VALIDATION" or table.flag("validation_concept"):
+        left_out = "data.held_out takes some of the others here. It is left out"
+        draft.note(ABSENT, f"{path}: photos for validation alone; {left_out}")
+        return
+    if kind == "PRIOR_PREDICTION":
+        plain = "a prior that the model itself predicts; they are plain photos here"
+        draft.note(ABSENT, f"{path}: {table.told('type')}: {plain}")
+    prompts = table.word("text.prompt_source", "sample")
+    source["captions"] = (PROMPTS.get(prompts, "auto"), table.told("text.prompt_source"))
+    if prompts == "sample":
+        source["caption_lines"] = (True, "one line of a caption file at each appearance there")
+    elif prompts == "concept":
+        wanted = "one of its lines at each appearance; write a trigger, or captions"
+        draft.note(FILL, f"{path}: {table.told('text.prompt_path')}: {wanted}")
+    table.pass_by("text.prompt_path")
+    source["flip"] = table.line("image.enable_random_flip", "flag", True)
+    if table.flag("image.enable_crop_jitter", True):
+        draft.note(DIFFERS, f"{path}: {table.told('image.enable_crop_jitter', True)}: data.crop_jitter is off here")
+    if table.number("loss_weight", 1.0) != 1.0:
+        source["loss_weight"] = table.line("loss_weight", "number")
+    if table.flag("text.enable_tag_shuffling"):
+        source["shuffle"] = (True, table.told("text.enable_tag_shuffling"))
+        source["keep"] = table.line("text.keep_tags_count", "whole", 1)
+        separator, why = table.line("text.tag_delimiter", "word", ",")
+        source["separator"] = (f"{separator.strip()} ", why)
+    if table.flag("image.enable_resolution_override"):
+        override = "image.resolution_override"
+        source["resolution"] = (common.side_of(table, override), table.told(override))
+    draft.sources.append(source)
+    idle = [key for key, value in table.rest().items() if value in (*common.OFF, 0, 0.0, "FULL", "NONE")]
+    table.pass_by(*idle, *IDLE)
+    common.carry_rest(draft, table)
+
+
+def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
+    _every(draft, options, "sample_after", "validation.every_steps")
+    name = "sample_definition_file_name"
+    found = find_beside(options.word(name), config, [path for path in data if "sample" in path.name])
+    if options.has(name) and not (found or options.has(SAMPLES)):
+        draft.note(FILL, f"{options.told(name)}: not found; give it as --data, or write prompts")
+    for given in _listed(options, SAMPLES, found):
+        if given.flag("enabled", True):
+            sample = {"prompt": (given.word("prompt", ""), "samples prompt")}
+            for there, (here, kind) in SAMPLE.items():
+                if given.has(there) and given.get(there) != "":
+                    sample[here] = (getattr(given, kind)(there), f"samples {there}")
+            draft.samples.append(sample)

@@ -1,0 +1,209 @@
+"""What options of SimpleTuner mean: its JSON, and its list of data backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.base import other_trainers
+from trainer.models import Family
+from workbench.importing import common
+from workbench.importing.draft import ABSENT, DIFFERS, Draft, Line, Options
+from workbench.importing.reading import find_beside, path_here, read_tree
+
+CAPTIONS = {"textfile": "auto", "filename": "filename", "instanceprompt": "none", "parquet": "auto", "huggingface": "auto"}
+# Of a backend, what has no effect on the photos that are trained.
+IDLE = ("id", "type", "dataset_type", "default", "cache_dir", "cache_dir_vae", "metadata_backend", "maximum_image_size",
+        "target_downsample_size", "disabled", "crop", "crop_style", "crop_aspect")  # fmt: skip
+
+
+def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
+    """Make the draft of a config. data: the list of data backends."""
+    if options.word("model_type") != "lora":
+        draft.cannot("adapter.type", f"{options.told('model_type')}: there is none: an adapter is trained")
+    if options.flag("controlnet") or options.flag("control"):
+        draft.cannot("adapter.type", "controlnet: there is none: an adapter of the model itself is trained")
+    family = common.set_family(draft, *options.line("model_family", "word"))
+    if family is None:
+        return
+    _path(draft, options, family)
+    folder, told = options.line("output_dir", "word")
+    common.set_run(draft, path_here(folder).rstrip("/").rpartition("/")[2], told, folder, told)
+    common.carry_plain(draft, options)
+    _length(draft, options)
+    _network(draft, options, family)
+    _rates(draft, options)
+    _precision(draft, options, family)
+    _times(draft, options, family)
+    _data(draft, options, config, data)
+    _samples(draft, options)
+    common.note_differences(draft, family)
+    options.pass_by("quantize_via", "push_to_hub", "hub_model_id", "vae_batch_size")
+    board, told = options.line("report_to", "word")
+    for key in ("logging.tensorboard", "logging.wandb"):
+        draft.set(key, board in (key.partition(".")[2], "all"), told)
+    if options.get("tread_config"):
+        draft.note(ABSENT, f"{options.told('tread_config')}: some tokens skip blocks there; here all go through all blocks")
+    common.carry_rest(draft, options)
+
+
+def _path(draft: Draft, options: Options, family: Family) -> None:
+    """The model: named, else by its flavour, else the flavour that the program takes."""
+    name = "pretrained_model_name_or_path"
+    if options.has(name):
+        common.set_path(draft, *options.line(name, "word"))
+        return
+    flavours = other_trainers.facts().flavours[family.name]
+    flavour = options.word("model_flavour", flavours[""])
+    told = options.told("model_flavour") if options.has("model_flavour") else f"model_flavour is left out: {flavour} there"
+    if flavour not in flavours:
+        draft.cannot("model.path", f"{told}: which model that is was not looked up")
+        return
+    common.set_path(draft, flavours[flavour], told)
+
+
+def _length(draft: Draft, options: Options) -> None:
+    epochs, told = options.line("num_train_epochs", "whole")
+    if options.whole("max_train_steps", 0) > 0:
+        draft.carry(options, "max_train_steps", "run.max_steps")
+    else:
+        draft.set("run.epochs", max(1, epochs), told)
+    if options.word("grad_clip_method") == "value":
+        draft.note(DIFFERS, f"{options.told('grad_clip_method')}: each number is clipped there, their norm here")
+    name = options.first("checkpointing_steps", "checkpoint_step_interval")
+    draft.carry(options, name, "checkpoint.every_steps")
+    draft.set("export.every_steps", options.whole(name), f"{options.told(name)}: the adapter's files, too; they stay")
+    for table in ("checkpoint", "validation"):
+        if options.whole(f"{table}_epoch_interval"):
+            draft.epochs[f"{table}.every_steps"] = options.line(f"{table}_epoch_interval", "whole")
+    if options.flag("use_ema"):
+        common.set_ema(draft, *options.line("ema_decay", "number", 0.995))
+
+
+def _network(draft: Draft, options: Options, family: Family) -> None:
+    (kind, told), dora = options.line("lora_type", "word"), options.line("use_dora", "flag")
+    common.set_type(draft, "lora" if kind == "standard" else "other", told, dora)
+    rank = options.line("lora_rank", "whole")
+    alpha, why = options.line("lora_alpha", "number", rank[0])
+    why = why if options.has("lora_alpha") else "lora_alpha is left out: the rank there, too"
+    common.set_scale(draft, rank, (alpha, why))
+    if not dora[0]:
+        draft.carry(options, "lora_dropout", "adapter.dropout", "number")
+    common.set_targets(draft, family)
+    layers = other_trainers.facts().layers_option[draft.trainer]
+    if options.word(layers) != "all":
+        draft.cannot("adapter.targets", f"{options.told(layers)}: write the layers as patterns")
+
+
+def _rates(draft: Draft, options: Options) -> None:
+    rate, told = options.line("learning_rate", "number")
+    draft.set("optimizer.lr", rate, told)
+    given: dict[str, Any] = {"weight_decay": options.number("adam_weight_decay")}
+    if options.has("optimizer_beta1") and options.has("optimizer_beta2"):
+        given["betas"] = [options.number("optimizer_beta1"), options.number("optimizer_beta2")]
+    if options.has("adam_epsilon"):
+        given["eps"] = options.number("adam_epsilon")
+    common.set_optimizer(draft, *options.line("optimizer", "word"), Options(given, options.file))
+    warmup = options.line("lr_warmup_steps", "number")
+    common.set_schedule(draft, *options.line("lr_scheduler", "word"), warmup, idle_when_constant=True)
+    if options.has("lr_end") and rate and draft.value("schedule.name") == "polynomial":
+        draft.set("schedule.end", options.number("lr_end") / rate, f"{options.told('lr_end')} / learning_rate")
+
+
+def _precision(draft: Draft, options: Options, family: Family) -> None:
+    common.set_compute(draft, family, *options.line("mixed_precision", "word"))
+    encoders = {f"text_encoder_{place}_precision": name for place, name in enumerate(family.text_encoders, start=1)}
+    for name, component in {"base_model_precision": family.denoiser, **encoders}.items():
+        if options.word(name, "no_change") != "no_change":
+            common.set_dtype(draft, component, *options.line(name, "word"))
+
+
+def _times(draft: Draft, options: Options, family: Family) -> None:
+    numbers = ("flow_schedule_shift", "flow_sigmoid_scale", other_trainers.facts().guidance[draft.trainer])
+    shift, scale, guidance = (options.line(name, "number") for name in numbers)
+    uniform, auto = (options.line(f"flow_{name}", "flag") for name in ("use_uniform_schedule", "schedule_auto_shift"))
+    if not options.flag("offset_noise"):
+        options.pass_by("noise_offset", "noise_offset_probability")
+    if "objective.shift" not in family.reads:
+        return
+    if options.flag("flow_use_beta_schedule"):
+        draft.cannot("objective.timesteps", f"{options.told('flow_use_beta_schedule')}: no such distribution here")
+    told = options.told("flow_use_uniform_schedule", False)
+    draft.set("objective.timesteps", "uniform" if uniform[0] else "logit_normal", told)
+    if not uniform[0]:
+        draft.set("objective.logit_std", *scale)
+    follows = auto[0] and not shift[0]
+    draft.set("objective.shift", *(("auto", auto[1]) if follows else (shift[0] or 1.0, shift[1])))
+    draft.set("objective.guidance", *guidance)
+
+
+def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
+    draft.set("data.resolution", _side(options, options), options.told("resolution"))
+    options.pass_by("resolution_type", "aspect_bucket_alignment")
+    named = options.word("data_backend_config")
+    path = find_beside(named, config, data) if named else next(iter(data), None)
+    listed = Options({"backends": read_tree(path) if path else []}, path or config)
+    for backend in listed.tables("backends", "backend ", options.defaults):
+        if backend.word("dataset_type", "image") == "image" and not backend.flag("disabled"):
+            _source(draft, backend, options)
+    if not draft.sources:
+        common.ask_for_photos(draft, f"{options.told('data_backend_config')}: not found; give it as --data")
+
+
+def _side(table: Options, options: Options) -> int:
+    """data.resolution. "area" counts megapixels; the sides are rounded to aspect_bucket_alignment there."""
+    sized, typed = (table if table.has(name) else options for name in ("resolution", "resolution_type"))
+    if typed.word("resolution_type") == "area":
+        step = options.whole("aspect_bucket_alignment", least=1)
+        return max(step, round((sized.number("resolution", least=0) * 1e6) ** 0.5 / step) * step)
+    return common.side_of(sized, "resolution")
+
+
+def _source(draft: Draft, table: Options, options: Options) -> None:
+    """One backend as a source. repeats there are those beside the first appearance."""
+    hub = table.word("type") == "huggingface"
+    name = "dataset_name" if hub else "instance_data_dir"
+    path = table.word(name, common.PHOTOS)
+    source: dict[str, Line] = {"path": (f"hf:{path}" if hub else path, table.told(name))}
+    source["repeats"] = (1 + table.whole("repeats"), f"1 + {table.told('repeats')}")
+    if table.has("resolution"):
+        source["resolution"] = (_side(table, options), f"{table.told('resolution')}, {table.told('resolution_type')}")
+    crop = table.flag("crop")
+    if table.word("resolution_type") == "pixel" and not (crop and table.word("crop_aspect", "square") == "square"):
+        shorter = "is the shorter side there, the side of a square as large here"
+        draft.note(DIFFERS, f"{path}: {table.told('resolution')} {shorter}")
+    elif crop:
+        draft.note(DIFFERS, f"{path}: {table.told('crop')}: photos are cut to squares there, to buckets of their shapes here")
+    strategy, told = table.line("caption_strategy", "word")
+    if strategy not in CAPTIONS:
+        draft.note(ABSENT, f"{path}: {told}: no such place of captions here; `auto` is written")
+    source["captions"] = (CAPTIONS.get(strategy, "auto"), told)
+    if strategy == "textfile":
+        source["caption_lines"] = (True, "one line of a caption file at each appearance there")
+    if strategy == "instanceprompt":
+        trigger, told = table.line("instance_prompt", "word")
+        source["trigger"] = (trigger or "", f"{told}: the caption of every photo")
+    if table.flag("is_regularisation_data"):
+        source["regularisation"] = (True, table.told("is_regularisation_data"))
+    if table.number("probability", 1) != 1:
+        draft.note(ABSENT, f"{path}: {table.told('probability')}: an epoch here has every source whole; repeats weigh them")
+    draft.sources.append(source)
+    table.pass_by(*IDLE, "instance_prompt", "probability", "repeats")
+    common.carry_rest(draft, table)
+
+
+def _samples(draft: Draft, options: Options) -> None:
+    every, told = options.line(options.first("validation_steps", "validation_step_interval"), "whole")
+    draft.set("validation.every_steps", 0 if options.flag("validation_disable") else every, told)
+    prompt, (size, told) = options.word("validation_prompt"), options.line("validation_resolution", "word")
+    guidance, negative = options.line("validation_guidance", "number"), options.line("validation_negative_prompt", "word")
+    if not prompt:
+        return
+    sample = {"prompt": (prompt, "validation_prompt"), "guidance": guidance}
+    sides = (size or "").split(",")[0].lower().split("x")
+    if all(side.isdigit() for side in sides):
+        sample |= {"width": (int(sides[0]), told), "height": (int(sides[-1]), told)}
+    if negative[0]:
+        sample["negative"] = negative
+    draft.samples.append(sample)

@@ -1,0 +1,142 @@
+"""The model and its adapter in fp64, written from the formulas: what a step of a run is judged by.
+
+The kernels, the products over a storage format and the backward passes written out by hand (adapters/dora.py) are all left
+aside. A layer decodes its weight from its storage in fp64, multiplies, and lets autograd find the gradient:
+
+    y = g * (x W^T + s (x A^T) B^T) + b,   g = m / ||W + s B A||_row with the norm held constant; 1 for a LoRA
+
+The decoded weight is made again in the backward pass, so that no more than one is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trainer.engine.components import Components
+from trainer.kernels.decode import exactly
+from trainer.kernels.dora_torch import TINY
+from trainer.quantization import FrozenLinear
+from trainer.quantization.layers import FrozenLayer
+from trainer.runtime import precision
+from workbench.replay.rounding import SUM_ROUNDOFF, by_row, erring, quietly
+
+
+@contextmanager
+def computing_exactly(components: Components) -> Iterator[None]:
+    """A context in which the loaded model and the adapter in it compute in fp64; then they are as before, bit by bit.
+
+    What a step reads stays what it is: payloads as they are stored, parameters by their values. A parameter that is changed
+    within it, or given a gradient, has its own again afterwards.
+    """
+    from trainer.adapters.layers import AdaptedLayer  # it loads PEFT, which takes a second: not to read a config
+
+    with ExitStack() as back:
+        if components.attention.kinds:  # kernels of 16 bits
+            own = components.model.modules[components.family.denoiser].__dict__
+            back.callback(own.__setitem__, "forward", own.pop("forward"))
+        for module in components.model.modules.values():
+            for layer in [*module.modules()]:
+                back.enter_context(precision.handing_on_fp64(layer))
+                if isinstance(layer, (FrozenLayer, AdaptedLayer)):
+                    back.callback(setattr, layer, "__class__", type(layer))
+                    layer.__class__ = _frozen(type(layer)) if isinstance(layer, FrozenLayer) else _adapted(type(layer))
+                else:
+                    back.enter_context(precision.widened(layer))
+        compute = components.model.compute
+        back.callback(compute.update, dict(compute))
+        compute.update(dict.fromkeys(compute, torch.float64))
+        yield
+
+
+@cache
+def _frozen(kind: type) -> type:
+    """A subclass of a frozen layer that computes exactly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(_plain, self, x.to(torch.float64), use_reentrant=False)
+
+    return type(f"Exact{kind.__name__}", (kind,), {"forward": forward})
+
+
+@cache
+def _adapted(kind: type) -> type:
+    """A subclass of an adapted layer that computes exactly. It is never stale: it keeps nothing between two forwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        name, a, b, magnitude, dropout = self.active()
+        base, m = self.get_base_layer(), None if magnitude is None else magnitude.weight
+        mask = None
+        if self.training and dropout is not None:
+            mask = dropout(torch.ones_like(x, dtype=base.compute_dtype)).double()  # the very mask of the run
+        rank = len(a.weight)
+        scaling = self.lora_alpha[name] / (rank**0.5 if self.use_rslora[name] else rank)
+        given = base, scaling, self.now.rows, x.to(torch.float64), mask, a.weight, b.weight, m
+        return checkpoint(_with_adapter, *given, use_reentrant=False)
+
+    return type(f"Exact{kind.__name__}", (kind,), {"forward": forward, "stale": False})
+
+
+def _weight(layer: FrozenLayer) -> Tensor:
+    """W, in its own shape; with the rounding of its conversion where the run converts it."""
+    stored = layer.in_use()
+    with quietly():
+        weight = exactly(stored).view(layer.weight_shape)
+    return weight if stored.is_dense(layer.compute_dtype) else erring(weight)
+
+
+def _bias(layer: FrozenLayer) -> Tensor | float:
+    if layer.bias is None:
+        return 0.0
+    with quietly():
+        bias = layer.broadcast(layer.bias.double())
+    return erring(bias)
+
+
+def _product(layer: FrozenLayer, x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T; where the run multiplies in float8, with the errors of that."""
+    codes = None
+    if isinstance(layer, FrozenLinear) and (scaled := layer.scaled_weight(x[..., 0].numel())) is not None:
+        codes = scaled.codes.dtype
+        x = by_row(x, codes, backward=False)
+    z = layer.product(x, weight)
+    return z if codes is None else by_row(z, codes, backward=True)
+
+
+def _plain(layer: FrozenLayer, x: Tensor) -> Tensor:
+    z = _product(layer, x, _weight(layer))
+    return z if layer.bias is None else z + _bias(layer)
+
+
+def _with_adapter(
+    base: Any, scaling: float, rows: Tensor | None, x: Tensor, mask: Tensor | None, *trained: Tensor | None
+) -> Tensor:
+    """The adapted layer's output. trained: A, B and m, which is None of a LoRA. rows: what multiplies those of A."""
+    a, b, m = trained
+    assert a is not None and b is not None
+    weight = _weight(base)
+    g = None if m is None else _gain(base, weight, scaling, a, b, m)
+    a = erring(a if rows is None else a * rows.view(-1, *[1] * (a.dim() - 1)))
+    t = base.product(x if mask is None else x * mask, a)
+    z, sb = _product(base, x, weight), erring(scaling * b)
+    with quietly():
+        y = z + (F.conv2d(t, sb) if t.dim() == 4 and b.dim() == 4 else t @ sb.flatten(1).t())
+        if g is not None:
+            y = base.broadcast(g) * y
+        y = y + _bias(base)
+    return erring(y)
+
+
+def _gain(base: Any, weight: Tensor, scaling: float, a: Tensor, b: Tensor, m: Tensor) -> Tensor:
+    """g = m / c, [N], which the run makes in fp32."""
+    with quietly():
+        v_NK = weight.detach().flatten(1) + scaling * (b.flatten(1) @ a.flatten(1)).detach()
+        g = m / v_NK.norm(dim=1).clamp_min(TINY)
+    return erring(g, SUM_ROUNDOFF * v_NK.shape[1] ** 0.5)

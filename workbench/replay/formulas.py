@@ -1,0 +1,182 @@
+"""What a step does beside the model, written again from the papers: noising, target and loss; clipping, AdamW, the average.
+
+`judged.py` and `replay.py` hold a run against it. No code that a run computes these with has a part in it, so that a fault
+there is not in both. Sources: DDPM (arXiv 2006.11239), v (2202.00512), rectified flow (2209.03003), pseudo-Huber loss
+(2403.16728), weights by SNR (2303.09556, 2401.11605, 2310.08442, 2204.00227), AdamW with its decay times the rate
+(1711.05101).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.engine.assembly import TrainState
+from trainer.engine.step import Inputs, Losses, StepResult
+from trainer.objectives import Diffusion, Objective
+from workbench.replay.rounding import quietly
+
+UNIT = 2.0**-24  # of fp32, in which a run updates
+LEAST = 2.0**-126  # below it fp32 has fewer digits
+
+
+def sample_losses(losses: Losses, given: Inputs) -> Tensor:
+    """[B], in the latents' dtype: the model's prediction at the noised latents, and its loss."""
+    objective, batch, photo = losses.objective, given.batch, given.batch.latents
+    with quietly():  # a run has them in fp32, however coarsely it computes
+        at = {name: each.to(photo.dtype).view(-1, 1, 1, 1) for name, each in _at_time(objective, given.time).items()}
+    signal, sigma, c = at["signal"], at["sigma"], at["threshold"]
+    seen = given.noise if given.perturbation is None else given.noise + given.perturbation
+    conditioning = losses.encode(given.tokens) if batch.conditioning is None else batch.conditioning
+    prediction = losses.predict(signal * photo + sigma * seen, given.time, conditioning, batch)
+    target = given.noise - photo
+    if isinstance(objective, Diffusion):
+        target = given.noise if objective.prediction == "epsilon" else signal * given.noise - sigma * photo
+    error = (prediction.to(photo.dtype) - target) ** 2
+    if objective.loss.loss != "mse":
+        error = 2 * error / (1 + (1 + error / c**2) ** 0.5)
+        error = error if objective.loss.loss == "huber" else error / c
+    if batch.loss_weights is not None:
+        error = error * batch.loss_weights[:, None]
+    return (error * at["weight"]).mean((1, 2, 3))
+
+
+def _at_time(objective: Objective, time: Tensor) -> dict[str, Tensor]:
+    """fp64 [B] each: signal and sigma, the weight of the loss, and its threshold."""
+    t, loss = time.double(), objective.loss
+    weight = torch.ones_like(t)
+    if isinstance(objective, Diffusion):
+        kept, by = objective.alphas_cumprod.to(t.device)[time], objective.weighting
+        signal, sigma, progress, snr = kept**0.5, (1 - kept) ** 0.5, t / len(objective.alphas_cumprod), kept / (1 - kept)
+        if by.name != "none":
+            of_photo = {
+                "min_snr": lambda: torch.minimum(snr, torch.full_like(snr, by.gamma)),
+                "soft_min_snr": lambda: snr * by.gamma / (snr + by.gamma),
+                "debiased": lambda: snr**0.5,
+                "p2": lambda: snr * (by.p2_k + snr) ** -by.p2_gamma,
+            }[by.name]()
+            weight = of_photo / (snr if objective.prediction == "epsilon" else 1 + snr)
+    else:
+        signal, sigma, progress, snr = 1 - t, t, t, ((1 - t) / t) ** 2
+    threshold = {
+        "constant": lambda: torch.full_like(t, loss.huber_c),
+        "exponential": lambda: loss.huber_c**progress,
+        "snr": lambda: (1 - loss.huber_c) * (1 + snr**-0.5) ** -2 + loss.huber_c,
+    }[loss.huber_schedule]()
+    return {"signal": signal, "sigma": sigma, "weight": weight, "threshold": threshold}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an update changes, copied. parameters, average: by name; the average is empty where none is kept. state: the
+    optimizer's piece. averaged: the updates that are in the average."""
+
+    parameters: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    average: Mapping[str, Tensor]
+    averaged: int
+
+    @classmethod
+    def of(cls, state: TrainState) -> Kept:
+        """A copy of it as it is now."""
+        average = state.average
+        owned = (state.adapter.state_dict(), state.optimizer.state_dict(), average.weights if average else {})
+        copies = ({name: each.clone() if isinstance(each, Tensor) else each for name, each in one.items()} for one in owned)
+        return cls(*copies, averaged=average.updates if average else 0)
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of a run, judged. worst: of each kind of number its largest error as a share of the bound, and the parameter
+    with it. unjudged: why the optimizer's part was not judged; "" where it was."""
+
+    worst: Mapping[str, tuple[float, str]]
+    unjudged: str = ""
+
+    @property
+    def share(self) -> float:
+        """The largest of all."""
+        return max((share for share, _ in self.worst.values()), default=0.0)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates of a run, to be judged. adamw: whether they are AdamW's alone, without options and limits of norms; of
+    others the average alone is judged. The other fields as the config has them; average: its decay."""
+
+    state: TrainState
+    adamw: bool
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    average: float
+
+    def judge(self, before: Kept, after: Kept, gradients: Mapping[str, Tensor], step: int, result: StepResult) -> Update:
+        """An update held against the formulas in fp64. gradients: before clipping.
+
+        The bound of a number is UNIT times the terms of its sum, each as often as fp32 may round it on its way.
+        """
+        found: dict[str, tuple[float, str]] = {}
+
+        def hold(what: str, name: str, here: Tensor, exact: Tensor, terms: Tensor) -> None:
+            share = float(((here.double() - exact).abs() / (UNIT * terms + LEAST)).nan_to_num(math.inf).max())
+            found[what] = max(found.get(what, (-1.0, "")), (share, name))
+
+        groups = {
+            _memory(group["params"][0]): index for index, group in enumerate(self.state.optimizer.optimizer.param_groups)
+        }
+        for name, parameter in self.state.adapter.named_parameters().items() if self.adamw else ():
+            group, start = groups[_memory(parameter)], parameter.storage_offset()
+            then, now = (_flat(kept, name, group, slice(start, start + parameter.numel())) for kept in (before, after))
+            for what, (exact, terms) in self._adamw(then, gradients[name].flatten(), name, step, result, group).items():
+                hold(what, name, now[what], exact, terms)
+        n = after.averaged
+        share = 1 - min(self.average, (1 + n) / (10 + n)) if n > before.averaged else 0.0
+        for name, old in before.average.items():
+            a, p = old.double(), after.parameters[name].double()
+            hold("average", name, after.average[name], a + share * (p - a), 4 * (a.abs() + p.abs()))
+        if before.average:
+            counts = [torch.tensor(float(each)) for each in (n, before.averaged + result.updated)]
+            hold("average's count", "the average", *counts, torch.zeros(()))
+        return Update(found, "" if self.adamw else "only AdamW is, without optimizer.options and without adapter.max_norm")
+
+    def _adamw(
+        self, then: Mapping[str, Tensor], gradient: Tensor, name: str, step: int, result: StepResult, group: int
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each kind of number (what it is after the update, the terms of its sum with their roundings), in fp64."""
+        p, m, v, n = (each.double() for each in then.values())
+        terms, target = [torch.zeros_like(p)] * 3, self.state.adapter.targets[name.rpartition(".lora_")[0]]
+        if result.updated and step <= (target.stop_step or step):
+            limit, norm, (b1, b2), n = self.max_grad_norm, result.grad_norm or 0.0, self.betas, n + 1
+            g = gradient.double() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)
+            decay = self.weight_decay if target.weight_decay is None else target.weight_decay
+            decay = 0.0 if name.endswith("magnitude_vector") else decay
+            size = b1 * m.abs() + (1 - b1) * g.abs()
+            m, v, rate = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2, result.lr[group]
+            moved = rate / (1 - b1**n) / ((v / (1 - b2**n)).sqrt() + self.eps)
+            p = (1 - rate * decay) * p - moved * m
+            terms = [3 * p.abs() + 32 * moved * size, 32 * size, 32 * v]
+        return dict(zip(then, zip((p, m, v, n), (*terms, torch.zeros_like(n)), strict=True), strict=True))
+
+
+def _flat(kept: Kept, name: str, group: int, piece: slice) -> dict[str, Tensor]:
+    """What AdamW has of a parameter, [N] each; zeros before its first update."""
+    p = kept.parameters[name].flatten()
+    moments = [kept.state.get(f"group.{group}|{key}") for key in ("exp_avg", "exp_avg_sq")]
+    m, v = (torch.zeros_like(p) if each is None else each[piece] for each in moments)
+    return {
+        "weight": p,
+        "first moment": m,
+        "second moment": v,
+        "step": kept.state.get(f"group.{group}|step", torch.zeros_like(p[0])),
+    }
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,1 @@
+"""The page of many runs, served while they go on: `scripts/watch.py`."""

@@ -1,0 +1,256 @@
+"""A small server for one person on this machine: the pages of runs, and their comparison. It reads files and writes none."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
+from socketserver import TCPServer
+from typing import IO
+from urllib.parse import quote, unquote, urlsplit
+
+from trainer.base.console import printable, write
+from trainer.base.errors import UserError
+from trainer.base.files import open_regular
+from trainer.base.run_layout import Layout
+from trainer.report.history import History
+from trainer.report.rendering import policy
+from trainer.report.thumbnails import Thumbnails
+from workbench.compare.page import Seen, compare, seen
+
+LOOPBACK = "127.0.0.1"
+# By which names a browser may call this machine. A page from elsewhere whose name is made to lead here has another one.
+NAMES = {LOOPBACK, "localhost"}
+# What is served of a run's folder, by the end of its name.
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".png": "image/png",
+    ".jsonl": "text/plain; charset=utf-8",
+    ".toml": "text/plain; charset=utf-8",
+    ".md": "text/plain; charset=utf-8",
+    ".safetensors": "application/octet-stream",
+}
+# A request has to be told within these seconds, and each piece of an answer to be taken.
+ASK_SECONDS, TAKE_SECONDS = 10.0, 30.0
+# A run's folder may come from anybody. What lies in it is shown as a page without an origin, which can read no other page of
+# this server; the only script that runs there is the report's own. An adapter file is a download.
+SANDBOX = "; sandbox allow-scripts allow-downloads"
+
+
+class Runs:
+    """The runs in some folders, or one folder below them. What was read of each is kept, and read on."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            if not folder.is_dir():
+                raise UserError(f"{printable(folder)} is no folder; give a run's output_dir, or a folder of such folders")
+        self.folders = [folder.resolve() for folder in folders]
+        self._read: dict[Path, tuple[History, Thumbnails]] = {}
+        self._seen: dict[Path, Seen] = {}
+        self._key: object = None
+        self._page = b""
+        self._lock = threading.Lock()
+
+    def found(self) -> dict[str, Layout]:
+        """The runs below the folders by a name that is unique: the folder's, or that of a link to it. Each once."""
+        roots: dict[Path, str] = {}
+        for root in self._roots():
+            roots.setdefault(root.resolve(), root.name)
+        named: dict[str, Layout] = {}
+        for root, own in roots.items():
+            name, again = own, 1
+            while name in named:
+                name, again = f"{own}-{again + 1}", again + 1
+            named[name] = Layout(root)
+        return named
+
+    def _roots(self) -> Iterator[Path]:
+        for folder in self.folders:
+            if _is_run(folder):
+                yield folder
+            else:
+                yield from (child for child in sorted(folder.iterdir()) if child.is_dir() and _is_run(child))
+
+    def page(self) -> bytes:
+        """The page of all runs, which stays the same one until a run has changed, or is silent for too long."""
+        with self._lock:
+            now, (runs, unread) = time.time(), self.seen()
+            key = runs, unread, [run.state(now) for run in runs]
+            if key != self._key:
+                self._key, self._page = key, compare(runs, unread, now).encode(errors="replace")
+            return self._page
+
+    def seen(self) -> tuple[list[Seen], dict[str, str]]:
+        """The runs, and of those whose files could not be read the reason, by name."""
+        runs, unread = [], {}
+        for name, layout in self.found().items():
+            root = layout.root
+            try:
+                found = seen(name, layout, *self._read.setdefault(root, (History(layout.metrics), Thumbnails())))
+            except OSError as error:
+                unread[name] = f"{error.strerror}: {error.filename}"
+                continue
+            if self._seen.get(root) != found:  # one that is as it was has kept what was made of it
+                self._seen[root] = found
+            runs.append(self._seen[root])
+        return runs, unread
+
+
+def _host(header: str) -> str | None:
+    """The name in a request's Host, without its port; None for what is none."""
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:
+        return None
+
+
+def _is_run(folder: Path) -> bool:
+    layout = Layout(folder)
+    return layout.config.exists() or layout.metrics.exists()
+
+
+class Until(io.RawIOBase):
+    """What a client sends within `seconds` of now, however slowly it does. Raises TimeoutError after that."""
+
+    def __init__(self, line: socket.socket, seconds: float) -> None:
+        self._line, self._end = line, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        """True, as Python's io asks."""
+        return True
+
+    def readinto(self, buffer) -> int:
+        """Read into `buffer` what has come; returns how many bytes. Raises TimeoutError when the time is over."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._line.settimeout(left)
+        return self._line.recv_into(buffer)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET and HEAD: / is the comparison, or of one run its page; /NAME/... a file of the run NAME."""
+
+    runs: Runs
+    rfile: io.BufferedIOBase = io.BytesIO()  # until `setup`
+
+    def setup(self) -> None:
+        """Read from the line within ASK_SECONDS, whoever asks."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(Until(self.connection, ASK_SECONDS))
+
+    def parse_request(self) -> bool:
+        """Whether a request was read; from here on the answer may take TAKE_SECONDS."""
+        parsed = super().parse_request()
+        self.connection.settimeout(TAKE_SECONDS)
+        return parsed
+
+    def do_GET(self) -> None:
+        """Answer with a page, or with a file of a run."""
+        if _host(self.headers.get("Host", "")) not in NAMES:
+            return self._text(HTTPStatus.FORBIDDEN, f"This server answers to http://{LOOPBACK} and http://localhost alone.")
+        named = self.runs.found()
+        name, _, rest = unquote(urlsplit(self.path).path).lstrip("/").partition("/")
+        if not name:
+            if len(named) == 1:
+                return self._to_report(*next(iter(named.items())))
+            return self._send(self.runs.page())
+        if name not in named or "\0" in rest:
+            return self._text(HTTPStatus.NOT_FOUND, "There is no such run.")
+        if not rest:
+            return self._to_report(name, named[name])
+        self._file(named[name], PurePosixPath(rest))
+
+    do_HEAD = do_GET
+
+    def _file(self, layout: Layout, asked: PurePosixPath) -> None:
+        path = Path(os.path.realpath(layout.root / asked))  # Path.resolve raises for a link that leads to itself
+        if not path.is_relative_to(layout.root) or path.suffix not in KINDS or any(p.startswith(".") for p in asked.parts):
+            return self._text(HTTPStatus.NOT_FOUND, "There is no such file.")
+        try:
+            file = open_regular(path)
+        except OSError:  # there is none, it is none that ends, or no file can have such a name
+            gone = "The report is not written yet." if path == layout.report else "There is no such file."
+            return self._text(HTTPStatus.NOT_FOUND, gone)
+        with file:
+            self._answer(HTTPStatus.OK, KINDS[path.suffix], file, os.fstat(file.fileno()).st_size, SANDBOX)
+
+    def _send(self, page: bytes, status: HTTPStatus = HTTPStatus.OK, kind: str = KINDS[".html"]) -> None:
+        self._answer(status, kind, io.BytesIO(page), len(page))
+
+    def _text(self, status: HTTPStatus, text: str) -> None:
+        self._send(f"{text}\n".encode(), status, KINDS[".md"])
+
+    def _to_report(self, name: str, layout: Layout) -> None:
+        self.send_response(HTTPStatus.FOUND)
+        self.send_header("Location", f"/{quote(name)}/{layout.report.name}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _answer(self, status: HTTPStatus, kind: str, body: IO[bytes], length: int, sandbox: str = "") -> None:
+        """In pieces: a slow line may take long for all of it."""
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(length)),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'{sandbox}"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            shutil.copyfileobj(body, self.wfile)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """No message: each page asks again every few seconds."""
+
+
+class Server(ThreadingHTTPServer):
+    """The server of all runs' pages, on this machine alone."""
+
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Bind as TCP does: HTTP asks for the host's name, and a machine without a name server waits seconds for it."""
+        TCPServer.server_bind(self)
+
+    def __init__(self, runs: Runs, port: int) -> None:
+        try:
+            super().__init__((LOOPBACK, port), type("Handler", (Handler,), {"runs": runs}))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            raise UserError(f"--port {port} cannot be used ({error.strerror}); give another one, or 0 for any") from None
+        except OverflowError:
+            raise UserError(f"--port {port} is no port; give one from 0 (any) to 65535") from None
+
+    @property
+    def address(self) -> str:
+        """The address to open."""
+        return f"http://{LOOPBACK}:{self.server_address[1]}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that goes away in mid-answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+def serve(folders: Sequence[Path], port: int) -> None:
+    """Serve the runs below the folders until Ctrl-C. Raises UserError for what is no folder, or a port that cannot be
+    used."""
+    runs = Runs(folders)
+    with Server(runs, port) as server:
+        found = ", ".join(map(printable, runs.found())) or "none yet"
+        write(f"{server.address}  (runs: {found}; Ctrl-C ends)")
+        server.serve_forever()
