@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import pages  # noqa: E402
 from tests.proofs.shared import PHOTOS, make_models, worktree  # noqa: E402
-from trainer.monitoring.student import critical  # noqa: E402
+from workbench.pages.student import critical  # noqa: E402
 
 RESOLUTION, BATCH, RANK, LR, SEED = 64, 2, 8, 1e-4, 0
 WARM_UP = 10  # steps of a process whose time is not counted to a step's

@@ -27,8 +27,8 @@ from benchmarks.pages import table  # noqa: E402
 from scripts.memory_table import Model, plan_of  # noqa: E402
 from trainer import kernels  # noqa: E402
 from trainer.base.templates import environment  # noqa: E402
-from trainer.memory_plan.dry_run import without_values  # noqa: E402
-from trainer.memory_plan.estimate import Forecaster  # noqa: E402
+from workbench.planning.dry_run import without_values  # noqa: E402
+from workbench.planning.estimate import Forecaster  # noqa: E402
 
 MISSING = "not measured"
 NEAR = 0.10  # of the plan's peak: how far the measured one may be off

@@ -46,11 +46,11 @@ from tests.proofs.shared import PHOTOS, make_models  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer import kernels  # noqa: E402
 from trainer.data.batches import sampler  # noqa: E402
-from trainer.memory_plan.describe import band, step_seconds  # noqa: E402
-from trainer.memory_plan.estimate import forecast  # noqa: E402
-from trainer.memory_plan.step_time import Probe, on_cpu  # noqa: E402
 from trainer.plan.run_plan import make_plan, open_source, resolve  # noqa: E402
 from trainer.runtime.precision import COMPUTE_DTYPES  # noqa: E402
+from workbench.planning.describe import band, step_seconds  # noqa: E402
+from workbench.planning.estimate import forecast  # noqa: E402
+from workbench.planning.step_time import Probe, on_cpu  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ either launch two or three kernels. Bytes are those of an operator's arguments a
 PEFT's step is that of benchmarks/plain_loop.py: fp32 adapters over a bf16 base, under autocast, with the casts of torch's
 autocast on a CPU, which are fewer than those on CUDA.
 
-The last column is an estimate: the band of trainer/memory_plan/step_time.py for the card that --card names, beside the host
+The last column is an estimate: the band of workbench/planning/step_time.py for the card that --card names, beside the host
 that this program runs on.
 """
 
@@ -37,12 +37,12 @@ from benchmarks import plain_peft, random_models  # noqa: E402
 from tests import pretend  # noqa: E402
 from trainer import kernels, quantization  # noqa: E402
 from trainer.base.types import Batch  # noqa: E402
-from trainer.memory_plan import step_time  # noqa: E402
-from trainer.memory_plan.describe import band  # noqa: E402
-from trainer.memory_plan.op_trace import Cost, Trace  # noqa: E402
 from trainer.models import family_named  # noqa: E402
 from trainer.models.config_files import PUBLISHED  # noqa: E402
 from trainer.models.loading import ModelSource  # noqa: E402
+from workbench.planning import step_time  # noqa: E402
+from workbench.planning.describe import band  # noqa: E402
+from workbench.planning.op_trace import Cost, Trace  # noqa: E402
 
 CPU = torch.device("cpu")
 RANK, PIXELS = random_models.RANK, 1024

@@ -35,10 +35,10 @@ def audit(chosen: argparse.Namespace) -> None:
     from trainer.base.console import write
     from trainer.base.files import check_folder, json_bytes, make_folder, write_atomic
     from trainer.base.progress import Phases
-    from trainer.report import write_audit
     from workbench.audit import page as audit_report
     from workbench.audit.audit import audit as audited
     from workbench.audit.storage_audit import formats_named, plan_audit
+    from workbench.pages import write_audit
 
     if chosen.layers < 1:
         raise UserError(f"--layers {chosen.layers}: give a number of layers to exclude, at least 1")

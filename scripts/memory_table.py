@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer import config as configs
 from trainer import kernels
-from trainer.memory_plan.dry_run import without_values
-from trainer.memory_plan.estimate import Forecast, Forecaster
 from trainer.models import FAMILIES
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
+from workbench.planning.dry_run import without_values
+from workbench.planning.estimate import Forecast, Forecaster
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT, README = ROOT / "docs" / "memory.md", ROOT / "README.md"

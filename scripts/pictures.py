@@ -27,8 +27,8 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.report.before_after import table  # noqa: E402
-from trainer.report.rendering import TEMPLATES  # noqa: E402
+from workbench.pages.before_after import table  # noqa: E402
+from workbench.pages.rendering import TEMPLATES  # noqa: E402
 
 SHOWN = ("fox", "panda")
 EXAMS = ROOT / "examples" / "icons" / "exams"

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trainer.checkpoint.mirror import Mirror
+from workbench.mirror.store import Mirror
 
 URL = "file:///bucket/run"
 

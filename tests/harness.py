@@ -22,6 +22,7 @@ from trainer.checkpoint import store
 from trainer.data.batches.sampler import MicroBatch
 from trainer.engine.step import StepResult
 from trainer.run import run as runs
+from workbench.commands.launch import asked
 
 ROOT = Path(__file__).resolve().parent.parent
 PHOTOS = ROOT / "examples" / "bear_plushie"
@@ -88,7 +89,7 @@ def pairs(*factors: Sequence[Any]) -> set[tuple[Any, ...]]:
 @contextmanager
 def built(config: configs.Config, resume_from: str | None = None) -> Iterator[runs.Run]:
     """What train.py builds before its loop, with the output folder opened; nothing trained yet."""
-    with runs.prepared(config, resume_from=resume_from) as (run, _):
+    with runs.prepared(config, asked(resume_from)) as (run, _):
         yield run
 
 

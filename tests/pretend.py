@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from trainer import kernels
 from trainer.base import draws
 from trainer.engine.step import Step
-from trainer.memory_plan.dry_run import without_values
+from workbench.planning.dry_run import without_values
 
 # Private functions of torch, and the only ones. test_pretend.py says so when they are gone.
 REGISTER, MODULE = "_setup_privateuseone_for_python_backend", "_DummyBackendModule"

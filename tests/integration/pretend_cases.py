@@ -28,13 +28,13 @@ from trainer.base import draws
 from trainer.engine import graphs, step
 from trainer.kernels import dora_torch
 from trainer.kernels.scratch import own_buffers
-from trainer.memory_plan import dry_run
-from trainer.memory_plan.dry_run import Rehearsal
-from trainer.memory_plan.estimate import STEP, forecast
-from trainer.memory_plan.op_trace import Trace as Bytes
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.quantization import FORMATS
 from trainer.quantization.table import ALL_FORMATS
+from workbench.planning import dry_run
+from workbench.planning.dry_run import Rehearsal
+from workbench.planning.estimate import STEP, forecast
+from workbench.planning.op_trace import Trace as Bytes
 
 # What is adapted where a run is not shown as a whole: each further layer of a kind only takes time.
 FEW = {"sdxl": ["*attn1.to_q", "*ff.net.2"], "flux": ["*attn.to_q", "*proj_out"]}

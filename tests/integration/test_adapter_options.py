@@ -17,7 +17,7 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint.state import Saved
 from trainer.resume import allowed_changes
-from trainer.run import run as runs
+from workbench.commands import launch
 
 TARGETS = ["*attn1.to_q", "*attn1.to_k", "*attn1.to_v", "conv_in"]
 ENCODER = {"component": "text_encoder", "match": "*self_attn.q_proj"}
@@ -34,7 +34,7 @@ def tree(bench: Workbench, out: str, **more: Any) -> dict[str, Any]:
 
 def train(bench: Workbench, out: str, resume_from: str | None = None, allow: str | None = None, **more: Any) -> Path:
     allowed = allowed_changes.parse(allow, resume_from)
-    runs.train(configs.parse(tree(bench, out, **more)), resume_from=resume_from, allowed=allowed)
+    launch.train(configs.parse(tree(bench, out, **more)), resume_from=resume_from, allowed=allowed)
     step = more.get("run__stop_after", more.get("run__max_steps", 4))
     return bench.tmp / out / "checkpoints" / f"step-{step:08d}"
 

@@ -15,8 +15,8 @@ from trainer.base.tensorfile import TensorFile
 from trainer.data.cache.fill import text_key
 from trainer.data.cache.texts import TOGETHER
 from trainer.engine import encoding
-from trainer.run.run import train
 from workbench.commands import main as cli
+from workbench.commands.launch import train
 
 EVERY_KEY = {
     "caption_dropout": 0.2, "caption_lines": True, "wildcards": True, "separator": ",", "keep": 1, "tag_dropout": 0.3,

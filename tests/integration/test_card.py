@@ -12,11 +12,11 @@ from PIL import Image
 
 from tests.harness import ROOT, Workbench
 from trainer.adapters.export import About
-from trainer.artifacts import model_card
 from trainer.base.pictures import THUMBNAIL, thumbnail
 from trainer.base.tensorfile import TensorFile
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from workbench.commands import main as cli
+from workbench.pages import model_card
 
 PROMPT = 'a "bear": on | a `beach` --- it\'s'
 

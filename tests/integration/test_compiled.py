@@ -12,7 +12,7 @@ from PIL import Image
 from tests.harness import PHOTOS, Workbench, metrics_of
 from tests.numerics.test_compiled_blocks import AOT
 from trainer import config as configs
-from trainer.run.run import train
+from workbench.commands.launch import train
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 

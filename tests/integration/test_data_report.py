@@ -21,7 +21,7 @@ from PIL import Image
 from scripts.data import main as data
 from tests.harness import PHOTOS, ROOT, Workbench
 from tests.unit.data.test_scan_many import fill
-from tests.unit.report.test_page import Page
+from tests.unit.workbench.pages.test_page import Page
 from workbench.commands.main import main as train
 
 # In a process of its own, whose memory is the libraries' and the report's.
@@ -196,7 +196,7 @@ def test_all_photos_are_pictured_while_there_is_room(bench: Workbench, tmp_path:
     trained, apart = pictured(page)
     assert len(trained) == 2 * 26 and len(apart) == 2 * 4 and "not pictured" not in page.text
     assert {name.partition("@")[0] for name in apart} == {row[0] for row in rows_of(page, "Held out")}
-    monkeypatch.setattr("trainer.artifacts.data_report.PICTURES", 20)
+    monkeypatch.setattr("workbench.pages.data_report.PICTURES", 20)
     _, page = reported(path, tmp_path / "out")
     shown = [photo["alt"] for photo in page.all("img")]
     assert 18 <= len(shown) <= 20 and f"{len(shown)} in all; {30 - len(shown)} more are not pictured" in page.text
@@ -235,7 +235,7 @@ def test_of_damaged_data_the_rest_is_shown_and_the_refusal_is_a_run_s(
 def test_lines_of_strict_mode_end_with_how_many_more_there_are(
     bench: Workbench, photos: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr("trainer.artifacts.data_report.ROWS", 2)
+    monkeypatch.setattr("workbench.pages.data_report.ROWS", 2)
     path = bench.write(bench.tree(data__sources=[{"path": str(photos)}]))
     reported(path, tmp_path / "out")
     said = capsys.readouterr().out

@@ -20,8 +20,8 @@ from tests.harness import ROOT, Workbench
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.engine.step import Step, StepResult
-from trainer.run import run as runs
 from trainer.runtime import precision
+from workbench.commands import launch
 
 # What CUDA has only without a fixed order of sums, so that torch.use_deterministic_algorithms(True) refuses it there (its
 # docstring in torch 2.13): a CPU runs it and says nothing. cumsum and bincount: of floating-point numbers only.
@@ -87,7 +87,7 @@ def child(family: str, models: Path, folder: Path) -> dict:
         tree = bench.tree(
             family, run__output_dir=str(folder / out), run__deterministic=True, run__max_steps=2, **CELLS[family]
         )
-        runs.train(configs.parse(tree), resume_from=None)
+        launch.train(configs.parse(tree), resume_from=None)
 
     be_deterministic, one_step = precision.be_deterministic, Step.run
 

@@ -19,16 +19,16 @@ from PIL import Image
 from scripts import make_model
 from tests.harness import Workbench, built, metrics_of
 from trainer import config as configs
-from trainer.artifacts import model_card
 from trainer.artifacts.sampling import by_request
 from trainer.base.run_layout import Layout
 from trainer.engine.step import draw_time_and_noise
 from trainer.kernels import dora_torch
-from trainer.memory_plan import suggestions
-from trainer.memory_plan.estimate import STEP, Forecast, forecast
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from workbench.commands import main as cli
 from workbench.compare.page import compare
+from workbench.pages import model_card
+from workbench.planning import suggestions
+from workbench.planning.estimate import STEP, Forecast, forecast
 from workbench.watch.server import Runs
 
 NAMES = ("a", "b", "c", "d")

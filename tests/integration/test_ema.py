@@ -21,12 +21,12 @@ from trainer.base import files
 from trainer.base.errors import Interrupted, UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.kernels import dora_torch
-from trainer.memory_plan.estimate import SAMPLES, forecast
 from trainer.optim import OPTIMIZERS
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.resume import allowed_changes
-from trainer.run import run as runs
 from trainer.runtime.jobs import Position
+from workbench.commands import launch
+from workbench.planning.estimate import SAMPLES, forecast
 
 WATCHED: dict[str, Any] = {
     "validation__every_steps": 2, "validation__prompts": ["a bear"], "validation__steps": 1, "export__every_steps": 2,
@@ -46,7 +46,7 @@ def tree(bench: Workbench, out: str, **more: Any) -> dict[str, Any]:
 def train(bench: Workbench, out: str, resume_from: str | None = None, allow: str | None = None, **more: Any) -> Path:
     """Returns the output folder."""
     allowed = allowed_changes.parse(allow, resume_from)
-    runs.train(configs.parse(tree(bench, out, **more)), resume_from=resume_from, allowed=allowed)
+    launch.train(configs.parse(tree(bench, out, **more)), resume_from=resume_from, allowed=allowed)
     return bench.tmp / out
 
 
@@ -254,7 +254,7 @@ def test_a_run_of_an_earlier_version_goes_on_to_the_same_bytes_or_is_refused_in_
     as_an_earlier_version(parts, 1)
     config = configs.load(str(parts / "config.toml"), ["run.stop_after="])
     with pytest.raises(UserError, match="already holds this run's checkpoints; add --resume_from auto"):
-        runs.train(config, resume_from=None)
+        launch.train(config, resume_from=None)
     as_an_earlier_version(parts, 1, ema__kind="power", ema__snapshot_every_steps=1)
     before = {path: path.read_bytes() for path in parts.rglob("*.*") if path.is_file()}
     for average in (CONSTANT, {}):  # as the sentence says, and without the key that the checkpoint's piece was asked by
@@ -264,7 +264,7 @@ def test_a_run_of_an_earlier_version_goes_on_to_the_same_bytes_or_is_refused_in_
                 train(bench, "parts", resume_from, **{"run__max_steps": 2} | average)
     assert before == {path: path.read_bytes() for path in parts.rglob("*.*") if path.is_file()}, "half-written"
     as_an_earlier_version(parts, 1, ema__kind="constant")
-    runs.train(config, resume_from="auto")
+    launch.train(config, resume_from="auto")
     assert "snapshot_every_steps" not in (parts / "config.toml").read_text()
     last = "checkpoints/step-00000002"
     files_of = [f"{last}/{piece}.safetensors" for piece in ("adapter", "optimizer", "ema")]

@@ -13,9 +13,9 @@ import pytest
 
 from tests.harness import PHOTOS, Workbench
 from trainer.base.tensorfile import TensorFile, write_tensors
-from trainer.memory_plan.estimate import STEP, Forecast, Stage
 from workbench.commands import main as cli
 from workbench.commands import plan_command
+from workbench.planning.estimate import STEP, Forecast, Stage
 
 
 def refused(

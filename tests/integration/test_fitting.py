@@ -15,13 +15,13 @@ from tests.harness import Workbench
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.kernels import dora_torch
-from trainer.memory_plan import estimate, fitting
-from trainer.memory_plan.estimate import STEP, Forecast, Stage, forecast
-from trainer.memory_plan.fitting import Fitting, Lever, fitted
-from trainer.memory_plan.suggestions import with_checkpointing
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.resume.start_point import as_chosen
-from trainer.run import run as runs
+from workbench.commands import launch
+from workbench.planning import estimate, fitting
+from workbench.planning.estimate import STEP, Forecast, Stage, forecast
+from workbench.planning.fitting import Fitting, Lever, fitted
+from workbench.planning.suggestions import with_checkpointing
 
 LEVERS = ["checkpointing", "resident_blocks", "optimizer_bits", "batch"]
 
@@ -122,15 +122,15 @@ def test_a_run_keeps_the_batch_that_was_chosen(bench: Workbench, monkeypatch, ca
     monkeypatch.setattr(fitting, "forecast", stub)
     monkeypatch.setattr(fitting, "changes", lambda *_: [])
     by = {"memory__fit_by": ["batch"], "data__batch_size": 4}
-    runs.train(config("given", data__batch_size=2, step__accumulation=2), resume_from=None)
-    runs.train(config("fitted", memory__fit="3GiB", run__stop_after=2, **by), resume_from=None)
+    launch.train(config("given", data__batch_size=2, step__accumulation=2), resume_from=None)
+    launch.train(config("fitted", memory__fit="3GiB", run__stop_after=2, **by), resume_from=None)
     said = capsys.readouterr().out
     assert "memory.fit = '3GiB': data.batch_size = 2, step.accumulation = 2 (as many photos in an update" in said
     resolved = configs.read_resolved(bench.tmp / "fitted" / "config.toml")
     assert (resolved["data"]["batch_size"], resolved["step"]["accumulation"]) == (2, 2)
     with pytest.raises(UserError, match=r"'2GiB': with nothing that memory.fit_by may change the run needs 2.86 GiB"):
-        runs.train(config("fitted", memory__fit="2GiB", **by), resume_from="auto")
-    runs.train(config("fitted", memory__fit="9GiB", **by), resume_from="auto")
+        launch.train(config("fitted", memory__fit="2GiB", **by), resume_from="auto")
+    launch.train(config("fitted", memory__fit="9GiB", **by), resume_from="auto")
     assert result(bench.tmp / "fitted") == result(bench.tmp / "given")
 
 

@@ -35,13 +35,6 @@ from trainer.base.signals import Signals
 from trainer.base.tensorfile import TensorFile
 from trainer.engine.components import Components
 from trainer.kernels import dora_torch, scratch
-from trainer.memory_plan import fitting, step_time, suggestions
-from trainer.memory_plan.describe import band, describe_memory, describe_time, step_seconds
-from trainer.memory_plan.dry_run import Rehearsal, without_values
-from trainer.memory_plan.estimate import CAPTIONS, SAMPLES, STEP, WORKER, Forecast, Stage, forecast
-from trainer.memory_plan.estimate import PHOTOS as ENCODING
-from trainer.memory_plan.op_trace import Cost, Trace, Work
-from trainer.memory_plan.step_time import Machine
 from trainer.models.base import SampleRequest
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
@@ -49,6 +42,13 @@ from trainer.run import loop as loops
 from trainer.run.run import make_loop
 from trainer.runtime.device import start_processes
 from workbench.commands import main as cli
+from workbench.planning import fitting, step_time, suggestions
+from workbench.planning.describe import band, describe_memory, describe_time, step_seconds
+from workbench.planning.dry_run import Rehearsal, without_values
+from workbench.planning.estimate import CAPTIONS, SAMPLES, STEP, WORKER, Forecast, Stage, forecast
+from workbench.planning.estimate import PHOTOS as ENCODING
+from workbench.planning.op_trace import Cost, Trace, Work
+from workbench.planning.step_time import Machine
 
 FEW = ["*attn1.to_q"]  # layers of SDXL: what is asked does not depend on how many are adapted
 CELLS = [(family, format.dtype_name, format.backend) for family in DENOISER for format in ALL_FORMATS]

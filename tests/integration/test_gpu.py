@@ -23,8 +23,8 @@ from trainer import config as configs
 from trainer import kernels
 from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
-from trainer.run import run as runs
 from trainer.runtime import attention, precision, streaming
+from workbench.commands import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
@@ -180,7 +180,7 @@ def test_trains_and_resumes(bench: Workbench, family: str, storage: str, memory:
     tree["memory"] |= memory
     for steps in (2, 3):
         tree["run"]["max_steps"] = steps
-        runs.train(configs.parse(tree), resume_from="auto")
+        launch.train(configs.parse(tree), resume_from="auto")
     folder, _ = store.find(bench.tmp / "run" / "checkpoints", "latest")
     assert folder is not None and folder.name == "step-00000003"
     adapter = state.Saved(folder).state("adapter")
@@ -371,4 +371,4 @@ def test_compiled_blocks_give_the_gradients_of_eager_ones(bench: Workbench, fami
 
 if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[1]).read_text()):
-        runs.train(configs.parse(each), resume_from="auto")
+        launch.train(configs.parse(each), resume_from="auto")

@@ -15,9 +15,9 @@ import pytest
 from tests import hub
 from tests.harness import PHOTOS, ROOT
 from trainer import config as configs
-from trainer.monitoring.diagnosis import Kind, judge
-from trainer.report.status import TITLES
 from workbench.commands import new_config
+from workbench.pages.diagnosis import Kind, judge
+from workbench.pages.status import TITLES
 
 FIRST = ROOT / "docs" / "guide" / "first_adapter.md"
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))

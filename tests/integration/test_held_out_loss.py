@@ -27,14 +27,14 @@ from trainer.checkpoint import store
 from trainer.data.images.views import View
 from trainer.engine import held_out_loss
 from trainer.kernels import dora_torch, scratch
-from trainer.memory_plan.estimate import HELD_OUT, PHOTOS, forecast
-from trainer.memory_plan.op_trace import Trace
 from trainer.optim import OPTIMIZERS
 from trainer.plan import fixed_draws
 from trainer.plan.run_plan import make_plan, open_source, resolve
-from trainer.run.run import train
 from workbench.adapters import measured
 from workbench.commands import main as cli
+from workbench.commands.launch import train
+from workbench.planning.estimate import HELD_OUT, PHOTOS, forecast
+from workbench.planning.op_trace import Trace
 
 LENGTH = 5
 TARGETS = {"sdxl": ["*attn1.to_q", "conv_in"], "flux": ["*attn.to_q"]}

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Workbench
-from trainer import report
 from trainer.artifacts.exports import Artifacts
 from trainer.base import progress
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.progress import last_sign
 from trainer.base.run_layout import Layout
 from trainer.monitoring import course
-from trainer.report import live
-from trainer.report.history import Standing, read_standing
 from trainer.run import run
 from trainer.run.loop import Loop
+from workbench import pages as report
 from workbench.commands import main as cli
+from workbench.pages import live
+from workbench.pages.history import Standing, read_standing
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 

@@ -245,7 +245,7 @@ def test_a_checkpoint_without_a_digest_of_its_log_is_gone_on_from_and_an_altered
 def test_a_store_that_accepts_and_never_answers_is_refused_in_time(
     bench: Workbench, s3: ObjectStore, monkeypatch, capfd
 ) -> None:
-    monkeypatch.setattr("trainer.checkpoint.copier.SHORTEST_SILENCE", 0.3)
+    monkeypatch.setattr("workbench.mirror.copier.SHORTEST_SILENCE", 0.3)
     s3.fault = lambda method, name: "silent"
     assert start(bench, tree_of(bench, "silent", checkpoint__mirror_wait=0.3), "--resume_from", "auto") == 2
     said = capfd.readouterr().err

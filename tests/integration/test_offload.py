@@ -14,13 +14,13 @@ from tests.harness import DENOISER, Workbench, built, metrics_of, pairs, take_st
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.kernels import dora_torch
-from trainer.memory_plan import estimate, fitting, suggestions
-from trainer.memory_plan.estimate import STEP, Forecast, Stage, forecast
-from trainer.memory_plan.fitting import fitted
-from trainer.memory_plan.suggestions import streamed as streamed_with
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
-from trainer.run import run as runs
 from trainer.runtime.streaming import BACK, FORWARD, ROUND, Streamer, device_bytes
+from workbench.commands import launch
+from workbench.planning import estimate, fitting, suggestions
+from workbench.planning.estimate import STEP, Forecast, Stage, forecast
+from workbench.planning.fitting import fitted
+from workbench.planning.suggestions import streamed as streamed_with
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -159,7 +159,7 @@ def test_streamed_text_encoders_give_the_same_encodings(bench: Workbench, family
     entries = []
     for out, way in (("resident", {}), ("streamed", STREAMED)):
         cache = bench.tmp / f"cache-{out}"
-        runs.train(config_of(bench, family, out, run__max_steps=1, data__cache_dir=str(cache), **way), resume_from=None)
+        launch.train(config_of(bench, family, out, run__max_steps=1, data__cache_dir=str(cache), **way), resume_from=None)
         files = [path for path in cache.rglob("*.safetensors") if path.is_file()]
         entries.append({path.relative_to(cache): path.read_bytes() for path in files})
     assert entries[0] == entries[1] and len(entries[0]) > 6
@@ -185,7 +185,7 @@ def whole_run(bench: Workbench, family: str, out: str, steps: int, **more: Any) 
         validation__every_steps=2, validation__prompts=["a bear"], validation__steps=2, validation__loss_every_steps=2,
         data__held_out=1, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}}, **more,
     )  # fmt: skip
-    runs.train(config, resume_from="auto")
+    launch.train(config, resume_from="auto")
     return bench.tmp / out
 
 

@@ -20,7 +20,7 @@ from trainer.checkpoint.state import Saved
 from trainer.optim import OPTIMIZERS
 from trainer.optim.libraries import Finds
 from trainer.resume.adapter_file import open_checkpoint
-from trainer.run import run as runs
+from workbench.commands import launch
 
 LENGTH = 4
 TABLE = tuple(OPTIMIZERS)
@@ -37,7 +37,7 @@ def train(bench: Workbench, name: str, out: str, resume_from: str | None = None,
             "optimizer__lr": 1e-2, "adapter__type": "dora", "adapter__targets": ["*attn1.to_q", "conv_in"],
         } | more
     )  # fmt: skip
-    runs.train(configs.parse(tree), resume_from=resume_from)
+    launch.train(configs.parse(tree), resume_from=resume_from)
     return bench.tmp / out / "checkpoints" / f"step-{more.get('run__stop_after', LENGTH):08d}"
 
 

@@ -38,6 +38,7 @@ from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.run import run as runs
 from trainer.runtime.jobs import Job, Position
+from workbench.commands import launch
 from workbench.commands import main as cli
 
 LENGTH = 6  # two updates an epoch
@@ -579,7 +580,7 @@ def test_a_process_without_a_micro_batch_in_its_first_step_unscales_the_others_g
             result = run.step.run(step + 1, [], [o for micro_batch in update for o in micro_batch])
             assert result.updated and result.grad_norm == 0
         if resume_from is None:
-            runs.train(config, resume_from=None)
+            launch.train(config, resume_from=None)
 
 
 def test_peak_bytes_is_of_one_step(bench: Workbench, monkeypatch) -> None:

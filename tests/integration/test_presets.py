@@ -14,12 +14,12 @@ from tests.harness import DENOISER, ROOT
 from trainer import config as configs
 from trainer import kernels
 from trainer.data.cache.texts import TOGETHER
-from trainer.memory_plan.dry_run import without_values
-from trainer.memory_plan.estimate import SAMPLES, STEP, Forecaster, forecast
-from trainer.memory_plan.suggestions import streamed
 from trainer.models import FAMILIES
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime.streaming import device_bytes
+from workbench.planning.dry_run import without_values
+from workbench.planning.estimate import SAMPLES, STEP, Forecaster, forecast
+from workbench.planning.suggestions import streamed
 
 PRESETS = sorted((ROOT / "configs").glob("*_*gb.toml"))
 SMALLER = (512, 768)  # than what the presets have

@@ -28,8 +28,8 @@ from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
 from trainer.data.cache.fill import latent_key
 from trainer.data.images import views
-from trainer.run.run import train
 from workbench.commands import main as cli
+from workbench.commands.launch import train
 
 LENGTH = 6
 # The gradients of an update are summed in another order: fp32 rounding, a few steps of AdamW on.

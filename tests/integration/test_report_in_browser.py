@@ -21,9 +21,9 @@ from tests.harness import ROOT, Workbench, command_line
 from tests.unit.workbench.watch.test_server import write_run
 from trainer.base.run_layout import Layout
 from trainer.plan import fixed_draws
-from trainer.report import LiveReport, ReportedRun, live
 from workbench.commands import main as cli
 from workbench.compare.page import compare
+from workbench.pages import LiveReport, ReportedRun, live
 from workbench.watch.server import Runs, Server
 
 pytestmark = [pytest.mark.slow, needs_chromium]

@@ -35,7 +35,7 @@ def run_tree(bench: Workbench, out: str, **overrides) -> dict:
 
 
 def train(tree: dict, resume_from: str | None = None, allow: str | None = None) -> None:
-    from trainer.run.run import train
+    from workbench.commands.launch import train
 
     train(configs.parse(tree), resume_from=resume_from, allowed=allowed_changes.parse(allow, resume_from))
 

@@ -24,8 +24,8 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.plan import fixed_draws
-from trainer.run.run import train
 from trainer.runtime import precision
+from workbench.commands.launch import train
 
 LENGTH = 5
 LAST = Path("checkpoints") / f"step-{LENGTH:08d}"

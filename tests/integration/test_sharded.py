@@ -19,9 +19,9 @@ from tests.proofs.forks import Server
 from trainer.base.errors import UserError
 from trainer.checkpoint import store
 from trainer.kernels import dora_torch
-from trainer.memory_plan.estimate import STEP, Forecast, forecast
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime.streaming import SLOTS
+from workbench.planning.estimate import STEP, Forecast, forecast
 
 SAMPLE = {"prompt": "a bear", "seed": 1, "steps": 2, "width": 64, "height": 64}
 

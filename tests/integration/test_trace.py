@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import trace
-from trainer.memory_plan.op_trace import Trace
+from workbench.planning.op_trace import Trace
 
 
 @pytest.mark.parametrize(

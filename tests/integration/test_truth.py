@@ -13,8 +13,8 @@ from tests.harness import PHOTOS, Workbench
 from trainer.artifacts import sampling
 from trainer.artifacts.sampling import by_request, compared, draw_samples, keep_truths
 from trainer.base.run_layout import Layout
-from trainer.report import before_after
 from workbench.commands import main as cli
+from workbench.pages import before_after
 
 PHOTO = sorted(Path(PHOTOS).glob("*.jpg"))[0]
 

@@ -14,9 +14,9 @@ from benchmarks.divergence import RIGHT, run
 from tests.harness import Workbench, metrics_of
 from trainer.data.batches.loader import Reader
 from trainer.engine.step import Losses
-from trainer.monitoring import diagnosis
 from trainer.monitoring.metrics import read_lines
 from workbench.commands import main as cli
+from workbench.pages import diagnosis
 
 STEPS = 30
 HELD_OUT = ("validation.loss_every_steps=15", "data.held_out=4", "data.batch_size=10")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.harness import Workbench
-from trainer.monitoring import trackers
 from trainer.monitoring.metrics import read_lines
-from trainer.monitoring.trackers import by_step
 from workbench.commands import main as cli
+from workbench.trackers import trackers
+from workbench.trackers.trackers import by_step
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 

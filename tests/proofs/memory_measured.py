@@ -88,10 +88,10 @@ def foretell(out: Path, arguments: list[str]) -> int:
     """`train.py ARGUMENTS --plan`; the forecast goes to `out` as well."""
     import torch
 
-    from trainer.memory_plan.estimate import Forecast
     from trainer.runtime.device import base_of
     from workbench.commands import main as cli
     from workbench.commands import plan_command
+    from workbench.planning.estimate import Forecast
 
     base = base_of(torch.device("cpu"))()
     printed = plan_command.describe_memory

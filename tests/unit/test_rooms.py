@@ -43,7 +43,7 @@ FILES = 20
 ONLY_FOR: dict[str, tuple[str, ...]] = {
     "config": (
         "workbench/*",
-        "run/mirroring.py",
+        "artifacts/ports.py",
         "run/output_folder.py",
         "run/run.py",
         "run/setup.py",
@@ -53,7 +53,6 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
         "resume/start_point.py",
         "resume/unlike.py",
         "plan/*",
-        "report/settings.py",
         "runtime/device.py",
     )
 }
@@ -63,8 +62,6 @@ KNOWS_ONLY: dict[str, set[str]] = {
     "artifacts/sampling.py": set(),
     "engine/step.py": {"objectives"},
     "monitoring/metrics.py": set(),
-    "monitoring/trackers.py": set(),
-    "report/*": {"config", "monitoring"},
     "runtime/attention.py": set(),
     "runtime/heartbeat.py": set(),
     "runtime/precision.py": set(),
@@ -82,10 +79,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "accelerate": ("runtime/processes.py", "models/building.py"),
     "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*"),
     "datasets": ("data/layouts/hf.py",),
-    "fsspec": ("checkpoint/mirror.py",),
+    "fsspec": ("workbench/mirror/store.py",),
     "html": (),  # templates escape what is put into them
     "jinja2": ("base/templates.py",),
-    "markupsafe": ("report/rendering.py",),
+    "markupsafe": ("workbench/pages/rendering.py",),
     "diffusers": ("models/*",),
     "huggingface_hub": ("models/*", "workbench/adapters/push.py"),
     "optimum": ("quantization/quanto.py",),
@@ -99,7 +96,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "tomllib": ("config/*",),
     "transformers": ("models/*", "optim/*"),
     "triton": ("kernels/*_triton.py",),
-    "wandb": ("monitoring/trackers.py",),
+    "wandb": ("workbench/trackers/trackers.py",),
 }
 
 # The one room that may set what belongs to another library, Python's own included. And what nobody may use: a mock replaces
@@ -700,7 +697,7 @@ BREAKS = [
     ("imports_between_rooms", "plan/run_plan.py", "def f():\n    import trainer.engine.step", 2),
     ("imports_between_rooms", "plan/run_plan.py", "from trainer import engine", 1),
     ("imports_between_rooms", "base/types.py", "from trainer.attic import page", 1),
-    ("imports_between_rooms", "report/page.py", "from trainer.runtime import device", 1),
+    ("imports_between_rooms", "monitoring/metrics.py", "from trainer.runtime import device", 1),
     ("imports_between_rooms", "run/loop.py", "from trainer.engine.components import Components", 1),
     ("imports_within_rooms", "data/images/views.py", "from trainer.data.batches import sampler", 1),
     ("imports_within_rooms", "data/sources.py", "def f():\n    from . import buckets", 2),

@@ -25,7 +25,7 @@ TOOLS = {
 }  # fmt: skip
 # Rooms whose tests are found by the room; of the others, by the file.
 WORKSHOPS = {
-    "adapters", "checkpoint", "config", "data", "ema", "kernels", "models", "objectives", "optim", "quantization", "report",
+    "adapters", "checkpoint", "config", "data", "ema", "kernels", "models", "objectives", "optim", "quantization",
 }  # fmt: skip
 
 CLOCKS = {f"{clock}{unit}" for clock in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")}

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer import optim, quantization
+from trainer import quantization
 from trainer.adapters import export, sd_scripts
 from trainer.adapters.portable import of_adapter
 from trainer.artifacts import sampling
-from trainer.artifacts.model_card import write_card
+from trainer.artifacts.ports import Page
 from trainer.artifacts.provenance import Origin
 from trainer.base.console import width
 from trainer.base.errors import NotTrained
@@ -26,18 +26,14 @@ from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.engine.encoding import prompt_conditioning
 from trainer.monitoring import weight_change
-from trainer.monitoring.diagnosis import is_line, judge
-from trainer.monitoring.metrics import read_lines
 from trainer.plan.run_plan import RunPlan
-from trainer.report import LiveReport
-from trainer.report.before_after import write_before_after
 from trainer.runtime.context import RunContext
 from trainer.runtime.jobs import Position
 
 
 @dataclass(frozen=True)
 class Artifacts:
-    """Made by the main process; the others wait."""
+    """Made by the main process; the others wait. page: None where the run has none."""
 
     plan: RunPlan
     components: Components
@@ -45,13 +41,15 @@ class Artifacts:
     state: TrainState
     origin: Origin
     context: RunContext
-    report: LiveReport
+    page: Page | None
 
     def show(self, at: Position) -> None:
         """Have the report written again, where it is time and there is something new to see."""
+        if self.page is None:
+            return
         config = self.plan.config
         shown = config.validation.every_steps, config.validation.loss_every_steps, config.checkpoint.every_steps
-        self.report.after_step(news=not at.fresh or any(map(at.due, (*shown, config.export.every_steps))))
+        self.page.after_step(news=not at.fresh or any(map(at.due, (*shown, config.export.every_steps))))
 
     def draw_samples(self, at: Position) -> None:
         """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
@@ -150,8 +148,8 @@ class Artifacts:
                 for file in self._names(name + ending):
                     if (path := self.context.layout.adapters / file) not in written.values():
                         group.remove(path)
-            if written:
-                said = write_card(self.plan, self.origin.about(), self.context.layout, written, group)
+            if written and self.page is not None:
+                said = self.page.write_card(self.origin.about(), written, group)
         if said:
             self.context.processes.say(f"note: {said}")
         return written
@@ -172,9 +170,9 @@ class Artifacts:
 
     def leave_report(self) -> None:
         """Write the report of the present step, where the training was stopped."""
-        if self.context.processes.is_main:
+        if self.context.processes.is_main and self.page is not None:
             with self.context.phases("writing the report") as phase:
-                path = self.report.stopped(phase.check)
+                path = self.page.stopped(phase.check)
             self.context.processes.say(f"report as of step {self.state.progress.step}: {path}")
 
     def earlier(self) -> list[str]:
@@ -212,7 +210,7 @@ class Artifacts:
 
         Raises NotTrained, after all else is done, for an adapter that no update has reached.
         """
-        plan, say, phases = self.plan, self.context.processes.say, self.context.phases
+        say, phases, page = self.context.processes.say, self.context.phases, self.page
         if not self.context.processes.is_main:
             return
         written, nothing = {}, None
@@ -222,15 +220,15 @@ class Artifacts:
             nothing = error
         with self.state.evaluating():
             moved = weight_change.weight_change(self.state.adapter, self.origin.start.weights, phases)
-        levers, largest = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
-        rows = list(filter(is_line, read_lines(self.context.layout.metrics)))
-        found = judge(rows, largest, levers, self.context.layout.adapter_steps(plan.config.run.name))
-        effects = [["verdict", found.kind], *self._effects(written)]
+        largest = {block: change.largest for block, change in moved.items()}
+        verdict, sentence, bad = ("", "", False) if page is None else page.verdict(largest)
         sections = {
-            "Did it take?": weight_change.change_table(moved, dora=self.state.adapter.dora)
-            | {"notes": [f"{'Warning' if found.bad else found.kind.capitalize()}: {found.sentence}."]},
-            "Effect": {"columns": ["what", "value"], "rows": effects},
+            "Did it take?": weight_change.change_table(moved, dora=self.state.adapter.dora),
+            "Effect": {"columns": ["what", "value"], "rows": self._effects(written)},
         }
+        if verdict:
+            sections["Did it take?"]["notes"] = [f"{'Warning' if bad else verdict.capitalize()}: {sentence}."]
+            sections["Effect"]["rows"].insert(0, ["verdict", verdict])
         if self.state.progress.changes:
             changes = [
                 [change["step"], "-" if change["epoch"] is None else change["epoch"] + 1, line]
@@ -243,16 +241,17 @@ class Artifacts:
                 "columns": ["component", *quantization.REPORT_COLUMNS],
                 "rows": [[component, *stored.row()] for component, stored in self.components.storage.items()],
             }
-        # Before what may fail: a full disk, say.
-        say(f"warning: {found.sentence}" if found.bad else f"verdict: {found.kind}: {found.sentence}")
+        if verdict:  # before what may fail: a full disk, say
+            say(f"warning: {sentence}" if bad else f"verdict: {verdict}: {sentence}")
         self._say_where(written)
         if (samples := self.context.layout.samples_of(self.state.progress.step)).exists():
             say(f"samples: {samples}", whole=True)
-        if picture := write_before_after(self.context.layout, self._compared(), self.state.progress.step):
-            say(f"before and after: {picture}", whole=True)
-        with phases("writing the report") as phase:
-            report = self.report.finished(sections, largest, phase.check)
-        say(f"report: {report}", whole=True)
+        if page is not None:
+            if picture := page.before_after(self._compared(), self.state.progress.step):
+                say(f"before and after: {picture}", whole=True)
+            with phases("writing the report") as phase:
+                report = page.finished(sections, largest, phase.check)
+            say(f"report: {report}", whole=True)
         say(weight_change.render(sections, width(sys.stdout)))
         if nothing is not None:
             raise nothing

@@ -10,11 +10,11 @@ import errno
 import os
 import signal
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 OWN, STANDARD = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")  # folders of code: ours, Python's
@@ -199,3 +199,24 @@ def shown(value: object) -> str:
     """A value for a message, in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# What ends a run, in a few words.
+CAUSES: Mapping[Any, str] = {
+    NonFiniteError: "a value was not finite",
+    (OutOfMemory, MemoryError): "out of memory",
+    DataError: "data could not be read",
+    (NotWritten, OSError): "a file could not be written or read",
+}
+
+
+def cause(error: BaseException) -> str:
+    """What ended a run, in a few words, for who reads it from outside."""
+    match error:
+        case Interrupted():
+            return f"stopped by {signal.Signals(error.signum).name}"
+        case KeyboardInterrupt():
+            return "stopped at once"
+        case PeerStopped():
+            return "another process of the run has ended"
+    return next((words for kinds, words in CAUSES.items() if isinstance(error, kinds)), "an error")

@@ -291,6 +291,10 @@ class Alive:
             os.utime(self.path)
 
 
+# Entries of a record beside phases: where a start went on from (its "done": steps), and what ended it, but for a kill.
+START, STOP = "start of the training", "end of this start"
+
+
 class Record:
     """phases.jsonl: what each phase of each start took. In memory until `open` is called: a refused run leaves nothing."""
 

@@ -15,8 +15,7 @@ from trainer.base.errors import NonFiniteError
 from trainer.base.progress import Phases
 from trainer.monitoring import weight_change
 from trainer.monitoring.course import BLOCKS, CHANGED, LOST, Course
-from trainer.monitoring.diagnosis import is_line, largest, mark_of
-from trainer.monitoring.metrics import Metrics, read_lines
+from trainer.monitoring.metrics import Metrics, is_line, mark_of, read_lines
 from trainer.runtime.jobs import Fields, Job, Position, run_jobs
 from trainer.runtime.processes import Processes
 
@@ -104,6 +103,6 @@ def change_fields(adapter: Adapter, start: Mapping[str, torch.Tensor] | None, ph
     that the run started from."""
     blocks = weight_change.weight_change(adapter, start, phases)
     moved = {name: block.largest if math.isfinite(block.largest) else None for name, block in blocks.items()}
-    most = largest([block.largest for block in blocks.values()])
+    most = weight_change.largest([block.largest for block in blocks.values()])
     lost = sum(block.lost for block in blocks.values())
     return {"weight_change": most if math.isfinite(most) else None, BLOCKS: moved} | ({LOST: lost} if lost else {})

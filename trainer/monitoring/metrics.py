@@ -3,21 +3,21 @@
 import hashlib
 import json
 import os
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, reduce
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
 from trainer.base.console import LIVE, WIDTH, fitted, write
 from trainer.base.files import naming, write_atomic
 from trainer.base.progress import QUIET, Fields, Phases
-from trainer.monitoring.course import CHANGED, PHOTOS
-from trainer.monitoring.trackers import Tracker
+from trainer.monitoring.course import BY_PHOTO, CHANGED, COPIES, COUNT, LOST, PHOTOS, Line
 
 VARY = ("time", "seconds", "images_per_second", "peak_bytes")  # between lines of two equal runs
 SMOOTHED = 20  # steps over which the loss that is shown is averaged, and whose images a second are shown
@@ -64,6 +64,51 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+# What a line must have, and what it may have: numbers; of those that it may have, null is one, too.
+NEEDED = ("images", "lr")
+OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss", COUNT, COPIES, LOST)
+
+
+def is_line(found: object) -> bool:
+    """Whether something from a metrics.jsonl, which anybody may have changed, can be judged."""
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int) or isinstance(found["step"], bool):
+        return False
+    start = found.get("at_start", {})
+    return (
+        isinstance(start, dict)
+        and all(is_number(found.get(name)) for name in NEEDED)
+        and is_number(found.get("highest_lr", 0))
+        and all(fields.get(name) is None or is_number(fields[name]) for fields in (found, start) for name in OPTIONAL)
+        and all(isinstance(fields.get(name, {}), dict) for fields in (found, start) for name in BY_PHOTO.values())
+        and all(
+            v is None or is_number(v)
+            for fields in (found, start)
+            for name in BY_PHOTO.values()
+            for v in fields.get(name, {}).values()
+        )
+        and all(isinstance(fields.get(name, ""), str) for fields in (found, start) for name in (PHOTOS, CHANGED))
+    )
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of JSON is a number that a float can hold."""
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    )
+
+
+def mark_of(rows: Sequence[Line]) -> str | None:
+    """The photos that were measured last (the field PHOTOS); None where nothing was."""
+    return next((found[PHOTOS] for _, found in reversed(list(measured(rows))) if PHOTOS in found), None)
+
+
+def measured(rows: Sequence[Line]) -> Iterator[tuple[int, Line]]:
+    """(step, what was measured after it); what a line has "at_start" is of the step before it."""
+    for row in rows:
+        yield row["step"] - 1, row.get("at_start", {})
+        yield row["step"], row
+
+
 def _memory(entry: dict[str, Any]) -> int:
     """Bytes: the step's peak on its device; where that is not counted, what this process has of the machine's memory."""
     return entry["peak_bytes"] if "peak_bytes" in entry else psutil.Process().memory_info().rss
@@ -71,6 +116,17 @@ def _memory(entry: dict[str, Any]) -> int:
 
 def _line(entry: dict[str, Any]) -> bytes:
     return (json.dumps(entry, allow_nan=False) + "\n").encode()
+
+
+class Tracker(Protocol):
+    """A program that shows the numbers of a run."""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """A whole line of the log; that of a step may come again, with more in it."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left, and end."""
 
 
 class Metrics:

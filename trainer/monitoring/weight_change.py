@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,6 @@ from trainer.base.files import Advance, unheard
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import TensorFile
 from trainer.kernels.dora_torch import TINY
-from trainer.monitoring.diagnosis import largest
 
 # Of the median layer's root mean square: a layer of smaller weights is measured against this share of it. Else a layer that
 # a model's makers left next to zero would speak for the whole run.
@@ -86,6 +85,12 @@ def block_of(layer: str) -> str:
     """The layer's name up to the first index that follows a container of blocks: 'unet.down_blocks.1'."""
     match = re.match(r"(.*?(?:blocks|layers|block)\.\d+|.*?mid_block)\.", layer)
     return match[1] if match else layer
+
+
+def largest(numbers: Iterable[float]) -> float:
+    """The largest of some numbers, NaN where one of them is that, for `max` would depend on their order; of none 0."""
+    numbers = list(numbers)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)
 
 
 def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = unheard) -> str:

@@ -29,7 +29,6 @@ from trainer.models.beside import complete
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.models.weight_sets import Wanted
-from trainer.monitoring.trackers import check_wandb
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
 from trainer.plan.data_sources import read_sources, sources_of
@@ -196,8 +195,6 @@ def make_plan(
     """Check everything that can be without weights. Raises UserError for what cannot work. config: the resolved one.
     scanned: the photos, where they were read already."""
     family = source.family
-    if config.logging.wandb:
-        check_wandb()
     components = storage.storages(config, family)
     data, length = plan_data(config, family, processes=processes, phases=phases, scanned=scanned)
     options = family_options(config, family)

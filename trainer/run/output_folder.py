@@ -9,14 +9,13 @@ from typing import Any
 
 from trainer import config as configs
 from trainer.base import files
+from trainer.base.errors import cause
+from trainer.base.progress import START, STOP
 from trainer.base.run_layout import Layout, folder_name, step_of
 from trainer.checkpoint import store
 from trainer.checkpoint.pieces import Pieces
-from trainer.checkpoint.state import Progress
 from trainer.config import Config
 from trainer.monitoring import metrics
-from trainer.monitoring.trackers import TensorBoard, Tracker, WeightsAndBiases
-from trainer.report import START, STOP, cause
 from trainer.resume import start_point
 from trainer.runtime.context import RunContext
 
@@ -99,17 +98,3 @@ def _bring(checkpoint: Path | None, layout: Layout) -> None:
 
 def _moment(what: str, step: int) -> dict[str, Any]:
     return {"phase": what, "started": round(time.time(), 3), "seconds": 0.0, "done": step, "unit": "step"}
-
-
-def open_trackers(config: Config, context: RunContext, progress: Progress) -> list[Tracker]:
-    """What mirrors the log of the main process."""
-    processes, layout = context.processes, context.layout
-    trackers: list[Tracker] = []
-    if config.logging.tensorboard and processes.is_main:
-        trackers.append(TensorBoard(layout.tensorboard))
-    if config.logging.wandb and processes.is_main:
-        values = config.model_dump(mode="json", exclude_none=True)
-        # A fork has its name and its date from its original.
-        about = (config.run.name, progress.started, *((str(layout.root),) if layout.original.exists() else ()))
-        trackers.append(WeightsAndBiases(layout.root, about=about, config=values, say=processes.say))
-    return trackers

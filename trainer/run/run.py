@@ -5,7 +5,7 @@ config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> 
 
 import gc
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from trainer.adapters import Adapter
 from trainer.adapters.norms import made_for
 from trainer.artifacts.exports import Artifacts
 from trainer.artifacts.on_stop import leave_in_time
+from trainer.artifacts.ports import Attached
 from trainer.artifacts.provenance import Origin
-from trainer.artifacts.run_report import report_of
 from trainer.base import files
 from trainer.base.digests import FileDigests
 from trainer.base.errors import TOO_LARGE, Interrupted
@@ -36,23 +36,29 @@ from trainer.engine.encoding import encode, report_captions
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.engine.policies import NonFinite, what_would_fit
 from trainer.engine.step import Step
-from trainer.memory_plan.estimate import written_bytes
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
-from trainer.monitoring.trackers import sign_in
 from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
-from trainer.report import LiveReport, first_page
 from trainer.resume import pins
 from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
 from trainer.resume.unlike import refuse_unlike_configs, refuse_unlike_data, refuse_unlike_states
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
-from trainer.run.mirroring import ask_mirror, mirrored
-from trainer.run.output_folder import open_trackers, opened
-from trainer.run.setup import Beginning, Launch, begin, cache_dir, disk_needs, opened_cache, updates_of, warn_of_disk
+from trainer.run.output_folder import opened
+from trainer.run.setup import (
+    Beginning,
+    Launch,
+    begin,
+    cache_dir,
+    disk_needs,
+    opened_cache,
+    updates_of,
+    warn_of_disk,
+    written_bytes,
+)
 from trainer.runtime.attention import Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
@@ -60,10 +66,10 @@ from trainer.runtime.device import Memory, start_processes
 from trainer.runtime.jobs import Fields, Job, Position
 
 
-def train(config: Config, *, resume_from: str | None, allowed: Allowance | None = None) -> bool:
+def train(config: Config, launch: Launch) -> bool:
     """Train to the end, to `run.stop_after`, or until a signal. Returns whether the end was reached. Raises what main.py
     turns into exit statuses."""
-    with prepared(config, resume_from=resume_from, allowed=allowed) as (run, signals), run.report:
+    with prepared(config, launch) as (run, signals), run.attached.page or nullcontext():
         try:
             finished = make_loop(run, signals).run()
         except Interrupted:
@@ -76,7 +82,7 @@ def train(config: Config, *, resume_from: str | None, allowed: Allowance | None 
 
 
 @contextmanager
-def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | None = None) -> Iterator[tuple["Run", Signals]]:
+def prepared(config: Config, launch: Launch) -> Iterator[tuple["Run", Signals]]:
     """A block with a run whose output is open, and the signals that it hears. Nothing is trained yet."""
     source = open_source(config)
     config = resolve(config, source)
@@ -88,19 +94,17 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
         phases = Phases(check=peers.check, sign=peers.sign, show=peers.is_main, every=every, record=record)
         context = RunContext(peers, phases, layout)
         refuse_unlike_configs(peers, config)
-        with first_page(context.layout, name=config.run.name, enabled=peers.is_main):
-            context = replace(context, copier=ask_mirror(config, context, resume_from))
-            run = build(config, source, context, resume_from=resume_from, allowed=allowed)
+        pages, mirror, about = launch.ports.pages, None, {"name": config.run.name, "enabled": peers.is_main}
+        with nullcontext() if pages is None else pages.first_page(context.layout, **about):
+            if config.checkpoint.mirror is not None and launch.ports.mirror is not None:
+                mirror = launch.ports.mirror.ask_mirror(config, context, launch.resume_from)
+            run = build(config, source, context, launch)
+            run = replace(run, attached=replace(run.attached, mirror=mirror))
         gc.enable()  # off since the process started (main.py)
-        about = {
-            "step": run.progress.step,
-            "total": run.plan.length.max_steps,
-            "resumed": run.resumed,
-            "changed": run.changed,
-        }
+        step, about = run.progress.step, {"resumed": run.resumed, "changed": run.changed}
         with (
-            opened(run.plan.config, run.pieces, context, **about),
-            mirrored(run.plan.config, context, signals, run.progress.step),
+            opened(run.plan.config, run.pieces, context, step=step, total=run.plan.length.max_steps, **about),
+            nullcontext() if mirror is None else mirror.running(signals, step),
         ):
             yield run, signals
         peers.leave_together()
@@ -124,7 +128,7 @@ class Run:
     state: TrainState
     step: Step
     non_finite: NonFinite
-    report: LiveReport
+    attached: Attached
 
     @property
     def adapter(self) -> Adapter:
@@ -160,21 +164,19 @@ class Run:
 
     def artifacts(self) -> Artifacts:
         """What the run leaves for people, at its present step."""
-        return Artifacts(self.plan, self.components, self.reader, self.state, self.origin, self.context, self.report)
+        return Artifacts(self.plan, self.components, self.reader, self.state, self.origin, self.context, self.attached.page)
 
 
-def build(
-    config: Config, source: ModelSource, context: RunContext, *, resume_from: str | None, allowed: Allowance | None = None
-) -> Run:
+def build(config: Config, source: ModelSource, context: RunContext, launch: Launch) -> Run:
     """Everything up to the first step. config: the resolved one. Reads the checkpoint to go on from; writes only caches.
     Raises UserError for all that can be refused without a step."""
-    allowed = allowed or Allowance(resume_from=resume_from or "auto")
+    allowed, ports = launch.allowed, launch.ports
     peers, phases = context.processes, context.phases
     there = Memory.of(peers.device, config).everywhere(peers.largest)
     which = " (adapter.kernels = 'auto')" if config.adapter.kernels == "auto" else ""
     several = f", {peers.count} processes" if peers.count > 1 else ""
     peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{which}")
-    begun = begin(config, source, there, Launch(resume_from, allowed), processes=peers.count, phases=phases, say=peers.say)
+    begun = begin(config, source, there, launch, processes=peers.count, phases=phases, say=peers.say)
     peers.say(describe_head(begun.plan.config, on_cpu=False) + "\n" + describe(begun.plan, sizes=False))
     plan = replace(begun.plan, model=fetched(begun.plan.model, peers, phases))
     pieces, saved = begun.pieces, begun.saved
@@ -183,8 +185,8 @@ def build(
         done = "; it is done, and nothing is left to train" if begun.progress.step >= plan.length.max_steps else ""
         peers.say(f"resuming {saved.folder} at step {begun.progress.step}{done}")
     if peers.is_main:
-        if plan.config.logging.wandb:
-            sign_in()
+        if ports.trackers is not None:
+            ports.trackers.sign_in(plan.config)
         files.make_folder(context.layout.root, "run.output_dir")
     non_finite = NonFinite(plan.config.step.non_finite, plan.config.step.max_skipped, begun.progress, peers.say)
     components, contents = build_components(plan, there.kernels, begun.attention, context, pieces)
@@ -195,6 +197,9 @@ def build(
     refuse_unlike_states(peers, config, pieces)
     give_back()
     assert begun.environment is not None
+    about = {"contents": contents, "environment": begun.environment.value}
+    pages = ports.pages
+    page = None if pages is None else pages.page_of(plan, components, context, begun.progress, begun.start, **about)
     return Run(
         plan=plan,
         context=context,
@@ -207,9 +212,7 @@ def build(
         state=state,
         step=step,
         non_finite=non_finite,
-        report=report_of(
-            plan, components, context, begun.progress, begun.start, contents=contents, environment=begun.environment.value
-        ),
+        attached=Attached(page, trackers=ports.trackers),
     )
 
 
@@ -302,9 +305,10 @@ def make_loop(run: Run, signals: Signals) -> Loop:
     """The steps of a run whose output is open."""
     plan, config, state, context = run.plan, run.plan.config, run.state, run.context
     peers, layout, jobs = context.processes, context.layout, jobs_of(run)
+    attached = run.attached
     log = metrics.Metrics(
         layout.metrics,
-        trackers=open_trackers(config, context, state.progress),
+        trackers=attached.trackers.open_trackers(config, context, state.progress) if attached.trackers else (),
         total_steps=plan.length.max_steps,
         initial_step=state.progress.step,
         enabled=peers.is_main,
@@ -314,8 +318,8 @@ def make_loop(run: Run, signals: Signals) -> Loop:
 
     def saved(step: int) -> None:
         context.phases.made(f"checkpoint step {step}")
-        if context.copier is not None:
-            context.copier.offer(step)
+        if attached.mirror is not None:
+            attached.mirror.offer(step)
 
     saver = Saver(
         layout.checkpoints,

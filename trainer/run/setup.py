@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 
+from trainer import optim
+from trainer.adapters import Adapter
+from trainer.artifacts.ports import Ports, refuse_unserved
 from trainer.base import files
 from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import size_text
-from trainer.checkpoint.mirror import check_library
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Pin, Progress, Saved
 from trainer.config import Config
@@ -28,7 +30,6 @@ from trainer.data.batches import sampler
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
-from trainer.memory_plan.fitting import fitted
 from trainer.models.loading import ModelSource
 from trainer.plan.data_sources import open_cache
 from trainer.plan.run_plan import RunPlan, make_plan
@@ -57,11 +58,13 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Launch:
-    """The way a run is started. resume_from, allowed: what the command line says. planned: nothing will be written.
-    elsewhere: what this machine lacks is said and not refused, as another one is planned for."""
+    """The way a run is started. resume_from, allowed: what the command line says. ports: the parts that it is given.
+    planned: nothing will be written. elsewhere: what this machine lacks is said and not refused, as another one is planned
+    for."""
 
     resume_from: str | None
     allowed: Allowance
+    ports: Ports = Ports()
     planned: bool = False
     elsewhere: bool = False
 
@@ -82,15 +85,18 @@ def begin(
     Raises UserError for what can be refused without weights.
     """
     allowed = asked.allowed
-    _check_machine(config, asked.elsewhere, say)
+    if lost := refuse_unserved(config, asked.ports):
+        say(f"note: no {lost}: this run was opened without the parts that make them (ports)")
+    _check_machine(config, asked, say)
     saved, config, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     given = config.step.accumulation
     if saved is not None:
         config = pins.share_out(config, saved, processes, allowed, say)
     plan = make_plan(config, source, processes=processes, phases=phases)
     start = open_start(plan, resumed=saved is not None)
-    kept = () if saved is None else start_point.fixed_levers(config)
-    plan = fitted(plan, there.kernels, there.size, base=there.base, kept=kept, say=say)
+    if asked.ports.planning is not None:
+        kept = () if saved is None else start_point.fixed_levers(config)
+        plan = asked.ports.planning.fitted(plan, there.kernels, there.size, base=there.base, kept=kept, say=say)
     config = plan.config
     doubts = (*warnings, *container.doubts(Path(config.run.output_dir), "run.output_dir"))
     for line in (*start.account.lines(), *(f"warning: {doubt}" for doubt in doubts)):
@@ -125,21 +131,31 @@ def begin(
     return Beginning(plan, layout, saved, pieces, progress, start, environment, attention)
 
 
-def _check_machine(config: Config, elsewhere: bool, say: Callable[[str], None]) -> None:
-    """Raises UserError, or OSError, where the run could not write here, or lacks a library for it. elsewhere: it is said."""
+def _check_machine(config: Config, asked: Launch, say: Callable[[str], None]) -> None:
+    """Raises UserError, or OSError, where the run could not write here, or lacks a library for it; elsewhere that is
+    said."""
     checks = [
         partial(files.check_folder, Path(config.run.output_dir), "run.output_dir"),
         partial(files.check_folder, cache_dir(config), "data.cache_dir"),
     ]
-    if config.checkpoint.mirror is not None:
-        checks.append(partial(check_library, config.checkpoint.mirror))
+    if config.checkpoint.mirror is not None and asked.ports.mirror is not None:
+        checks.append(partial(asked.ports.mirror.check_library, config.checkpoint.mirror))
+    if asked.ports.trackers is not None:
+        checks.append(partial(asked.ports.trackers.check_trackers, config))
     for check in checks:
         try:
             check()
         except (UserError, OSError) as error:
-            if not elsewhere:
+            if not asked.elsewhere:
                 raise
             say(f"note: not on this machine: {error}")
+
+
+def written_bytes(plan: RunPlan, adapter: Adapter, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """(of one checkpoint, of the trained weights): bytes. The tensors may have no values."""
+    config, trained = plan.config, sum(parameter.nbytes for parameter in adapter.named_parameters().values())
+    copies = 1 + (config.ema.kind == "constant") + bool(config.adapter.init_from)
+    return copies * trained + optim.state_bytes(config.optimizer.name, optimizer), trained
 
 
 def disk_needs(plan: RunPlan, checkpoint: int, adapter: int, cache: int = 0) -> dict[str, tuple[Path, int]]:

@@ -4,17 +4,14 @@ from dataclasses import dataclass
 
 from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
-from trainer.checkpoint.copier import Copier
 from trainer.runtime.processes import Processes
 
 
 @dataclass(frozen=True)
 class RunContext:
     """What everybody needs to speak, wait and write. processes: this process among its equals. phases: announces long
-    pieces of work. layout: where the run's files lie. copier: copies them to a mirror; None in other processes, and where
-    there is no mirror."""
+    pieces of work. layout: where the run's files lie."""
 
     processes: Processes
     phases: Phases
     layout: Layout
-    copier: Copier | None = None

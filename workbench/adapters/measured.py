@@ -24,7 +24,6 @@ from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
-from trainer.memory_plan.fitting import fitted
 from trainer.monitoring.course import COPIES, COUNT
 from trainer.plan.describe import too_few
 from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
@@ -33,6 +32,7 @@ from trainer.run.setup import choose_attention
 from trainer.runtime.device import Memory, start_processes
 from trainer.runtime.jobs import Fields
 from workbench.adapters.average import Averaged, check_digests, digests_in
+from workbench.planning.fitting import fitted
 
 KINDS = ("held_out_loss", "trained_loss")
 

@@ -37,8 +37,8 @@ from trainer.run.setup import choose_attention
 from trainer.runtime.attention import Attention
 from trainer.runtime.device import start_processes
 from trainer.runtime.processes import Processes
-from trainer.runtime.spilling import Spiller
 from trainer.runtime.streaming import Streamer
+from workbench.audit.spilling import Spiller
 from workbench.audit.storage_audit import AuditPlan
 from workbench.audit.storage_cost import (
     Audit,

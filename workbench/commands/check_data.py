@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from trainer.artifacts import data_report
 from trainer.base.console import write
 from trainer.base.errors import UserError, number_in
 from trainer.base.files import make_folder
@@ -15,7 +14,7 @@ from trainer.plan.data_sources import read_sources
 from trainer.plan.describe import data_lines
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import open_source, plan_data, resolve
-from trainer.report import write_data_report
+from workbench.pages import data_report, write_data_report
 
 
 def data_page(config: Config, out: Path | None = None) -> Path:

@@ -3,14 +3,20 @@
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from trainer import config
+from trainer.base.errors import UserError
+from trainer.base.files import parse_size
 from trainer.base.run_layout import Layout
 from trainer.resume import allowed_changes
 from trainer.resume.allowed_changes import Allowance
+from trainer.run import run
+from trainer.run.setup import Launch
 from workbench.commands.arguments import again
 from workbench.commands.fork import begun, fork
+from workbench.commands.ports import PORTS
 
 
 def launched(chosen: Namespace, overrides: Sequence[str]) -> tuple[config.Config, str | None, Allowance]:
@@ -32,3 +38,29 @@ def next_command(chosen: Namespace, loaded: config.Config, arguments: Sequence[s
     if not begun(layout):
         return shlex.join(["python", "train.py", *arguments])
     return shlex.join(["python", "train.py", "--config", str(layout.config), "--resume_from", "auto"])
+
+
+def asked(resume_from: str | None, allowed: Allowance | None = None, **more: bool) -> Launch:
+    """The way a command starts a run: with all parts. more: planned, elsewhere."""
+    return Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), PORTS, **more)
+
+
+def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance | None = None) -> bool:
+    """Train a run with all parts; returns whether its end was reached."""
+    return run.train(loaded, asked(resume_from, allowed))
+
+
+def compare_runs(file: str, *, only_plan: bool) -> None:
+    """Train the variants of a file of --compare, or print the command of each run."""
+    from workbench.compare.comparison import compare_all
+    from workbench.compare.variations import read_comparison
+
+    compare_all(read_comparison(file), partial(train, resume_from="auto"), only_plan=only_plan)
+
+
+def size_of(text: str) -> int:
+    """The bytes that --plan_memory means. Raises UserError."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UserError(f"--plan_memory {text!r}: {error}") from error

@@ -18,6 +18,7 @@ from trainer.base.console import LIVE, write
 from trainer.base.errors import Interrupted, PeerStopped, ending, told
 from trainer.runtime.libraries import quiet_libraries
 from workbench.commands.arguments import again, parse
+from workbench.commands.tools import missing_part
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,11 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     # the first step. run.train turns it on again.
     gc.disable()
     try:
-        from trainer.run.run import train
-        from workbench.commands.launch import launched, next_command
-        from workbench.commands.plan_command import preview, size_of
-        from workbench.compare.comparison import compare_all
-        from workbench.compare.variations import read_comparison
+        from workbench.commands.launch import compare_runs, launched, next_command, size_of, train
 
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
         if not gc.get_freeze_count():
@@ -50,18 +47,21 @@ def main(arguments: list[str] | None = None) -> int:
                 write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
             return 0
         if chosen.compare is not None:
-            compare_all(read_comparison(chosen.compare), only_plan=chosen.plan)
+            compare_runs(chosen.compare, only_plan=chosen.plan)
             return 0
         loaded, resume_from, allowed = launched(chosen, overrides)
         LIVE.json = loaded.logging.json
         next_one = partial(next_command, chosen, loaded, given)
         if planned:
+            from workbench.commands.plan_command import preview
+
             preview(loaded, memory, resume_from=resume_from, allowed=allowed)
         elif not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
             write(f"go on: {next_one()}", whole=True)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, Interrupted) and chosen.fork_from is not None and alone:
             error = Interrupted(error.signum, error.where, "this command goes on")
+        error = missing_part(error) or error
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             if LIVE.json:  # its traceback goes to stderr

@@ -26,7 +26,6 @@ from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
-from trainer.memory_plan.step_time import slow_in
 from trainer.models import family_named
 from trainer.models.weight_sets import Wanted
 from trainer.plan.data_sources import read_sources
@@ -35,6 +34,7 @@ from trainer.plan.run_plan import DataPlan, Length, open_source, plan_data, reso
 from trainer.resume.adapter_file import NamedModel, models_at
 from trainer.runtime.device import Memory, check_device
 from trainer.runtime.precision import COMPUTE_DTYPES
+from workbench.planning.step_time import slow_in
 
 Show = Callable[[Config, str | None], bool]
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters are for

@@ -2,18 +2,18 @@
 
 from trainer.base.console import write
 from trainer.base.errors import UserError, number_in
-from trainer.base.files import parse_size
 from trainer.base.progress import Phases
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
-from trainer.memory_plan.describe import describe_memory, describe_time
-from trainer.memory_plan.estimate import forecast
-from trainer.memory_plan.suggestions import changes
 from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import open_source, resolve
 from trainer.resume.allowed_changes import Allowance
-from trainer.run.setup import Launch, begin, disk_needs, shortages, warn_of_disk
+from trainer.run.setup import begin, disk_needs, shortages, warn_of_disk
 from trainer.runtime.device import Memory, accelerator_of, check_device
+from workbench.commands.launch import asked
+from workbench.planning.describe import describe_memory, describe_time
+from workbench.planning.estimate import forecast
+from workbench.planning.suggestions import changes
 
 
 def preview(
@@ -34,7 +34,6 @@ def preview(
     what would make it smaller.
     """
     elsewhere = memory is not None or not head
-    asked = Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), planned=True, elsewhere=elsewhere)
     source = open_source(config)
     config = resolve(config, source)
     if head:
@@ -45,7 +44,7 @@ def preview(
         config,
         source,
         there,
-        asked,
+        asked(resume_from, allowed, planned=True, elsewhere=elsewhere),
         processes=number_in("WORLD_SIZE", 1, least=1),
         phases=Phases(show=True, every=config.logging.every_seconds),
         say=write,
@@ -73,11 +72,3 @@ def preview(
 def write_head(config: Config, memory: int | None) -> None:
     """Print the first lines of a plan, which need the config alone. memory: None: of this machine's device."""
     write(describe_head(config, on_cpu=memory is None and check_device(config).type == "cpu"))
-
-
-def size_of(text: str) -> int:
-    """The bytes that --plan_memory means. Raises UserError."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise UserError(f"--plan_memory {text!r}: {error}") from error

@@ -5,9 +5,17 @@ import sys
 from collections.abc import Callable
 
 from trainer.base.console import write
-from trainer.base.errors import ending, told
+from trainer.base.errors import UserError, ending, told
 from trainer.runtime.libraries import quiet_libraries
 from workbench.commands.environment import show_everything
+
+
+def missing_part(error: BaseException) -> UserError | None:
+    """The message for a folder of workbench/ that was deleted and is asked for; None for any other error."""
+    package, _, folder = ((isinstance(error, ModuleNotFoundError) and error.name) or "").partition(".")
+    if package != "workbench":
+        return None
+    return UserError(f"workbench/{folder.partition('.')[0]} is not here, and what was asked for is made of it; get it back")
 
 
 def run_tool(work: Callable[[], int | None]) -> int:
@@ -22,6 +30,7 @@ def run_tool(work: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
         return 141
     except (Exception, KeyboardInterrupt) as error:
+        error = missing_part(error) or error
         status, said = ending(error)
         if status == 1 and not isinstance(error, OSError):
             raise

@@ -11,7 +11,7 @@ import io
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import combinations
@@ -32,7 +32,6 @@ from trainer.data import identity
 from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
 from trainer.resume import pins
 from trainer.resume.initial_adapter import open_start
-from trainer.run.run import train
 from trainer.runtime.device import start_processes
 from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen
 from workbench.compare.paired import before_the_runs
@@ -73,8 +72,9 @@ class Compared:
         return "finished" if state.kind == "finished" else "not finite" if not state.finite else ""
 
 
-def compare_all(asked: Variations, *, only_plan: bool = False) -> None:
-    """Train what is missing of a comparison, and write its page; or print the command of each run. Raises what `train` does,
+def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan: bool = False) -> None:
+    """Train what is missing of a comparison, and write its page; or print the command of each run. train: trains a run, or
+    goes on with it. Raises what `train` does,
     and UserError, before a weight is read, for a comparison that cannot be made."""
     LIVE.json = asked.runs[0].config.logging.json
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -97,7 +97,7 @@ def compare_all(asked: Variations, *, only_plan: bool = False) -> None:
             continue
         write(f"{name}: {run.folder}", whole=True)
         try:
-            train(run.config, resume_from="auto")
+            train(run.config)
         except NonFiniteError as error:
             write(f"{name}: ended: {error}")  # which is what came of this variant
         except Interrupted as error:

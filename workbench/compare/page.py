@@ -13,22 +13,21 @@ from statistics import median
 from typing import Any
 from urllib.parse import quote
 
-from trainer.base.errors import NonFiniteError
+from trainer.base.errors import CAUSES, NonFiniteError
 from trainer.base.progress import Sign, last_sign
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import PHOTOS, moved_by
-from trainer.monitoring.diagnosis import series
-from trainer.report import curves
-from trainer.report.curves import Curve
-from trainer.report.history import History, Series, Standing, read_standing
-from trainer.report.live import CAUSES
-from trainer.report.rendering import document
-from trainer.report.samples import Row, Samples, read_samples
-from trainer.report.settings import values
-from trainer.report.status import Judgement, State, judged
-from trainer.report.tables import size
-from trainer.report.thumbnails import Thumbnails
 from workbench.compare.paired import BySeed, Difference, Pair, corrected
+from workbench.pages import curves
+from workbench.pages.curves import Curve
+from workbench.pages.diagnosis import series
+from workbench.pages.history import History, Series, Standing, read_standing
+from workbench.pages.rendering import document
+from workbench.pages.samples import Row, Samples, read_samples
+from workbench.pages.settings import values
+from workbench.pages.status import Judgement, State, judged
+from workbench.pages.tables import size
+from workbench.pages.thumbnails import Thumbnails
 
 # Keys by which the held-out loss has another unit or another input: what is predicted, from what, and how the model is told.
 UNITS = re.compile(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from statistics import fmean, variance
 
-from trainer.monitoring.student import LEVEL, critical, interval, within
-from trainer.report.curves import Curve, draw
-from trainer.report.history import Series
+from workbench.pages.curves import Curve, draw
+from workbench.pages.history import Series
+from workbench.pages.student import LEVEL, critical, interval, within
 
 POWER = 0.8
 

@@ -35,11 +35,11 @@ from trainer.plan.data_sources import resolutions
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import ModelPlan, fetched, find_objective, open_source, resolve
 from trainer.plan.samples import check_sizes, references
-from trainer.report.before_after import scaled, table
 from trainer.resume.adapter_file import NamedModel, OpenedAdapter, open_adapter
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.attention import few_tokens_in_fp32
 from trainer.runtime.device import start_processes
+from workbench.pages.before_after import scaled, table
 
 SHEET = "grid.png"
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from trainer import config as configs
+from trainer.artifacts.ports import Ports
 from trainer.base.errors import UserError
 from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
@@ -40,6 +41,7 @@ from trainer.run.run import build_components, build_state
 from trainer.run.setup import Launch, begin, cache_dir, choose_attention, environment_pin, updates_of
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory, start_processes
+from workbench.planning import fitting
 from workbench.replay.exact import computing_exactly
 from workbench.replay.formulas import Kept, Update, Updates
 from workbench.replay.judged import Judge, JudgedStep, Made, WatchedStep, watched
@@ -188,6 +190,8 @@ def _config(span: Span, overrides: Sequence[str], elsewhere: Path) -> Config:
     tree["data"].update(cache="memory", cache_dir=str(elsewhere), num_workers=0)
     tree["validation"] = {"every_steps": 0, "loss_every_steps": 0}
     tree["checkpoint"].pop("mirror", None)
+    tree["export"].pop("base_model", None)
+    tree["logging"] = {"tensorboard": False}
     return configs.parse(tree)
 
 
@@ -198,7 +202,7 @@ def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
     if peers.count > 1:
         raise UserError(f"{peers.count} processes were started; a replay is one process, which does the share of all")
     there, allowed = Memory.of(peers.device, config), Allowance(resume_from="")
-    asked = Launch(str(span.folder), allowed)
+    asked = Launch(str(span.folder), allowed, Ports(planning=fitting))
     # The device is left out: an environment that differs is told of, and never refused.
     begun = begin(config, source, replace(there, device=None), asked, processes=1, phases=phases, say=peers.say)
     pieces, differs = begun.pieces, list[str]()

@@ -22,10 +22,10 @@ from trainer.base.console import printable, write
 from trainer.base.errors import UserError
 from trainer.base.files import open_regular
 from trainer.base.run_layout import Layout
-from trainer.report.history import History
-from trainer.report.rendering import policy
-from trainer.report.thumbnails import Thumbnails
 from workbench.compare.page import Seen, compare, seen
+from workbench.pages.history import History
+from workbench.pages.rendering import policy
+from workbench.pages.thumbnails import Thumbnails
 
 LOOPBACK = "127.0.0.1"
 # By which names a browser may call this machine. A page from elsewhere whose name is made to lead here has another one.

@@ -19,6 +19,7 @@ from trainer.checkpoint.state import PIECES, Piece, Saved
 from trainer.config import reading
 from trainer.resume import start_point
 from trainer.run import run as runs
+from workbench.commands import launch
 
 AVERAGE = Piece("average", file="average.safetensors", asked_by="average.decay")
 
@@ -74,7 +75,7 @@ def averaging(monkeypatch) -> None:
 def train(bench: Workbench, out: str, resume_from: str | None = None, **more: Any) -> Path:
     """Returns the last checkpoint."""
     tree = bench.tree(run__output_dir=str(bench.tmp / out), adapter__targets=["*attn1.to_q"], optimizer__lr=1e-2, **more)
-    runs.train(configs.parse(tree), resume_from=resume_from)
+    launch.train(configs.parse(tree), resume_from=resume_from)
     return bench.tmp / out / "checkpoints" / f"step-{more.get('run__stop_after', 3):08d}"
 
 

@@ -13,8 +13,8 @@ import pytest
 from trainer.base.errors import DataError, NonFiniteError
 from trainer.monitoring.measurements import Measurements, change_due
 from trainer.monitoring.metrics import Metrics
-from trainer.monitoring.trackers import TensorBoard
 from trainer.runtime.jobs import Position
+from workbench.trackers.trackers import TensorBoard
 
 
 def entry(step: int, loss: float) -> dict[str, Any]:

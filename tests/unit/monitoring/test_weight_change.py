@@ -18,10 +18,10 @@ from trainer.base.progress import QUIET
 from trainer.kernels import decode, dora_torch
 from trainer.monitoring import weight_change
 from trainer.monitoring.course import LOST, Course
-from trainer.monitoring.diagnosis import judge
 from trainer.monitoring.measurements import change_fields
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear
 from workbench.commands import main as cli
+from workbench.pages.diagnosis import judge
 
 TOLERANCE = 1e-6  # of ||W||
 

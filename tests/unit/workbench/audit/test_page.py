@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from trainer.base.files import json_bytes
-from trainer.report import write_audit
 from workbench.audit import page as audit_report
 from workbench.audit.storage_cost import Audit, Effect, FormatCost, LayerCost, Predictions
+from workbench.pages import write_audit
 
 MIB = 2**20
 

@@ -13,9 +13,9 @@ from tests.harness import by_photo
 from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
 from trainer.data.held_out import split
-from trainer.monitoring.diagnosis import judge
 from trainer.plan.run_plan import Length
 from workbench.commands import new_config
+from workbench.pages.diagnosis import judge
 
 
 @pytest.mark.parametrize(

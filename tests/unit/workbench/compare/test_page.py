@@ -10,8 +10,8 @@ import pytest
 
 from trainer.base.progress import Sign
 from trainer.base.run_layout import Layout
-from trainer.report.history import Standing
 from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen
+from workbench.pages.history import Standing
 
 
 def run(root: Path, variant: str, seed: int, losses: list[float], keys: str = "") -> Seen:

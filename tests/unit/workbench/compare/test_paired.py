@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from trainer.monitoring.student import critical, within
 from workbench.compare.paired import Difference, Pair, before_the_runs, corrected, detectable
+from workbench.pages.student import critical, within
 
 
 # Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.

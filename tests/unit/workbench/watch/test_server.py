@@ -23,10 +23,10 @@ from trainer.artifacts.sampling import draw_samples
 from trainer.base.errors import Interrupted, NonFiniteError, NotWritten, PeerStopped, UserError
 from trainer.base.run_layout import Layout
 from trainer.models.base import SampleRequest
-from trainer.report import START, STOP, cause
-from trainer.report.rendering import policy
 from workbench.compare import page as compared
 from workbench.compare.page import compare
+from workbench.pages import START, STOP, cause
+from workbench.pages.rendering import policy
 from workbench.watch import server as watch_server
 from workbench.watch.server import Runs, Server
 

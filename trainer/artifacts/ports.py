@@ -1,0 +1,168 @@
+"""What a run hands to parts on top of it. Whoever opens a run gives them (`workbench/commands/ports.py` has all), and the
+core names none of them: without them a run trains, saves, resumes and writes its adapter files.
+
+What a config asks of a part that is not there is refused by its key. A module may stand for a protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.adapters.export import About
+from trainer.base.errors import UserError
+from trainer.base.files import FileGroup
+from trainer.base.protocols import Kernels
+from trainer.base.run_layout import Layout
+from trainer.base.signals import Signals
+from trainer.checkpoint.state import Progress
+from trainer.config import Config, flatten, tree
+from trainer.engine.components import Components
+from trainer.monitoring.metrics import Tracker
+from trainer.plan.run_plan import RunPlan
+from trainer.resume.initial_adapter import Start
+from trainer.runtime.context import RunContext
+
+
+class Page(AbstractContextManager[Any], Protocol):
+    """The pages of one start of a run, in a `with` block: what it shows to people beside its adapter files."""
+
+    def after_step(self, *, news: bool) -> None:
+        """Write the page between two steps, where it is time. news: whether there is more to see than another step."""
+
+    def stopped(self, check: Callable[[], None]) -> Path:
+        """Write the page of a run that stopped before its end; returns its place. check: may raise, now and then."""
+
+    def finished(self, outcome: Mapping[str, Any], blocks: Mapping[str, float], check: Callable[[], None]) -> Path:
+        """Write the page of a whole run; returns its place. outcome: tables by title. blocks: each one's change."""
+
+    def verdict(self, blocks: Mapping[str, float]) -> tuple[str, str, bool]:
+        """(a word, a sentence, whether it is a warning): what became of the training. blocks: each one's change."""
+        ...
+
+    def write_card(self, about: About, written: Mapping[str, Path], files: FileGroup) -> str:
+        """Write the model card beside the adapter files; returns what is to be said about it, or "". written: by format."""
+
+    def before_after(self, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
+        """Write a picture of samples before and after the training; returns its place, None where there are none."""
+
+
+class Pages(Protocol):
+    """Makes pages."""
+
+    def first_page(self, layout: Layout, *, name: str, enabled: bool) -> AbstractContextManager[None]:
+        """A block with the page of a run that is prepared."""
+        ...
+
+    def page_of(
+        self, plan: RunPlan, components: Components, context: RunContext, progress: Progress, start: Start,
+        *, contents: Mapping[str, str], environment: Mapping[str, Any],
+    ) -> Page:  # fmt: skip
+        """The pages of a run that is built. contents: digests of the model's files, by component."""
+        ...
+
+
+class Planning(Protocol):
+    """Chooses keys by the memory there is."""
+
+    def fitted(
+        self, plan: RunPlan, kernels: Kernels, memory: int,
+        *, base: Callable[[], int] | None, kept: Collection[str], say: Callable[[str], None],
+    ) -> RunPlan:  # fmt: skip
+        """The plan with what `memory.fit` and `memory.resident_blocks` choose. Raises UserError where nothing fits."""
+        ...
+
+
+class Trackers(Protocol):
+    """Programs that show the numbers of a run."""
+
+    def check_trackers(self, config: Config) -> None:
+        """Raises UserError where one that the config asks for lacks its library."""
+
+    def sign_in(self, config: Config) -> None:
+        """Raises UserError where one that the config asks for knows nobody here."""
+
+    def open_trackers(self, config: Config, context: RunContext, progress: Progress) -> list[Tracker]:
+        """Those that the config asks for."""
+        ...
+
+
+class Copying(Protocol):
+    """The copying of one start of a run to its mirror."""
+
+    def offer(self, step: int) -> None:
+        """A checkpoint is whole, and may be copied."""
+
+    def running(self, signals: Signals, step: int) -> AbstractContextManager[None]:
+        """A block in which files are copied, and at whose end all processes wait for the rest. step: where it begins."""
+        ...
+
+
+class Mirrors(Protocol):
+    """A second place for a run's files."""
+
+    def check_library(self, url: str) -> None:
+        """Raises UserError where the library for a URL is missing."""
+
+    def ask_mirror(self, config: Config, context: RunContext, resume_from: str | None) -> Copying:
+        """What copies to `checkpoint.mirror`; a newer checkpoint that is there is fetched first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What the parts made for one run; None where it has none."""
+
+    page: Page | None = None
+    mirror: Copying | None = None
+    trackers: Trackers | None = None
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The parts that a run is given; None: it has none of that kind."""
+
+    planning: Planning | None = None
+    pages: Pages | None = None
+    trackers: Trackers | None = None
+    mirror: Mirrors | None = None
+
+
+# By part the keys that it alone reads, and whether a config asks for something there. TensorBoard's files are a default: a
+# run without trackers says that there are none.
+ASKED: dict[str, dict[str, Callable[[Config], bool]]] = {
+    "planning": {
+        "memory.fit": lambda config: config.memory.fit is not None,
+        "memory.resident_blocks": lambda config: (config.memory.offload, config.memory.resident_blocks) == ("blocks", "auto"),
+    },
+    "pages": {"export.base_model": lambda config: bool(config.export.base_model)},
+    "trackers": {
+        "logging.tensorboard": lambda config: config.logging.tensorboard and _is_written(config, "logging.tensorboard"),
+        "logging.wandb": lambda config: config.logging.wandb,
+    },
+    "mirror": {"checkpoint.mirror": lambda config: config.checkpoint.mirror is not None},
+}
+
+
+def _is_written(config: Config, key: str) -> bool:
+    table, _, name = key.partition(".")
+    return name in getattr(config, table).model_fields_set
+
+
+def refuse_unserved(config: Config, ports: Ports) -> str:
+    """What the run has not, in words; "" where it has all parts. Raises UserError for a key that asks a part which is not
+    there."""
+    missing = [each.name for each in fields(ports) if getattr(ports, each.name) is None]
+    flat = flatten(tree(config))
+    for part in missing:
+        for key, asks in ASKED[part].items():
+            if asks(config):
+                raise UserError(
+                    f"{key} = {flat.get(key)!r} is read by {part!r}, a part that this run was opened without; give it "
+                    f"(ports=...), or leave the key out"
+                )
+    lost = {"pages": "report, verdict, model card", "trackers": "TensorBoard files"}
+    return ", ".join(lost[part] for part in missing if part in lost)

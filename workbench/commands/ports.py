@@ -1,0 +1,22 @@
+"""The parts that `python train.py` gives a run (trainer/artifacts/ports.py).
+
+Where a folder of them was deleted, the run has no such part, and what a config asks of it is refused by its key.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from trainer.artifacts.ports import Ports
+
+
+def _part(folder: str, module: str) -> Any:
+    return import_module(f"workbench.{folder}.{module}") if find_spec(f"workbench.{folder}") else None
+
+
+PORTS = Ports(
+    planning=_part("planning", "fitting"),
+    pages=_part("pages", "run_report"),
+    trackers=_part("trackers", "trackers"),
+    mirror=_part("mirror", "mirroring"),
+)

@@ -1,0 +1,1 @@
+"""A second place for a run's files, which outlives the machine: `checkpoint.mirror`."""

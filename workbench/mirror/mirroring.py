@@ -1,0 +1,189 @@
+"""The mirror of a run: asked before the first weight, copied to meanwhile, waited for at the end."""
+
+import math
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.base import files
+from trainer.base.console import shortlist
+from trainer.base.errors import Interrupted, PeerStopped, UserError
+from trainer.base.progress import duration
+from trainer.base.run_layout import Layout, folder_name
+from trainer.base.signals import Signals
+from trainer.checkpoint import store
+from trainer.checkpoint.state import Saved
+from trainer.config import Config
+from trainer.monitoring import metrics
+from trainer.runtime.context import RunContext
+from workbench.mirror.copier import Asker, Copier
+from workbench.mirror.store import RUN, Mirror, adopt, check_library, open_mirror
+
+NEWEST = ("auto", "latest")
+NAMED = 20  # names in one line
+
+
+@dataclass(frozen=True)
+class Mirroring:
+    """The copying of a run to its mirror. wait: seconds (checkpoint.mirror_wait). copier: of the main process; None in the
+    others, which wait for it at the end."""
+
+    wait: float
+    context: RunContext
+    copier: Copier | None
+
+    def offer(self, step: int) -> None:
+        """A checkpoint is whole, and may be copied."""
+        if self.copier is not None:
+            self.copier.offer(step)
+
+    @contextmanager
+    def running(self, signals: Signals, step: int) -> Iterator[None]:
+        """A block in which checkpoints are copied, and at whose end all processes wait until the rest is, however it ends,
+        but for a second Ctrl-C. step: where the run begins."""
+        if self.copier is not None:
+            self.copier.start(step)
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._finish(signals, error)
+            raise
+        self._finish(signals, None)
+
+    def _finish(self, signals: Signals, ended: BaseException | None) -> None:
+        """ended: by what the run did, where it was stopped: only another signal ends the waiting then."""
+        copier, context, processes, wait = self.copier, self.context, self.context.processes, self.wait
+        stopped: Interrupted | PeerStopped | None = None
+        if copier is not None:
+            signals.promise = "leaving the mirror as it is"
+            check = signals.check if isinstance(ended, PeerStopped) else processes.check
+            patient = signals.last_work(wait) if isinstance(ended, Interrupted) else nullcontext()
+            try:
+                with patient, context.phases("copying to the mirror", obey=False, keep=False) as phase:
+                    missing = copier.finish(wait, lambda: (phase.check(), check()))
+            except (Interrupted, PeerStopped) as error:
+                missing, stopped = copier.missing(), error
+            if missing:
+                why = f" ({copier.troubles.last})" if copier.troubles.last else ""
+                how_long = "" if stopped else f" after {duration(wait)} (checkpoint.mirror_wait)"
+                processes.say(
+                    f"warning: {copier.mirror.url} lacks {shortlist(missing, NAMED)}{how_long}{why}; all of it is whole in "
+                    f"{context.layout.root}: start again with --resume_from auto, and it is copied"
+                )
+        if not isinstance(ended or stopped, PeerStopped):
+            processes.wait()
+        if ended is None and isinstance(stopped, Interrupted):
+            raise Interrupted(stopped.signum, "while files were copied to the mirror; the last step is saved")
+        if ended is None and stopped is not None:
+            raise stopped
+
+
+def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> Mirroring:
+    """What copies the run's files to checkpoint.mirror. A newer checkpoint that is there is fetched first, where the newest
+    is to be gone on from.
+
+    Raises UserError where it cannot be written, or holds something else than this run.
+    """
+    url, name, wait = config.checkpoint.mirror, config.run.name, config.checkpoint.mirror_wait
+    assert url is not None
+    processes, phases, layout = context.processes, context.phases, context.layout
+    with processes.main_first():
+        if not processes.is_main:
+            return Mirroring(wait, context, None)
+        check_library(url)
+        note = files.read_json(layout.mirror) if layout.mirror.exists() else {}
+        own, back = note.get("id"), note.get("back_to", math.inf)
+        ask = Asker(url, wait, processes.say, phases.check)
+        with phases("asking the mirror", keep=False):
+            mirror = ask(lambda: open_mirror(url), "opening it")
+            theirs = ask(mirror.owner, "asking whose it is")
+            steps = ask(mirror.steps, "listing its checkpoints") if theirs else []
+            _refuse_others(url, theirs, layout, holds=bool(steps), name=name, newest=resume_from in NEWEST)
+            ask(mirror.try_out, "trying to write")
+            # Every start has a mark of its own: one run on two machines is two starts, too.
+            owner = {
+                "run": name,
+                "id": own or (theirs["id"] if theirs and steps else secrets.token_hex(8)),
+                "start": secrets.token_hex(8),
+            }
+            if not steps and theirs != {"run": name, "id": own}:
+                ask(lambda: mirror.claim(owner), "claiming it")  # else once the run begins: this start may be refused yet
+        if resume_from in NEWEST and steps:
+            files.make_folder(layout.root, "run.output_dir")
+            with files.locked(layout.lock):
+                if own is None:
+                    files.write_atomic(layout.mirror, [files.json_bytes({"id": owner["id"]})])
+                _fetch(mirror, [step for step in steps if step <= back], ask, context, name)
+    copier = Copier(mirror, layout, owner=owner, there=steps, keep_last=config.checkpoint.keep_last, say=processes.say)
+    return Mirroring(wait, context, copier)
+
+
+def _refuse_others(url: str, theirs: dict[str, str] | None, layout: Layout, *, holds: bool, name: str, newest: bool) -> None:
+    """holds: whether there are checkpoints in the mirror. newest: whether they may be gone on from."""
+    if theirs is None:
+        return
+    here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
+    own = files.read_json(layout.mirror)["id"] if layout.mirror.exists() else None
+    if theirs["run"] != name or own not in (None, theirs["id"]) or (own is None and here):
+        gone = "" if holds else f", or delete {RUN} there if that run is gone"
+        raise UserError(
+            f"checkpoint.mirror = {url!r} holds another run ({theirs['run']!r}, of another run.output_dir); give another "
+            f"prefix{gone}"
+        )
+    if holds and not here and not newest:
+        raise UserError(
+            f"checkpoint.mirror = {url!r} already holds checkpoints of {name!r}; add --resume_from auto to go on, or give "
+            "another prefix"
+        )
+
+
+def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, name: str) -> None:
+    """Take the newest valid checkpoint of the mirror in, where it is newer than all that are here."""
+    layout, say, phases = context.layout, context.processes.say, context.phases
+    root = layout.checkpoints
+    here, _ = store.newest_valid(root, phases)
+    numbers = {root / folder_name(step): step for step in store.steps(root)}
+    numbers |= {folder: step for step, folder in store.unnamed(root).items()}
+    newest = -1 if here is None else numbers[here]
+
+    for step in reversed([step for step in steps if step > newest]):
+        with phases(f"fetching {folder_name(step)} from the mirror"):
+            wrong = _fetch_one(mirror, step, ask, context, name)
+        if wrong is None:
+            say(f"{folder_name(step)} came from {mirror.url}")
+            return
+        say(f"warning: {folder_name(step)} in {mirror.url} is not valid: {wrong}")
+    if newest < 0:
+        raise UserError(
+            f"checkpoint.mirror = {mirror.url!r} holds no valid checkpoint ({len(steps)} are damaged, or set aside here), "
+            f"and there is none in {root}; restore one, or give another prefix to start again"
+        )
+
+
+def _fetch_one(mirror: Mirror, step: int, ask: Asker, context: RunContext, name: str) -> str | None:
+    """Take a checkpoint in, with the log and the results up to it. Returns why it is not valid, or None."""
+    layout = context.layout
+
+    def fill(folder: Path) -> None:
+        waiting = f"fetching {folder_name(step)}"
+        ask(lambda: mirror.fetch(step, folder), waiting, lambda: sum(path.stat().st_size for path in folder.iterdir()))
+
+    def keep(folder: Path) -> None:
+        waiting = f"fetching what was left up to {folder_name(step)}"
+        ask(lambda: mirror.fetch_results(layout, name, step), waiting, lambda: len(layout.results(name)))
+        log, digest = folder / layout.metrics.name, Saved.whatever(folder).values("progress").get("log")
+        metrics.cut(log, step)
+        if digest and not metrics.has_digest(log, digest):
+            context.processes.say(
+                f"warning: {log.name} of {folder_name(step)} in {mirror.url} is not the log that the run wrote: it is not "
+                f"taken, and lines up to step {step} are missing here"
+            )
+        elif log.exists():
+            files.write_atomic(layout.metrics, [log.read_bytes()])
+        log.unlink(missing_ok=True)  # nothing that a checkpoint needs, so its manifest does not tell of it
+
+    return adopt(layout.checkpoints, step, fill, keep)

@@ -1,0 +1,235 @@
+"""Series by step -> line charts: inline SVG for the lines, text beside it, so that letters keep their size at every width.
+
+A chart never holds more than POINTS * 2 raw points, however long the run was: each slice of the run keeps its lowest
+and its highest value, so a spike stays visible after thinning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from workbench.pages.history import NOTHING, Events, Series
+from workbench.pages.rendering import render
+
+POINTS = 300  # slices along the x axis; about one per two CSS pixels
+SIDE = 1000  # of the viewBox, which is stretched to the plot
+LOG_ABOVE = 10.0  # a positive series spanning more than this ratio is easier to read on a logarithmic axis
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A series to draw. kind: "raw" is faint; "line0" to "line7" are told apart by colour and dashes. band: the lowest and
+    the highest value by step, of several series whose middle this one is; else empty. over: what its steps count."""
+
+    name: str
+    series: Series
+    kind: str
+    band: Sequence[Series] = ()
+    over: str = "steps"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The way from values to places in the viewBox. Ticks enclose the values; those of a logarithmic axis lie between
+    them."""
+
+    first: float
+    last: float
+    x_ticks: list[float]
+    y_ticks: list[float]
+    low: float
+    high: float
+    log: bool
+
+    @staticmethod
+    def over(steps: Sequence[float], values: Sequence[float], *, log: bool) -> Axes:
+        """Axes that hold all steps and values. log: whether the values' axis is logarithmic."""
+        low, high, first, last = min(values), max(values), min(steps), max(steps)
+        y_ticks = log_ticks(low, high) if log else ticks(low, high, 4)
+        x_ticks = [tick for tick in ticks(first, last, 5, whole=True) if first <= tick <= last]
+        if log:  # ends at the values: a decade without any would take a third of the height
+            y_ticks = [tick for tick in y_ticks if low <= tick <= high]
+            return Axes(first, last, x_ticks, y_ticks, low, high, log)
+        return Axes(first, last, x_ticks, y_ticks, min(low, y_ticks[0]), max(high, y_ticks[-1]), log)
+
+    def x_of(self, step: float) -> float:
+        """The place of a step, from the left."""
+        return SIDE * ((step - self.first) / (self.last - self.first) if self.last > self.first else 0.5)
+
+    def y_of(self, value: float) -> float:
+        """The place of a value, from the top."""
+        low, high = self.low, self.high
+        share = math.log(value / low) / math.log(high / low) if self.log else (value - low) / (high - low)
+        return SIDE * (1 - share)
+
+    def path(self, curve: Curve) -> str:
+        """A gap where a value is missing. A lone value is a dot: a line of no length with round ends."""
+        return "".join(f"M{self._through(run)}{'h0' * (len(run) == 1)}" for run in _unbroken(curve.series))
+
+    def band(self, curve: Curve) -> str:
+        """The area between the lowest and the highest; "" of a curve that has none, or has one point."""
+        low, high = ([(s, v) for s, v in series if v is not None] for series in curve.band or ([], []))
+        if len(low) < 2:
+            return ""
+        return f"M{self._through([*low, *reversed(high)])}"
+
+    def _through(self, points: Sequence[Point]) -> str:
+        return "L".join(f"{self.x_of(step):.1f} {self.y_of(value):.1f}" for step, value in points)
+
+
+def draw(
+    title: str,
+    unit: str,
+    lines: Sequence[Curve],
+    *,
+    events: Events = NOTHING,
+    range_of: Series = (),
+    about: str = "",
+    wide: bool = False,
+) -> str:
+    """One chart; "" where no line has a value.
+
+    Values that are far apart have a logarithmic axis. range_of: a series whose steps the x axis spans, too.
+    about: one sentence below the title, for whoever meets such a chart for the first time. wide: with the rails of events.
+    """
+    lines = [line for line in lines if any(value is not None for _, value in line.series)]
+    if not lines:
+        return ""
+    known = {line.name: [value for _, value in line.series if value is not None] for line in lines}
+    steps = [step for line in lines for step in (line.series[0][0], line.series[-1][0])]
+    steps += [range_of[0][0], range_of[-1][0]] if range_of else []
+    steps += [mark.step for mark in events.marks if mark.step < min(steps)] if wide else []
+    said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in known.items())
+    # From here on a long run costs what a short one does.
+    lines = [replace(line, series=thin(line.series), band=[thin(series) for series in line.band]) for line in lines]
+    values = [value for line in lines for series in (line.series, *line.band) for _, value in series if value is not None]
+    axes = Axes.over(steps, values, log=min(values) > 0 and max(values) / min(values) > LOG_ABOVE)
+    summary = f"{title} over {lines[0].over} {axes.first:g} to {axes.last:g}: {said}"
+    inside = {
+        name: [axes.x_of(step) for step in mine if axes.first <= step <= axes.last] for name, mine in events.steps.items()
+    }
+    return render(
+        "chart.html", title=title, unit=", ".join(filter(None, [unit, "logarithmic" if axes.log else ""])), lines=lines,
+        about=about, wide=wide, axes=axes, summary=summary, marks=events.marks, side=SIDE, label=label,
+        bounds=json.dumps([axes.first, axes.last, axes.low, axes.high, axes.log]),
+        rails={name: [f"{place:.0f}" for place in places] for name, places in inside.items() if places},
+    )  # fmt: skip
+
+
+def smoothing_window(count: int) -> int:
+    """Steps over which the moving average forgets: a twentieth of the run, 2 to 200; 0 (none) below 8 values."""
+    return 0 if count < 8 else max(2, min(200, count // 20))
+
+
+def smooth(series: Series, window: int) -> list[Point]:
+    """Exponential moving average with decay 1 - 1/window, corrected for its start from zero; it passes over gaps."""
+    decay = 1 - 1 / window
+    total = weight = 0.0
+    result: list[Point] = []
+    for step, value in series:
+        if value is not None:
+            total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
+            result.append((step, total / weight))
+    return result
+
+
+def spread(many: Sequence[Series]) -> tuple[list[Point], list[Point], list[Point]]:
+    """(median, lowest, highest) by step, each of the series that have a value there."""
+    known: dict[float, list[float]] = {}
+    for step, value in itertools.chain.from_iterable(many):
+        if value is not None:
+            known.setdefault(step, []).append(value)
+    by_step = sorted(known.items())
+    middle, low, high = ([(step, of(values)) for step, values in by_step] for of in (median, min, max))
+    return middle, low, high
+
+
+def last_of_slices(series: Series) -> Series:
+    """Enough for a curve that is smooth already."""
+    return [part[-1] for part in _slices(series)] if len(series) > POINTS else series
+
+
+def thin(series: Series) -> Series:
+    """The series in at most 2 * POINTS points: the lowest and highest of each slice, in order. A slice without values is a
+    gap."""
+    if len(series) <= 2 * POINTS:
+        return series
+    kept: list[tuple[float, float | None]] = []
+    for part in _slices(series):
+        known = [point for point in part if point[1] is not None]
+        if known:
+            extremes = (min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1]))
+            kept += sorted(set(extremes))
+        else:
+            kept.append((part[0][0], None))
+    return kept
+
+
+def broken(series: Series, where: Sequence[float]) -> Series:
+    """The series with a gap after each of these steps: what follows is another curve."""
+    if not where:
+        return series
+    parts = []
+    for (step, value), following in itertools.zip_longest(series, series[1:]):
+        parts.append((step, value))
+        if following and any(step <= cut < following[0] for cut in where):
+            parts.append((step, None))
+    return parts
+
+
+def _slices(series: Series) -> list[Series]:
+    bounds = [index * len(series) // POINTS for index in range(POINTS + 1)]
+    return [series[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _unbroken(points: Series) -> list[list[Point]]:
+    runs = itertools.groupby(points, key=lambda point: point[1] is not None)
+    return [list(run) for known, run in runs if known]
+
+
+def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
+    """Round tick values (1, 2 or 5 times a power of ten apart) that enclose [low, high]."""
+    if high <= low:  # one step, or a constant such as a constant learning rate: frame it
+        margin = abs(low) * 0.5 or 1.0
+        if whole:
+            return [low]
+        low, high = low - margin, high + margin
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    spacing = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    if whole:
+        spacing = max(1.0, spacing)
+    first = math.floor(low / spacing + 1e-9)
+    last = math.ceil(high / spacing - 1e-9)
+    return [index * spacing for index in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten around [low, high], every second or third of them on a long axis; 2 and 5 times them on a short one."""
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    inside = math.floor(math.log10(high) + 1e-9) - math.ceil(math.log10(low) - 1e-9) + 1
+    every, factors = max(1, math.ceil((last - first) / 4)), {0: (1, 2, 5), 1: (1, 2, 5), 2: (1, 3)}.get(inside, (1,))
+    return [factor * 10.0**exponent for exponent in range(first, last + every, every) for factor in factors]
+
+
+def label(tick: float, ticks: Sequence[float]) -> str:
+    """A tick's value with as many digits as its neighbours need."""
+    largest = max(abs(t) for t in ticks)
+    if abs(tick) < largest * 1e-9:
+        return "0"
+    if 1e-3 <= largest < 1e6:
+        return f"{tick:,g}"
+    exponent = math.floor(math.log10(abs(tick)) + 1e-9)
+    return f"{tick / 10.0**exponent:.3g}e{exponent}"
+
+
+def lines_of(parts: Mapping[str, Series]) -> list[Curve]:
+    """Each series by its name, in the colours in their order."""
+    return [Curve(name, series, f"line{place}") for place, (name, series) in enumerate(parts.items())]

@@ -1,0 +1,320 @@
+"""Did it learn, diverge, or do nothing? In one place, from the lines of metrics.jsonl and from how far the weights moved.
+
+Everything here is a pure function of these. So it says the same after a resume, while a run is alive, and from outside.
+docs/watching.md has what the thresholds were taken from.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
+
+from trainer.monitoring.course import (
+    BY_PHOTO,
+    CHANGED,
+    COPIES,
+    COUNT,
+    FIXED,
+    LOSS_TIMES,
+    LR,
+    PHOTOS,
+    TOO_FAR,
+    TOO_LITTLE,
+    Alarm,
+    Course,
+    Line,
+    is_finite,
+    moved_by,
+)
+from trainer.monitoring.metrics import mark_of, measured
+from trainer.monitoring.weight_change import largest
+from workbench.pages.student import interval
+
+# A held-out loss that moved by such a share tells that weights did, however little. Whether it fell or rose its interval says
+# (student.py). Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and a rise after an alarm.
+MOVED, ERRORS, ABOVE = 0.01, 3.5, 2.0
+
+LOOK = "look at the samples, which no number replaces"
+
+TOLD = 10  # losses of steps: of fewer nothing can be said
+
+Known, Changes = Sequence[tuple[int, float]], Sequence[Sequence[float]]
+
+Kind = Literal["learned", "memorising", "worse", "diverged", "recovered", "nothing", "unclear"]
+BAD: tuple[Kind, ...] = ("worse", "diverged", "nothing")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run is called.
+
+    kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither.
+    sound: of one that has diverged the last step that surely has no part in it. measured: of one that has learned, the
+    beginning of the sentence, which says what was measured. doubt: whether something speaks against it.
+    """
+
+    kind: Kind
+    sentence: str
+    step: int | None = None
+    sound: int = 0
+    measured: str = ""
+    doubt: bool = False
+
+    @property
+    def bad(self) -> bool:
+        """Whether it is a warning."""
+        return self.kind in BAD
+
+
+def judge(
+    rows: Sequence[Line], blocks: Mapping[str, float] | None = None, levers: str = LR, kept: Iterable[int] | None = None
+) -> Verdict:
+    """What a run is called, so far or at its end.
+
+    rows: of metrics.jsonl, in order. blocks: by name, the largest ||dW|| / ||W|| of the adapter's blocks, from where the run
+    started; None: not measured, then the last `weight_change` of the rows counts. levers: the keys that set the rate.
+    kept: steps whose adapter can be taken; None: nobody knows.
+    """
+    course = Course(rows, levers)
+    alarm = course.alarm
+
+    def diverged(said: str) -> Verdict:
+        step, sound = (alarm.step, alarm.sound) if alarm else (None, course.sound)
+        return Verdict("diverged", f"{said}; {course.remedy()}", step, sound)
+
+    if said := _not_finite(rows, blocks, course):
+        return diverged(f"the training has diverged: {said}")
+    moves = [row["weight_change"] for row in rows if "weight_change" in row]
+    change = largest(blocks.values()) if blocks else moves[-1] if moves else None
+    far = change is not None and change > TOO_FAR
+    useless = [field for field in FIXED if (mark_of(rows), field) in course.unusable]
+    known = [] if "held_out_loss" in useless else _finite(series(rows, "held_out_loss"))
+    changes = _changes(rows, known, "held_out_loss")
+    few = _too_few(rows, known) if known and not changes else ""
+    doubtful = f"; too few to tell by the held-out loss: {few}" if few else ""
+    tells = interval(changes[0])[0] > 0 if changes else _newest(rows, COUNT) != 1
+    if known and known[-1][1] > LOSS_TIMES * known[0][1] and tells:
+        return diverged(f"the training has diverged: the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}")
+    if far and course.weights_tell():
+        return diverged(f"the training has probably diverged: {_beyond(change or 0, blocks)}{doubtful}")
+    if alarm:
+        since = f"at step {alarm.step} {alarm.what}"
+        if above := _still_above(rows, known, course, alarm):
+            return diverged(f"the training has diverged: {since}; {above}")
+        said = f"the training came back: {since}; look at the samples; {course.remedy()}"
+        return Verdict("recovered", said, alarm.step)
+    moved = bool(changes) and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > MOVED
+    if change is not None and change < TOO_LITTLE and not moved:
+        it = "it" if course.rate_of == levers else course.rate_of
+        said = (
+            f"nothing was learned: no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a "
+            f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
+        )
+        return Verdict("nothing", said)
+    changed = f" (layers changed by {moved_by(change)} of their own weights)" if change is not None else ""
+    if not known:
+        found = _by_steps(rows, changed, bool(useless))
+    elif few:
+        found = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
+    else:
+        trained = [] if "trained_loss" in useless else _changes(rows, known, "trained_loss")
+        found = _by_held_out(known, changes, trained, changed, levers, kept)
+    beside = _leak(rows) + _useless(useless)
+    return replace(found, sentence=found.sentence + beside, doubt=found.doubt or far or bool(beside))
+
+
+def _not_finite(rows: Sequence[Line], blocks: Mapping[str, float] | None, course: Course) -> str:
+    """In words, which weight or loss is not finite at the end, or was at any step; "" where none was."""
+    if spoilt := [name for name, moved in (blocks or {}).items() if not math.isfinite(moved)]:
+        return f"in {spoilt[0]} a layer changed to no finite number"
+    if course.not_finite is None:
+        return ""
+    step, what = course.not_finite
+    later = [(at, loss) for at, loss in _finite(series(rows, "held_out_loss")) if at > step]
+    since = f", though the held-out loss of step {later[-1][0]} is: {later[-1][1]:.4g}" if later else ""
+    return f"at step {step} {what}{since}"
+
+
+def _useless(fields: Sequence[str]) -> str:
+    """Which losses tell nothing, and why; "" where all do. fields: of FIXED."""
+    if not fields:
+        return ""
+    whose = " and ".join(FIXED[field] for field in fields)
+    return (
+        f"; the loss of the {whose} photos tells nothing: it was not finite before any step changed it (look at these "
+        "photos, and at precision.compute)"
+    )
+
+
+def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
+    """In words, which layers moved too far. change: of the one that moved most."""
+    if not blocks:
+        return f"a layer changed by {change:.0%} of its own weights"
+    beyond = {name: moved for name, moved in blocks.items() if moved > TOO_FAR}
+    worst = max(beyond, key=beyond.__getitem__)
+    many = f"in {len(beyond)} of {len(blocks)} blocks a layer"
+    return f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} by {change:.0%}"
+
+
+def _changes(rows: Sequence[Line], known: Sequence[tuple[int, float]], field: str) -> list[list[float]]:
+    """Of each measurement before the last one, what the loss of each photo changed by since then. None where the log does not
+    have that of two photos or more. known: the measurements. field: of FIXED."""
+    every = dict(series(rows, BY_PHOTO[field]))
+    looks: list[Any] = [every.get(step) or {} for step, _ in known]
+    if any(len(look) < 2 or look.keys() != looks[-1].keys() or not all(map(is_finite, look.values())) for look in looks):
+        return []
+    return [[looks[-1][photo] - loss for photo, loss in look.items()] for look in looks[:-1]]
+
+
+def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
+    """In words, why a held-out loss has no interval."""
+    (_, start), (_, now) = known[0], known[-1]
+    if len(known) == 1:
+        return f"the held-out loss was measured once, {start:.4g}, so no change is known"
+    why = "this log, begun by an earlier version, has no losses by photo"
+    if 1 in (_newest(rows, COUNT), len(_newest(rows, BY_PHOTO["held_out_loss"]) or ())):
+        why = "one photo never tells; hold out more (data.held_out)"
+    return f"the held-out loss went from {start:.4g} to {now:.4g}, and {why}"
+
+
+def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course, alarm: Alarm) -> str:
+    """After an alarm, in words, what tells that the run has not come back; "" where it has.
+
+    By the held-out loss, where it was measured after the alarm. Else by the ranks of the last third of the losses over those
+    before the alarm; by the means where these are too few. One window alone may be low, or high, by chance.
+    """
+    if len(known) > 1 and known[-1][0] > alarm.step:
+        (_, start), (last, now) = known[0], known[-1]
+        return f"the held-out loss of step {last} is {now:.4g}, that of the start {start:.4g}" if now > start else ""
+    losses = [(step, loss) for step, loss in series(rows, "loss") if loss is not None]
+    early = [loss for step, loss in losses if step <= alarm.before][: max(TOLD, len(losses) // 5)]
+    late = [loss for step, loss in losses[-max(TOLD, len(losses) // 3) :] if step > alarm.step]
+    if not late:
+        return "and then the log ends"
+    if min(len(early), len(late)) >= TOLD:
+        above = _fall(early, late) < -ABOVE
+    else:
+        above = course.first is not None and fmean(late) > course.first[0]
+    return f"the loss since is {fmean(late):.4g}, above that of the first steps" if above else ""
+
+
+def _leak(rows: Sequence[Line]) -> str:
+    """What makes a held-out loss look better than it is; "" where nothing is known to."""
+    copies, photos = _newest(rows, COPIES), _newest(rows, COUNT)
+    if not copies:
+        return ""
+    of = f" of the {photos:g}" if photos else ""
+    have = "has" if copies == 1 else "have"
+    return (
+        f"; but {copies:g}{of} held-out photos {have} a near duplicate among those that are trained on: where their loss "
+        "falls, that may be memorising"
+    )
+
+
+def _by_held_out(
+    known: Known, changes: Changes, trained: Changes, changed: str, levers: str, kept: Iterable[int] | None
+) -> Verdict:
+    """What a run is called that has not diverged, and changed something or may have. known: losses by step. changes, trained:
+    of each held-out or trained photo, since each measurement but the last.
+
+    Whether the loss fell or rose since the start is one question, asked of one interval. But the lowest of several may be low
+    by chance alone: of a rise since then the intervals since all of them hold at once.
+    """
+    (first, start), (last, now), (best, lowest) = known[0], known[-1], min(known, key=lambda pair: pair[1])
+    low, high = interval(changes[0])
+    by = f" (95 % interval of the change {low:.3g} to {high:.3g}, {len(changes[0])} photos)"
+    place = known.index((best, lowest))
+    rise = interval(changes[place], len(changes)) if place < len(changes) else (0.0, 0.0)
+    since = f" (95 % interval of the rise {rise[0]:.3g} to {rise[1]:.3g}, all {len(changes)} measurements before it at once)"
+    fell = best != first
+    was = f"the held-out loss fell from {start:.4g} to {lowest:.4g} at step {best}"
+    by_heart = "the loss of the trained photos falls on: the adapter learns the photos by heart"
+    overfits = rise[0] > 0 and bool(trained) and interval(trained[place])[1] < 0
+    of = "the loss on photos it never saw"
+    if high < 0:
+        measured = f"{of} fell by {_share(1 - now / start)}"
+        ended = f" at step {last}" if now == lowest else f", and was {lowest:.4g} at step {best}"
+        said = f"{measured}, from {start:.4g} to {now:.4g}{ended}{by}{changed}"
+        if overfits:
+            said += f"; since step {best} it rose{since}, while {by_heart}; {_take(best, last, kept)}"
+        return Verdict("learned", f"{said}; {LOOK}", best, measured=measured, doubt=overfits)
+    if overfits and fell:
+        said = f"{was}, and rose to {now:.4g} since{since}, while {by_heart}; {_take(best, last, kept)}"
+        return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
+    if overfits:
+        said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell{since}, while {by_heart}"
+        return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
+    if fell and rise[0] > 0:
+        said = f"{was}, and has got worse since: {now:.4g} at step {last}{since}{changed}; {_take(best, last, kept)}"
+        return Verdict("worse", f"{said}; or start a new run with a lower {levers}", best)
+    if low > 0:
+        said = f"the held-out loss rose from {start:.4g} to {now:.4g}{'' if fell else ' and never fell'}{by}"
+        said += f": the adapter makes the model worse{changed}; start a new run with a lower {levers}, a tenth for a start"
+        return Verdict("worse", said)
+    went = f"{'rose' if now > start else 'fell'} by {_share(abs(1 - now / start) if start else 0)}"
+    said = f"too few photos to tell: {of} {went}, from {start:.4g} to {now:.4g}{by}: that may be chance{changed}"
+    return Verdict("unclear", f"{said}; hold out more photos" + ("" if now > start else f", train longer or raise {levers}"))
+
+
+def _share(part: float) -> str:
+    """In percent: whole ones, below ten with two digits."""
+    return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.2g} %"
+
+
+def _take(best: int, last: int, kept: Iterable[int] | None) -> str:
+    """The step to take, of those that are kept."""
+    if kept is None:
+        return f"take step {best}"
+    nearest = min((step for step in kept if step != last), key=lambda step: (abs(step - best), step), default=None)
+    if nearest is None:
+        return "no earlier step is kept: set export.every_steps in a new run"
+    return f"take step {nearest}" + ("" if nearest == best else ", the nearest that is kept")
+
+
+def _by_steps(rows: Sequence[Line], changed: str, useless: bool) -> Verdict:
+    """As `_by_held_out`, where that was not measured. useless: it was, and tells nothing."""
+    losses = [loss for _, loss in series(rows, "loss") if loss is not None]
+    if begun := [row for row in rows if CHANGED in row]:
+        changed += f"; before step {begun[-1]['step']} the loss measured something else ({begun[-1][CHANGED]})"
+    early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]
+    if len(losses) >= 2 * TOLD and _fall(early, late) > ERRORS:
+        measured = f"the loss of the steps fell by {_share(1 - fmean(late) / fmean(early))}"
+        said = f"{measured}, from {fmean(early):.4g} to {fmean(late):.4g}{changed}; {LOOK}"
+        said += "; only held-out photos can tell whether it is more than memorising"
+        return Verdict("learned", said, measured=measured, doubt=True)
+    if useless:
+        return Verdict("unclear", f"the loss of the steps jitters more than it fell{changed}; {LOOK}")
+    return Verdict(
+        "unclear",
+        f"the loss of the steps jitters more than it fell{changed}; look at the samples, or set validation.loss_every_steps",
+    )
+
+
+def _fall(early: Sequence[float], late: Sequence[float]) -> float:
+    """In standard errors, how far the late losses rank below the early ones (Mann and Whitney 1947, On a Test of Whether one
+    of Two Random Variables is Stochastically Larger than the Other). Whatever their distribution: it is a skewed one."""
+    ordered, n, m = sorted(late), len(early), len(late)
+    above = sum((bisect_left(ordered, loss) + bisect_right(ordered, loss)) / 2 for loss in early)
+    return (above - n * m / 2) / math.sqrt(n * m * (n + m + 1) / 12)
+
+
+def series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
+    """(step, value) of those that measure what the last one does: on the same photos, or what the loss of a step measures."""
+    if field not in (*FIXED, *BY_PHOTO.values()):
+        first = max((row["step"] for row in rows if CHANGED in row), default=0)
+        return [(row["step"], row[field]) for row in rows if field in row and row["step"] >= first]
+    every = [(step, found) for step, found in measured(rows) if field in found]
+    return [(step, found[field]) for step, found in every if found.get(PHOTOS) == every[-1][1].get(PHOTOS)]
+
+
+def _finite(series: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in series if is_finite(value)]
+
+
+def _newest(rows: Sequence[Line], field: str) -> Any:
+    """What was told last under this name."""
+    return next((found[field] for _, found in reversed(list(measured(rows))) if found.get(field) is not None), None)

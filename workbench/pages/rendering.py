@@ -1,0 +1,67 @@
+"""Pages from templates/: the one place where HTML is made, with what the templates ask of values."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainer.base.pictures import data_uri
+from trainer.base.templates import environment
+from workbench.pages.blocks import percent, shade
+from workbench.pages.samples import peek, step_name
+from workbench.pages.settings import keyed_parts, toml
+from workbench.pages.tables import number_columns, place, shown, size
+
+TEMPLATES = Path(__file__).parent / "templates"
+RELOAD_SECONDS = 15  # of a page whose run is alive
+INLINE = "'unsafe-inline'"  # a chart's labels have their places in their styles
+
+
+def render(template: str, **values: Any) -> str:
+    """The text of a template, which another one takes as it is."""
+    from markupsafe import Markup
+
+    own = environment(
+        TEMPLATES, clock=clock, data_uri=data_uri, keyed_parts=keyed_parts, number_columns=number_columns, peek=peek,
+        percent=percent, place=place, shade=shade, shown=shown, size=size, step_name=step_name, toml=toml,
+    )  # fmt: skip
+    return Markup(own.get_template(template).render(values))
+
+
+def document(template: str, *, watched: tuple[float, float] | None = None, scripted: bool = True, **values: Any) -> str:
+    """A whole page. watched: of one that loads itself again the Unix time at which it was written, and the seconds after
+    which it ought to have been written again. scripted: whether it has page.js."""
+    style, script = _read("page.css"), _read("page.js") if scripted else ""
+    reload = dict(zip(("written", "quiet", "reload"), (*watched, RELOAD_SECONDS), strict=True)) if watched else {}
+    return render(template, style=style, script=script, reload=reload, policy=policy(scripted=scripted), **values)
+
+
+def policy(*, scripted: bool = True) -> str:
+    """The content security policy of a page. It makes "loads nothing from elsewhere" a fact that the browser enforces. A
+    sample's full file lies beside it. scripted: whether page.js may run; nothing else may."""
+    script = f"; script-src 'sha256-{_digest()}'" if scripted else ""
+    return f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data: file: 'self'; style-src {INLINE}{script}"
+
+
+def clock(seconds: float) -> dict[str, str]:
+    """A Unix time for the script, which shows it in the reader's own zone, and in words."""
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return {"exact": f"{moment:%Y-%m-%dT%H:%M:%SZ}", "words": f"{moment:%Y-%m-%d %H:%M} UTC"}
+
+
+@cache
+def _read(name: str) -> str:
+    """The style or the script, as it is."""
+    from markupsafe import Markup
+
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+@cache
+def _digest() -> str:
+    """The hash of the script, as a policy names it."""
+    return base64.b64encode(hashlib.sha256(_read("page.js").encode()).digest()).decode()

@@ -1,0 +1,99 @@
+"""The report of a run that is built: what its page shows besides the files of the run."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer import __version__, optim
+from trainer.adapters.export import About
+from trainer.base.files import FileGroup
+from trainer.checkpoint.state import Progress
+from trainer.engine.components import Components
+from trainer.engine.encoding import report_captions
+from trainer.monitoring.metrics import is_line, read_lines
+from trainer.plan.describe import data_lines
+from trainer.plan.run_plan import RunPlan
+from trainer.resume.initial_adapter import Start
+from trainer.runtime.context import RunContext
+from workbench.pages import LiveReport, ReportedRun, first_page
+from workbench.pages.before_after import write_before_after
+from workbench.pages.data_report import sections
+from workbench.pages.diagnosis import judge
+from workbench.pages.model_card import write_card
+
+__all__ = ["RunPage", "first_page", "page_of"]
+
+
+class RunPage(LiveReport):
+    """The pages of a run that is built: its report, its model card, and its samples before and after."""
+
+    def __init__(self, plan: RunPlan, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.plan = plan
+
+    def verdict(self, blocks: Mapping[str, float]) -> tuple[str, str, bool]:
+        """(a word, a sentence, whether it is a warning): what became of the training, by its log. blocks: the change of each
+        block of the adapter."""
+        rows = list(filter(is_line, read_lines(self.layout.metrics)))
+        found = judge(rows, blocks, self.run.levers, self.layout.adapter_steps(self.run.name))
+        return found.kind, found.sentence, found.bad
+
+    def write_card(self, about: About, written: Mapping[str, Path], files: FileGroup) -> str:
+        """Write README.md beside the adapter files; returns what is to be said about it, or "". written: by format."""
+        return write_card(self.plan, about, self.layout, written, files)
+
+    def before_after(self, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
+        """Write before_after.png; returns its place, None where there is nothing to show."""
+        return write_before_after(self.layout, samples, step)
+
+
+def page_of(
+    plan: RunPlan,
+    components: Components,
+    context: RunContext,
+    progress: Progress,
+    start: Start,
+    *,
+    contents: Mapping[str, str],
+    environment: Mapping[str, Any],
+) -> RunPage:
+    """The pages of a run. contents: digests of the model's files, by component. environment: what the run depends on
+    besides them (pins.pin_environment)."""
+    processes = context.processes
+    config, adapter = plan.config, plan.config.adapter
+    targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
+    sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")
+    kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.type]
+    run = ReportedRun(
+        context.layout,
+        name=config.run.name,
+        total=plan.length.max_steps,
+        begun=progress.step,
+        levers=optim.levers(config.optimizer.name),
+        kicker=f"Training report: {kind} of {sizes}, {targets}, for {config.model.path}",
+        lineage=_lineage(plan, progress, start, contents),
+        environment={
+            "trainer": __version__,
+            "Python": platform.python_version(),
+            "system": platform.platform(),
+            **{name: str(value) for name, value in environment.items()},
+        },
+        changes=progress.changes,
+    )
+    data_of = partial(_data, plan, components)
+    return RunPage(plan, run, data_of=data_of, say=processes.say, enabled=processes.is_main)
+
+
+def _data(plan: RunPlan, components: Components) -> dict[str, dict[str, Any]]:
+    said = report_captions(plan.data, components.family, components.model)
+    return sections(plan.data, data_lines(plan.config, plan.data, plan.length), said, components.phases)
+
+
+def _lineage(plan: RunPlan, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:
+    told = {"begun": progress.started.replace("T", " ").replace("+00:00", " UTC"), "base model": plan.config.model.path}
+    told |= {f"{name}, SHA-256": digest for name, digest in contents.items()}
+    if start.path:
+        told["adapter that it started from"] = f"{start.name}, SHA-256 {start.sha256}" if start.sha256 else start.name
+    return told

@@ -1,0 +1,197 @@
+"""What a page says first: where the run stands, what it has learned, and which step to take."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.base.progress import duration
+from trainer.monitoring.course import moved_by
+from workbench.pages import curves
+from workbench.pages.diagnosis import BAD, LOOK, Kind, Verdict, judge, series
+from workbench.pages.history import History
+from workbench.pages.tables import shown, size
+
+# Title of a verdict: while the run goes on, and once it does not. That of "learned" says what was measured.
+TITLES: Mapping[Kind, tuple[str, str]] = {
+    "memorising": ("It is learning the photos by heart", "It learned the photos by heart"),
+    "worse": ("It is getting worse", "It got worse"),
+    "diverged": ("It has diverged", "It has diverged"),
+    "recovered": ("It left its range, and came back", "It left its range, and came back"),
+    "nothing": ("Nothing to see yet", "Nothing was learned"),
+    "unclear": ("Too early to tell", "Not clear whether it learned"),
+}
+NOT_FINITE = "It met a value that is not finite"
+# What the sentence of a verdict says of the step to take: here it has a sentence of its own, with the reason.
+TAKE = re.compile(r"; (take step \d+(, the nearest that is kept)?|no earlier step is kept: [^;]*)(; or(?= ))?")
+KINDS: Mapping[Kind, str] = {"learned": "good", "memorising": "care", "recovered": "care", "unclear": "open"}
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run is doing, or how it ended. total: its length in steps. begun: the step after which this start began.
+
+    why: of one that has "ended", what ended it, in a few words. said: its message, "" where it is not known. finite: False
+    where it was a value that is not finite.
+    """
+
+    kind: Literal["training", "stopped", "finished", "ended"]
+    total: int
+    begun: int = 0
+    why: str = ""
+    said: str = ""
+    finite: bool = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether the run is training."""
+        return self.kind == "training"
+
+    def sentence(self, history: History) -> str:
+        """The state in words, with the time that is left."""
+        step = max(history.step, self.begun)
+        at = f"step {step:,} of {self.total:,}"
+        if self.kind == "finished":
+            return f"Finished: {at}{_took(history)}."
+        if self.kind == "stopped":
+            return f"Stopped at {at}. Go on with --resume_from auto."
+        if self.kind == "ended":
+            return f"Ended at {at}: {self.why.rstrip('.')}."
+        if not history.rows:
+            return f"Starting: {self.total:,} steps to make."
+        pace = history.pace(self.begun)
+        left = f", about {duration(pace * (self.total - step))} left" if pace is not None and step < self.total else ""
+        return f"Training: {at} ({step / self.total:.0%}){left}."
+
+    def share(self, history: History) -> float:
+        """The share of the steps that are done, at most 1."""
+        return min(1.0, max(history.step, self.begun) / max(1, self.total))
+
+
+def _took(history: History) -> str:
+    seconds = sum(history.values("seconds"))
+    return f", {duration(seconds)} in steps" if seconds else ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is said of a run's success. tone: "good", "care", "bad" or "open". title, said, best: sentences; "" where there
+    is nothing to say."""
+
+    tone: str
+    title: str
+    said: str
+    best: str
+
+
+def judged(
+    history: History, state: State, *, kept: Iterable[int], levers: str, blocks: Mapping[str, float] | None = None
+) -> Judgement:
+    """The judgement of a run in plain words. kept: steps whose adapter can be taken. levers, blocks: what diagnosis.judge
+    takes."""
+    if not history.rows:
+        if not state.alive:
+            return Judgement("open", "No step was recorded.", "", "")
+        return Judgement("open", "Too early to tell.", "No step had been made when this page was written.", "")
+    kept = sorted(kept)
+    found = judge(history.rows, blocks, levers, kept)
+    known = [(step, value) for step, value in series(history.rows, "held_out_loss") if value is not None]
+    if found.kind == "learned":
+        # Whether it is good no number tells: what was measured is said, and nothing more.
+        title = _capital(found.measured)
+        if found.step is not None and found.step == known[-1][0]:
+            title += ", and still falls" if state.alive else ", and was still falling"
+        elif found.step is not None:
+            title += f", but was lowest at step {found.step:,}"
+    else:
+        title = TITLES[found.kind][not state.alive]
+    said = _said(found.sentence.removeprefix(found.measured).removeprefix(", "))
+    tone = KINDS.get(found.kind, "bad" if found.bad else "open")
+    if found.kind == "learned" and found.doubt:
+        tone = "care" if known else "open"
+    if not state.finite and found.kind not in BAD:
+        title, tone = NOT_FINITE, "bad"
+        said = "" if found.kind == "unclear" else _said(found.sentence)  # where the run ended is clear
+    elif state.alive and found.kind in ("nothing", "unclear"):
+        said, tone = _not_yet(found, history), "open"
+    return Judgement(tone, f"{title}.", said and f"{said.rstrip('.')}.", _best(found, dict(known), kept, state, history))
+
+
+def _said(sentence: str) -> str:
+    """A verdict's sentence without the step to take, which has a line of its own."""
+    return _capital(TAKE.sub(lambda cut: ";" if cut[3] else "", sentence))
+
+
+def _not_yet(found: Verdict, history: History) -> str:
+    """In mid-run, where a remedy would come too early."""
+    moved = history.newest("weight_change")
+    told = (
+        f": by step {moved[0]:,} no layer has changed by more than {max(moved[1], 1e-5):.3%} of its own weights"
+        if moved
+        else ""
+    )
+    if found.kind == "nothing":
+        return f"The weights have hardly moved{told}"
+    if (measured := len(history.values("held_out_loss"))) == 1:
+        return "The held-out loss was measured once so far: too few to tell"
+    if measured:
+        return _capital(found.sentence.partition("; hold out more")[0].partition(f"; {LOOK}")[0])
+    return "The loss of the steps jitters more than it has fallen so far. The samples may tell more"
+
+
+def _best(found: Verdict, known: Mapping[float, float], kept: list[int], state: State, history: History) -> str:
+    """Which step to take, and why."""
+    if found.kind == "diverged":
+        sound = [step for step in kept if 0 < step <= found.sound]
+        told = "No step is kept that is surely from before it diverged."
+        return f"Before it diverged: step {sound[-1]:,} is kept." if sound else told
+    if found.kind in ("memorising", "worse") and found.step is None:  # it never fell
+        return "Best so far: the model without the adapter." if state.alive else "Best: the model without the adapter."
+    if found.step is None or found.step not in known or found.kind == "recovered":
+        if found.kind in ("learned", "recovered") and not known:
+            return "Which step is best, only the samples can tell here: no photos are held out (data.held_out)."
+        return ""
+    best, newest = int(found.step), history.step
+    why = f"its held-out loss, {known[best]:.4g}, is the lowest of {len(known)} that were measured"
+    start = "Best so far" if state.alive else "Best"
+    if best in kept or (best == newest and state.kind == "finished"):
+        return f"{start}: step {best:,}{' (the last)' if best == newest and not state.alive else ''}. There {why}."
+    nearest = min((step for step in kept if step > 0), key=lambda step: (abs(step - best), step), default=None)
+    if nearest is None:
+        return f"{start}: step {best:,}, where {why}. Its adapter is not kept; export.every_steps keeps some in a new run."
+    return f"{start}: step {best:,}. There {why}. Its adapter is not kept; the nearest that is: step {nearest:,}."
+
+
+def figures(history: History, blocks: Mapping[str, float | None]) -> dict[str, str]:
+    """What is looked at most, by name. blocks: the change of each block."""
+    found: dict[str, str] = {}
+    losses = series(history.rows, "loss")
+    if known := [value for _, value in losses if value is not None]:
+        window = curves.smoothing_window(len(losses))
+        loss = curves.smooth(losses, window)[-1][1] if window else known[-1]
+        found["Loss, averaged" if window else "Loss"] = f"{loss:.4g}"
+    if known := [value for _, value in series(history.rows, "held_out_loss") if value is not None]:
+        found["Held-out loss (lowest)"] = f"{known[-1]:.4g} ({min(known):.4g})"
+    if (rate := history.last("lr")) is not None:
+        found["Learning rate"] = f"{rate:.3g}"
+    if blocks:
+        moved = [change for change in blocks.values() if change is not None and math.isfinite(change)]
+        found["Weights changed by"] = moved_by(max(moved)) if len(moved) == len(blocks) else "no finite number"
+    if seconds := history.values("seconds"):
+        last = sorted(seconds[-200:])
+        found["Time of a step"] = f"{last[len(last) // 2]:.3g} s"
+    if (images := history.last("images")) is not None:
+        epoch = history.last("epoch")
+        found["Images seen"] = shown(int(images)) + ("" if epoch is None else f" (epoch {epoch:g})")
+    if peaks := history.values("peak_bytes"):
+        found["Peak memory"] = size(int(max(peaks)))
+    if skipped := history.skipped():
+        found["Skipped updates"] = f"{len(skipped):,}"
+    return found
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

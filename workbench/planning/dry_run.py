@@ -1,0 +1,284 @@
+"""A run's own code on tensors without values: at full size it costs seconds, and next to no memory.
+
+They are torch's meta tensors, under a mode of torch (`WithoutValues`): no function of a library is replaced. Tests use the
+same on an accelerator that is not there, with fake tensors (tests/pretend.py).
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from functools import cached_property, partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from trainer import optim
+from trainer.adapters import Adapter
+from trainer.adapters.norms import Norms
+from trainer.base.memory import find_blocks, recomputing
+from trainer.base.progress import QUIET
+from trainer.base.protocols import Kernels
+from trainer.base.types import Batch, Conditioning, Occurrence
+from trainer.checkpoint.pieces import Pieces
+from trainer.data.buckets import ReferenceLayout
+from trainer.ema import Average
+from trainer.engine.assembly import build_adapter, build_step
+from trainer.engine.components import Components
+from trainer.engine.held_out_loss import squared_errors
+from trainer.engine.step import Step, StepResult
+from trainer.kernels import scratch
+from trainer.models.base import SampleRequest
+from trainer.models.tokenizers import load_tokenizer
+from trainer.plan.run_plan import RunPlan
+from trainer.resume import start_point
+from trainer.runtime.attention import only_plain, planned
+from trainer.runtime.processes import Processes
+from workbench.planning.op_trace import Remembering
+
+META = torch.device("meta")
+
+
+class WithoutValues(TorchFunctionMode):
+    """A block in which torch's functions that read a tensor's values do without them, for meta tensors.
+
+    Every question is answered with no, and a search finds the first place: nothing is out of the ordinary. A copy to the
+    CPU is the tensor itself, and a picture is black. Fused attention, and on an accelerator RMSNorm, are one operator
+    each.
+    """
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        super().__init__()
+        self.instead: dict[Callable, Callable[..., Any]] = {
+            Tensor.__bool__: lambda tensor: False,
+            Tensor.nonzero: lambda tensor: torch.zeros(1, tensor.dim(), dtype=torch.int64),
+            Tensor.cpu: lambda tensor: tensor,
+            Tensor.to: _stay,
+            Tensor.numpy: lambda tensor, **keys: torch.zeros(tensor.shape, dtype=tensor.dtype).numpy(**keys),
+            nn.functional.scaled_dot_product_attention: _whole,
+        }
+        if not on_cpu:
+            self.instead[nn.functional.rms_norm] = _fused
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        instead = self.instead.get(func)
+        if instead is not None and (args[0] if args else kwargs["query"]).is_meta:
+            func = instead
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_values(*, on_cpu: bool = False) -> Iterator[None]:
+    """A block in which what reads a value where a run has to does without: meta tensors go through everything below.
+
+    on_cpu: operators as a CPU has them, else as a GPU.
+    """
+    with scratch.own_buffers(), WithoutValues(on_cpu=on_cpu):
+        yield
+
+
+def _stay(tensor: Tensor, *given: Any, **keys: Any) -> Tensor:
+    """`Tensor.to`, which leaves the tensor where it is when it should come to the CPU."""
+    device = keys.get("device", given[0] if given and isinstance(given[0], (str, torch.device)) else None)
+    if device is None or torch.device(device).type != "cpu":
+        return tensor.to(*given, **keys)
+    dtype = keys.get("dtype", next((each for each in given if isinstance(each, torch.dtype)), tensor.dtype))
+    return tensor.to(dtype)
+
+
+def _whole(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **keys: Any,
+) -> Tensor:  # fmt: skip
+    """Attention as one operator that keeps its output and a row of sums, as the fused ones of GPUs do.
+
+    On the meta device torch would take it apart, and its scores alone would be gigabytes: as they are where the plain kernel
+    was asked for.
+    """
+    if only_plain():
+        plain = torch.ops.aten._scaled_dot_product_attention_math
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=keys.get("scale"))[0]
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=keys.get("scale"))[0]
+
+
+def _fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """RMSNorm as GPUs have it: one operator that keeps its input and a sum for each row. Without values torch would take it
+    apart, and keep two fp32 copies of the input. A layer norm keeps the same, and stands in for it."""
+    return nn.functional.layer_norm(x, shape, weight, None, eps or 0.0)
+
+
+class DryStep(Step):
+    """A step that makes its gradients and finds them not finite, so that there is no update."""
+
+    def read(self, told: Tensor, norm: Tensor) -> tuple[list[float], float, float]:
+        return [1.0] + [0.0] * (len(told) - 1), torch.inf, 2.0**16
+
+
+class Unfetched:
+    """Stands for a tokenizer that is not on this machine yet: every text is as long as can be."""
+
+    model_max_length = 512  # of T5
+
+    def __call__(self, texts: Sequence[str], *, max_length: int, **_: Any) -> SimpleNamespace:
+        ids = torch.zeros(len(texts), max_length, dtype=torch.int64)
+        return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, str]], **_: Any) -> str:
+        """The text of a message, which is as long as can be in any template."""
+        return conversation[-1]["content"]
+
+
+class Unread(Components):
+    """Components whose weights have the form that they would have in memory, and no values: no file of weights is opened.
+
+    on_cpu: whether their operators are a CPU's.
+    """
+
+    def __init__(self, *given: Any, on_cpu: bool, **keys: Any) -> None:
+        super().__init__(*given, **keys)
+        self.on_cpu = on_cpu
+
+    def tokenizers(self) -> dict[str, Any]:
+        """The tokenizers that are here, and stand-ins for those of a hub id that are not."""
+        if self.source.fetched:
+            return super().tokenizers()
+        folders = {name: self.source.tokenizer_folder(name) for name in self.family.tokenizers}
+        return {name: load_tokenizer(folder, name) if folder.is_dir() else Unfetched() for name, folder in folders.items()}
+
+    def load(self, name: str) -> nn.Module:
+        if name not in self.model.modules:
+            module = self.source.empty(name, swap=partial(self.swap, name), device=self.model.device)
+            self.model.modules[name] = self.source.finished(name, module)
+            if name == self.family.denoiser:
+                for block in find_blocks(module, self.family.blocks).values():
+                    block.forward = self.with_its_own_mode(block.forward)
+        return self.model.modules[name]
+
+    def with_its_own_mode(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward. torch turns modes off in a backward pass: a block that is recomputed there has its own."""
+
+        @wraps(forward)
+        def wrapped(*arguments: Any, **keys: Any) -> Any:
+            with WithoutValues(on_cpu=self.on_cpu) if recomputing() else nullcontext():
+                return forward(*arguments, **keys)
+
+        return wrapped
+
+    def let_go(self, names: Collection[str]) -> None:
+        """Empty them: modules know each other in circles, and looking for those in all that the libraries made takes longer
+        than the rest."""
+        for name in names:
+            if name in self.streamers:
+                self.streamers.pop(name).close()
+            module = self.model.modules.pop(name, None)
+            for part in module.modules() if module is not None else ():
+                tensors = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
+                for tensor, _ in tensors:
+                    delattr(part, tensor)
+
+
+class Rehearsal:
+    """A run's parts, and what it does with them. Everything happens inside `without_values`.
+
+    kernels: those that it would choose. device: where the run computes. on_cpu: whether that stands for a CPU.
+    host: where its data comes from. step: the class of its step.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        kernels: Kernels,
+        device: torch.device = META,
+        on_cpu: bool = False,
+        step: type[Step] = DryStep,
+    ) -> None:
+        alone = SimpleNamespace(device=device, num_processes=1, process_index=0, is_main_process=False)
+        processes = Processes(alone, lost_after=plan.config.run.lost_after)
+        self.plan, self.device, self.on_cpu, self.step_class = plan, device, on_cpu, step
+        self.host = device if device == META else torch.device("cpu")
+        self.channels = 0  # of latents: known once images were encoded
+        given = {"kernels": kernels, "digests": None, "processes": processes, "phases": QUIET}
+        given["attention"] = planned(plan.config.step.attention)
+        self.components = Unread(plan.model, on_cpu=on_cpu, **given)  # type: ignore[arg-type]
+
+    def encode_prompts(self, texts: Sequence[str]) -> Conditioning:
+        """The conditioning of the texts as it comes from the cache: on the host."""
+        return self.components.encode_prompts(list(texts)).to(self.host)
+
+    def encode_text(self, name: str, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        """What one text encoder gives, which is gone after that."""
+        with self.components.text_encoder(name) as encode:
+            return encode(list(texts))
+
+    def encode_images(self, width: int, height: int, count: int) -> torch.Tensor:
+        """Latents fp32 [count, C, h, w] on the host."""
+        latents = self.components.encode_images(torch.empty(count, 3, height, width, device=self.host)).to(self.host)
+        self.channels = latents.shape[1]
+        return latents
+
+    @cached_property
+    def trained(self) -> tuple[Adapter, Norms, optim.OptimizerState, Average | None, Step]:
+        """The adapter in its layers, the norms for its files, optimizer, average and step; the denoiser is loaded."""
+        with Remembering():
+            return self._build()
+
+    def _build(self) -> tuple[Adapter, Norms, optim.OptimizerState, Average | None, Step]:
+        plan, attention, pieces = self.plan, self.components.attention, Pieces(None, start_point.census(self.plan.config))
+        for name in plan.model.in_steps:
+            self.components.load(name)
+        adapter, norms = build_adapter(plan.config, self.components, pieces)
+        if self.on_cpu:
+            family = plan.model.family
+            attention.give(self.components.load(family.denoiser), family.attention, torch.device("cpu"))
+        progress = start_point.first_progress(plan)
+        state, step = build_step(plan.config, self.components, adapter, norms, pieces, progress, then=None)
+        adapter.refresh()
+        given = {each.name: getattr(step, each.name) for each in fields(step)}
+        return adapter, norms, state.optimizer, state.average, self.step_class(**given)
+
+    def batch(self, layout: ReferenceLayout, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
+        """A micro-batch of one layout, once images were encoded.
+
+        conditioning: of as many captions; None where the run encodes them live.
+        """
+        side, (width, height) = self.plan.model.family.latent_side, layout[0]
+        with unset_fake_temporarily():
+            size = torch.tensor([[height, width]] * count)
+            corner = torch.zeros_like(size)
+        latents, *references = (
+            torch.empty(count, self.channels, height // side, width // side, device=self.host) for width, height in layout
+        )
+        return Batch(
+            occurrences=tuple(Occurrence(0, f"0/{first + index}.png", 0) for index in range(count)),
+            latents=latents,
+            captions=("",) * count,
+            conditioning=conditioning,
+            original_size=size,
+            crop_top_left=corner,
+            target_size=size,
+            references=tuple(references),
+        )
+
+    def step(self, batches: Sequence[Batch], losses: Callable[..., Tensor] | None = None) -> StepResult:
+        """One update from these micro-batches. losses: in place of the step's own."""
+        step = self.trained[-1] if losses is None else replace(self.trained[-1], losses=losses)
+        return step.run(1, batches, [occurrence for batch in batches for occurrence in batch.occurrences])
+
+    def held_out_loss(self, batch: Batch, count: int) -> None:
+        """Measure the loss of so many draws of one photo."""
+        noise = torch.empty(count, *batch.latents.shape[1:], device=self.host)
+        with unset_fake_temporarily():
+            shares = torch.linspace(0.1, 0.9, count, dtype=torch.float64)
+        squared_errors(self.components)(batch, shares, noise)
+
+    def sample(self, request: SampleRequest, conditioning: Conditioning, negative: Conditioning) -> Any:
+        """The image that would be drawn."""
+        self.components.load(self.plan.model.family.vae)
+        told = (each.to(self.device) for each in (conditioning, negative))
+        with torch.no_grad():
+            return self.components.family.sample(self.components.model, request, *told)
