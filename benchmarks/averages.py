@@ -46,7 +46,7 @@ def measured(folders: Sequence[Path], ranks: Sequence[int], phases: Phases) -> d
     models = models_at(config.model.path, recognise)
     opened = [open_adapter(Layout(folder).adapters / f"{folder.name}.safetensors", models) for folder in folders]
     adapters = [Averaged(each.path, each.model, each.portable, 1 / len(opened)) for each in opened]
-    losses = HeldOutLosses(plan_losses(config, adapters, max(ranks), phases), adapters, phases)
+    losses = HeldOutLosses(*plan_losses(config, adapters, max(ranks), phases), adapters, phases)
     found = {
         "without": losses.of(None)["held_out_loss"],
         "seeds": [losses.of(each.portable)["held_out_loss"] for each in adapters],

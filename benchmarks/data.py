@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from trainer.base.progress import Phases, Record  # noqa: E402
 from trainer.base.run_layout import Layout  # noqa: E402
 from trainer.base.signals import Signals  # noqa: E402
 from trainer.run import run as runs  # noqa: E402
+from trainer.run.session import Session  # noqa: E402
 from trainer.runtime.context import RunContext  # noqa: E402
 from workbench.commands.launch import asked  # noqa: E402
 
@@ -80,7 +82,7 @@ def waits(folder: Path, family: str, workers: int, steps: int) -> dict[str, Any]
     with built(settled) as run, Signals() as signals:
         loop = runs.make_loop(run, signals)
         loop.data = timed(loop.data, waited.append)
-        loop.run()
+        deque(loop.steps(), maxlen=0)
     log = [json.loads(line) for line in run.context.layout.metrics.read_text().splitlines()]
     computed = [entry["seconds"] for entry in log][FIRST_STEPS:]
     waited = waited[FIRST_STEPS : FIRST_STEPS + steps]
@@ -127,9 +129,9 @@ def first(folder: Path, count: int) -> dict[str, Any]:
     written = time.perf_counter()
     chosen = config(folder, "sdxl", photos, cache="none")
     model_made = time.perf_counter()
-    source = runs.open_source(chosen)
-    chosen = runs.resolve(chosen, source)
-    peers = runs.start_processes(chosen)
+    session = Session.open(chosen)
+    chosen, source = session.config, session.source
+    peers = session.processes
     context = RunContext(peers, Phases(show=True, record=record), Layout(Path(chosen.run.output_dir)))
     run = runs.build(chosen, source, context, asked(None))
     ready = time.perf_counter()

@@ -250,7 +250,7 @@ def losses_for(config, adapters, rank: int, weight, phases):
     from workbench.adapters.measured import HeldOutLosses, plan_losses
 
     check(adapters, rank, weight)
-    return HeldOutLosses(plan_losses(config, adapters, rank, phases), adapters, phases)
+    return HeldOutLosses(*plan_losses(config, adapters, rank, phases), adapters, phases)
 
 
 def strength_of(given: str) -> tuple[Path, float]:

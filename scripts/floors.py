@@ -62,7 +62,7 @@ def imports() -> set[tuple[str, str]]:
             names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{name}" for name in names]
-            pairs |= {(room, other) for other in map(room_of, names) if other in rooms - {room}}
+            pairs |= {(room, other) for other in map(room_of, names) if room in rooms and other in rooms - {room}}
     return pairs
 
 

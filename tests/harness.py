@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from trainer.checkpoint import store
 from trainer.data.batches.sampler import MicroBatch
 from trainer.engine.step import StepResult
 from trainer.run import run as runs
+from trainer.run.session import Session
 from workbench.commands.launch import asked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,14 +91,16 @@ def pairs(*factors: Sequence[Any]) -> set[tuple[Any, ...]]:
 @contextmanager
 def built(config: configs.Config, resume_from: str | None = None) -> Iterator[runs.Run]:
     """What train.py builds before its loop, with the output folder opened; nothing trained yet."""
-    with runs.prepared(config, asked(resume_from)) as (run, _):
-        yield run
+    with Session(config, "train", asked(resume_from)) as session:
+        yield session.run
 
 
 def train_built(run: runs.Run) -> bool:
     """The loop of a built run, and where it gets there the end. Returns whether it did."""
     with Signals() as signals:
-        finished = runs.make_loop(run, signals).run()
+        loop = runs.make_loop(run, signals)
+        deque(loop.steps(), maxlen=0)
+        finished = loop.finished
         if finished:
             runs.close(run, signals, finished=True)
     return finished

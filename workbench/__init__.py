@@ -1,4 +1,16 @@
-"""What a person does with runs: commands, adapter files, imports, audits, replays, comparisons.
+"""What a person does with runs: commands, plans, pages, adapter files, imports, audits, replays, comparisons.
 
-`trainer/` imports nothing of it.
+`trainer/` imports nothing of it. PORTS: the parts of it that a run is given (`commands/ports.py`).
 """
+
+from typing import Any
+
+__all__ = ["PORTS"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from workbench.commands.ports import PORTS
+
+    return PORTS

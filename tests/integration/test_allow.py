@@ -43,9 +43,9 @@ def tree(bench: Workbench, out: str, **overrides: Any) -> dict[str, Any]:
 
 def train(tree: dict[str, Any], resume_from: str | None = None, allow: str | None = None) -> None:
     from trainer.resume import allowed_changes
-    from trainer.run import run
+    from workbench.commands import launch
 
-    run.train(configs.parse(tree), resume_from=resume_from, allowed=allowed_changes.parse(allow, resume_from))
+    launch.train(configs.parse(tree), resume_from=resume_from, allowed=allowed_changes.parse(allow, resume_from))
 
 
 def change_photos(bench: Workbench) -> None:

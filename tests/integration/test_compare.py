@@ -17,6 +17,7 @@ from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
 from trainer.base.errors import Interrupted
 from trainer.resume.pins import MAY_CHANGE
+from workbench.commands import launch
 from workbench.commands import main as cli
 from workbench.compare import comparison
 
@@ -29,13 +30,13 @@ DEFAULT = {"one": {}, "two": {"optimizer": {"lr": 1e-2}}}
 def trained(monkeypatch) -> list[str]:
     """The folders that were trained in, in order."""
     folders: list[str] = []
-    real = comparison.train
+    real = launch.train
 
     def train(config: configs.Config, **given: Any) -> bool:
         folders.append(Path(config.run.output_dir).name)
         return real(config, **given)
 
-    monkeypatch.setattr(comparison, "train", train)
+    monkeypatch.setattr(launch, "train", train)
     return folders
 
 
@@ -109,7 +110,7 @@ def test_what_is_stopped_goes_on_and_ends_in_the_bytes_of_its_own_command(
     )
     assert cli.main([*shlex.split(lines[1])[2:], f"--set=run.output_dir={bench.tmp}/alone"]) == 0
 
-    real = comparison.train
+    real = launch.train
 
     def stopped(config: configs.Config, **given: Any) -> bool:
         if "two-1" not in config.run.output_dir:
@@ -118,7 +119,7 @@ def test_what_is_stopped_goes_on_and_ends_in_the_bytes_of_its_own_command(
         raise Interrupted(signal.SIGTERM, "after step 1")
 
     with monkeypatch.context() as patched:
-        patched.setattr(comparison, "train", stopped)
+        patched.setattr(launch, "train", stopped)
         assert compare(bench, photos) == 143
     said = capsys.readouterr()
     assert "stopped by SIGTERM after step 1 (run 2 of 4: two, seed 1); the same command goes on" in said.err

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -574,7 +574,7 @@ def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkey
         monkeypatch.setattr(loops, "time", clock)
         monkeypatch.setattr(phases, "time", clock)
         capsys.readouterr()
-        make_loop(replace(run, context=replace(run.context, phases=Phases(show=True, every=1.0))), signals).run()
+        deque(make_loop(replace(run, context=replace(run.context, phases=Phases(show=True, every=1.0))), signals).steps(), 0)
     lines = capsys.readouterr().err.splitlines()
     told = [re.sub(r", epoch .*, lr [^,]*|, memory [^,]*", "", line) for line in lines if line.startswith("step ")]
     assert told[2:6] == [

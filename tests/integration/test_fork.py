@@ -14,7 +14,8 @@ import pytest
 from tests.harness import Workbench, metrics_of
 from trainer.base.errors import Interrupted
 from trainer.base.run_layout import Layout
-from trainer.run import output_folder, run
+from trainer.run import output_folder
+from workbench.commands import launch
 from workbench.commands import main as cli
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -119,7 +120,7 @@ def test_a_stop_before_its_first_step_names_the_one_command_that_goes_on(origina
     def stopped(*given: Any, **more: Any) -> bool:
         raise Interrupted(signal.SIGTERM)
 
-    monkeypatch.setattr(run, "train", stopped)
+    monkeypatch.setattr(launch, "train", stopped)
     assert fork(original) == 143
     said = capsys.readouterr().err
     assert "this command goes on" in said and said.count("go on:") == 1 and "--resume_from" not in said

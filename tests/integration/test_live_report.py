@@ -22,7 +22,7 @@ from trainer.run import run
 from trainer.run.loop import Loop
 from workbench import pages as report
 from workbench.commands import main as cli
-from workbench.pages import live
+from workbench.pages import live, run_report
 from workbench.pages.history import Standing, read_standing
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -208,7 +208,7 @@ def test_a_run_without_its_report_has_the_same_bytes(bench: Workbench, monkeypat
     for out, more in (("shown", shown), ("hidden", hidden)):
         if out == "hidden":
             monkeypatch.setattr(report.LiveReport, "write", lambda self, check=None: None)
-            monkeypatch.setattr(run, "first_page", lambda layout, **more: nullcontext())
+            monkeypatch.setattr(run_report, "first_page", lambda layout, **more: nullcontext())
         assert start(bench, run__output_dir=str(bench.tmp / out), adapter__type="dora", **more) == 0
         folder = bench.tmp / out
         files = [*(folder / "adapters").glob("*.safetensors"), *(folder / "checkpoints").rglob("*.safetensors")]

@@ -185,7 +185,7 @@ def test_an_end_without_a_network_is_an_end(bench: Workbench, s3: ObjectStore, c
 def test_a_mirror_that_cannot_be_written_is_refused_before_a_weight(
     bench: Workbench, s3: ObjectStore, monkeypatch, capfd, prefix: str, change: str, expected: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("trainer.run.run.build", lambda *_, **__: pytest.fail("a weight is read"))
+    monkeypatch.setattr("trainer.run.session.build", lambda *_, **__: pytest.fail("a weight is read"))
     tree = tree_of(bench, prefix, checkpoint__mirror_wait=0.0)
     if change == "keys":
         s3.use(monkeypatch, key="AKIAWRONGWRONG", secret="hush/hush+hush/hush")

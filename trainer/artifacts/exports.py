@@ -99,8 +99,9 @@ class Artifacts:
         model = self.plan.model
         return list(export.file_names(stem, formats, model.adapted, model.family.peft).values())
 
-    def export(self, stem: str, write: Write = write_atomic) -> dict[str, Path]:
-        """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""
+    def export(self, stem: str, write: Write = write_atomic, folder: Path | None = None) -> dict[str, Path]:
+        """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average".
+        folder: None is the run's own."""
         components, plan, config, state = self.components, self.plan, self.plan.config, self.state
         if not self.context.processes.is_main:
             return {}
@@ -108,7 +109,7 @@ class Artifacts:
         adapter, weights, layout = state.adapter, state.weights_for_use(), self.context.layout
         count = len(adapter.layers) * (len(config.export.formats) + adapter.dora) * len(weights)
         files = export.AdapterFiles(
-            folder=layout.adapters,
+            folder=folder or layout.adapters,
             formats=config.export.formats,
             dora_scale=config.export.dora_scale,
             fused=plan.model.fused,

@@ -171,6 +171,16 @@ def prompt_conditioning(components: Components, reader: Reader, text: str) -> Co
     return reader.conditioning([text]).to(components.model.device)
 
 
+def conditionings(components: Components, texts: list[str]) -> Callable[[str], Conditioning]:
+    """text -> its conditioning: made now, one encoder after another, or live where an encoder is adapted."""
+    plan, family = components.plan, components.family
+    if not plan.cache_text:
+        return lambda text: family.encode_prompts(components.model, [text])
+    encoders = {name: partial(components.text_encoder, name) for name in family.text_encoders}
+    made = dict(one_after_another(list(dict.fromkeys(texts)), encoders, join=family.join, phases=components.phases))
+    return lambda text: family.collate([made[text]]).to(components.model.device)
+
+
 def report_captions(data: DataPlan, family: Family, model: Model) -> captions.CaptionReport:
     """What is missing, empty or too long. Raises UserError where data.strict_captions refuses one. model: its tokenizers."""
     texts = list(dict.fromkeys(text for example in (*data.examples, *data.held_out) for text in example.captions))

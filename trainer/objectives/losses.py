@@ -73,7 +73,11 @@ def sample_losses(
     weight [B]: by the time. loss_weights [B, H, W]: of each latent, for all its channels. The mean is over all latents,
     whatever their weights: half a photo masked away halves its loss. threshold [B]: of losses that have one.
     """
-    errors = loss.of_squares((prediction.float() - target).square(), threshold)
+    return weighted(loss.of_squares((prediction.float() - target).square(), threshold), weight, loss_weights)
+
+
+def weighted(errors: Tensor, weight: Tensor, loss_weights: Tensor | None) -> Tensor:
+    """fp32 [B]: the weighted mean of the errors [B, C, H, W] of each sample, as `sample_losses` takes it."""
     if loss_weights is not None:
         errors = errors * loss_weights.unsqueeze(1)
     return errors.flatten(1).mean(1) * weight

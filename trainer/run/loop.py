@@ -19,7 +19,7 @@ from trainer.monitoring.course import rates
 from trainer.monitoring.measurements import Measurements
 from trainer.run.checkpointing import Saves
 from trainer.runtime.context import RunContext
-from trainer.runtime.jobs import ENDINGS, Job, Position, run_jobs
+from trainer.runtime.jobs import ENDINGS, Fields, Job, Position, run_jobs
 
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"
@@ -51,8 +51,9 @@ class Loop:
     signals: Signals
     pending: Exception | None = field(default=None, init=False)
 
-    def run(self) -> bool:
-        """Returns whether the last step was reached. However it ends, the last whole step is saved.
+    def steps(self) -> Generator[Fields]:
+        """The steps, each when it is made and all that is due after it is done: its line of the log. However it ends, also
+        where it is closed, the last whole step is saved.
 
         Raises Interrupted, PeerStopped, one of ENDINGS, OSError, KeyboardInterrupt.
         """
@@ -60,12 +61,13 @@ class Loop:
         self.signals.promise = SAVED
         try:
             with cause_first():
-                self._steps()
-            finished = progress.step >= self.last
-            if not finished:
+                yield from self._steps()
+            if not self.finished:
                 said = f"stopped after step {progress.step} as asked (run.stop_after), which is saved"
                 self.context.processes.say(said)
-            return finished
+        except GeneratorExit:
+            self.saves.save(final=True)
+            raise
         except (Interrupted, *ENDINGS) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
             # and leave together: whoever ended first would have the launcher stop the one that saves.
@@ -89,7 +91,12 @@ class Loop:
                 self.saves.close()
             self.measurements.log.close()
 
-    def _steps(self) -> None:
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is made."""
+        return self.state.progress.step >= self.last
+
+    def _steps(self) -> Generator[Fields]:
         processes, progress, at = self.context.processes, self.state.progress, self._position(fresh=False)
         ends: deque[float] = deque(maxlen=PACE_UNITS)  # when each of the last steps was done
         _, self.pending = run_jobs(self.jobs, at, processes)  # of step 0, or what a stop cut off
@@ -109,13 +116,15 @@ class Loop:
             ended = time.perf_counter()
             ends.append(ended)
             self.measurements.log.phase.pace = pace_of(list(ends)) or ended - begun
-            self._count(result, occurrences, ended - started)
+            entry = self._count(result, occurrences, ended - started)
             at = self._position()
             if at.due(self.saves.every_steps):
                 self.saves.save()
             if progress.step == self.stop_after:
                 self.saves.save(final=True)
             self.pending = run_jobs(self.jobs, at, processes)[1] or self.pending
+            if self.pending is None:
+                yield entry
         self._agree()
 
     def _position(self, *, fresh: bool = True) -> Position:
@@ -152,8 +161,8 @@ class Loop:
             self.signals.save = False
             processes.say(f"SIGUSR1: step {step} is {'saved already' if saved else 'being saved'}")
 
-    def _count(self, result: StepResult, occurrences: Sequence[Occurrence], seconds: float) -> None:
-        """Note that a step was made, and its line in the log."""
+    def _count(self, result: StepResult, occurrences: Sequence[Occurrence], seconds: float) -> Fields:
+        """Note that a step was made, and write its line in the log; returns that."""
         progress = self.state.progress
         if result.refused:
             cause = "" if result.bad_latents else self.measurements.course.blame()
@@ -182,3 +191,4 @@ class Loop:
             entry["peak_bytes"] = peak
         self.pending = self.measurements.step(entry, self._position())
         progress.log = self.measurements.log.digest
+        return entry

@@ -3,9 +3,8 @@
 config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> adapter files
 """
 
-import gc
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,16 +12,13 @@ from trainer import optim
 from trainer.adapters import Adapter
 from trainer.adapters.norms import made_for
 from trainer.artifacts.exports import Artifacts
-from trainer.artifacts.on_stop import leave_in_time
 from trainer.artifacts.ports import Attached
 from trainer.artifacts.provenance import Origin
 from trainer.base import files
 from trainer.base.digests import FileDigests
 from trainer.base.errors import TOO_LARGE, Interrupted
 from trainer.base.memory import give_back
-from trainer.base.progress import Alive, Phases, Record
 from trainer.base.protocols import Kernels
-from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
 from trainer.base.types import Batch
 from trainer.checkpoint.pieces import Pieces
@@ -41,13 +37,12 @@ from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
 from trainer.plan.describe import describe, describe_head
-from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
+from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
 from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
-from trainer.resume.unlike import refuse_unlike_configs, refuse_unlike_data, refuse_unlike_states
+from trainer.resume.unlike import refuse_unlike_data, refuse_unlike_states
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
-from trainer.run.output_folder import opened
 from trainer.run.setup import (
     Beginning,
     Launch,
@@ -62,52 +57,8 @@ from trainer.run.setup import (
 from trainer.runtime.attention import Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
-from trainer.runtime.device import Memory, start_processes
+from trainer.runtime.device import Memory
 from trainer.runtime.jobs import Fields, Job, Position
-
-
-def train(config: Config, launch: Launch) -> bool:
-    """Train to the end, to `run.stop_after`, or until a signal. Returns whether the end was reached. Raises what main.py
-    turns into exit statuses."""
-    with prepared(config, launch) as (run, signals), run.attached.page or nullcontext():
-        try:
-            finished = make_loop(run, signals).run()
-        except Interrupted:
-            if run.plan.config.export.on_stop and run.progress.step:
-                leave_in_time(run.artifacts(), signals)
-            raise
-        if finished or run.plan.config.export.on_stop:
-            close(run, signals, finished=finished)
-        return finished
-
-
-@contextmanager
-def prepared(config: Config, launch: Launch) -> Iterator[tuple["Run", Signals]]:
-    """A block with a run whose output is open, and the signals that it hears. Nothing is trained yet."""
-    source = open_source(config)
-    config = resolve(config, source)
-    # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
-    peers, layout = start_processes(config), Layout(Path(config.run.output_dir))
-    alive, every = Alive(layout.alive, enabled=peers.is_main), config.logging.every_seconds
-    with Signals() as signals, peers.attending(signals, alive), alive:
-        record = Record() if peers.is_main else None
-        phases = Phases(check=peers.check, sign=peers.sign, show=peers.is_main, every=every, record=record)
-        context = RunContext(peers, phases, layout)
-        refuse_unlike_configs(peers, config)
-        pages, mirror, about = launch.ports.pages, None, {"name": config.run.name, "enabled": peers.is_main}
-        with nullcontext() if pages is None else pages.first_page(context.layout, **about):
-            if config.checkpoint.mirror is not None and launch.ports.mirror is not None:
-                mirror = launch.ports.mirror.ask_mirror(config, context, launch.resume_from)
-            run = build(config, source, context, launch)
-            run = replace(run, attached=replace(run.attached, mirror=mirror))
-        gc.enable()  # off since the process started (main.py)
-        step, about = run.progress.step, {"resumed": run.resumed, "changed": run.changed}
-        with (
-            opened(run.plan.config, run.pieces, context, step=step, total=run.plan.length.max_steps, **about),
-            nullcontext() if mirror is None else mirror.running(signals, step),
-        ):
-            yield run, signals
-        peers.leave_together()
 
 
 @dataclass(frozen=True)
@@ -301,10 +252,10 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
 # --- output, loop, end ------------------------------------------------------------------------------------------------
 
 
-def make_loop(run: Run, signals: Signals) -> Loop:
-    """The steps of a run whose output is open."""
+def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
+    """The steps of a run whose output is open. more: jobs after the run's own."""
     plan, config, state, context = run.plan, run.plan.config, run.state, run.context
-    peers, layout, jobs = context.processes, context.layout, jobs_of(run)
+    peers, layout, jobs = context.processes, context.layout, (*jobs_of(run), *more)
     attached = run.attached
     log = metrics.Metrics(
         layout.metrics,

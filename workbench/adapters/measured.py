@@ -14,22 +14,21 @@ from dataclasses import replace
 from trainer import quantization
 from trainer.adapters.portable import Portable
 from trainer.base.console import write
-from trainer.base.digests import FileDigests
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.progress import Phases
 from trainer.checkpoint.pieces import Pieces
-from trainer.config import AdapterTable, Config, LoggingTable, RuleTable, ValidationTable
+from trainer.config import AdapterTable, Config, RuleTable
 from trainer.data.cache.entries import MemoryCache
 from trainer.engine.assembly import build_adapter
-from trainer.engine.components import Components
 from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.monitoring.course import COPIES, COUNT
 from trainer.plan.describe import too_few
-from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
+from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume.initial_adapter import Start, check_fits
+from trainer.run.session import Session, measuring
 from trainer.run.setup import choose_attention
-from trainer.runtime.device import Memory, start_processes
+from trainer.runtime.device import Memory
 from trainer.runtime.jobs import Fields
 from workbench.adapters.average import Averaged, check_digests, digests_in
 from workbench.planning.fitting import fitted
@@ -37,61 +36,45 @@ from workbench.planning.fitting import fitted
 KINDS = ("held_out_loss", "trained_loss")
 
 
-def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases: Phases) -> RunPlan:
-    """A run of the config whose adapter has room for each of these, and for their mean of at most that rank.
+def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases: Phases) -> tuple[Session, RunPlan]:
+    """(a session that measures, its plan): a run of the config whose adapter has room for each of these, and for their mean
+    of at most that rank.
 
     Reads photos and headers. Raises UserError where the config holds no photos out, for what its run would refuse, and for an
     adapter that does not fit its model or has layers that it does not adapt.
     """
     if not config.data.held_out:
         raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
-    source = open_source(config)
     ranks = [max(factors.rank for factors in each.portable.layers.values()) for each in adapters]
-    config = _measuring(config, max(*ranks, min(rank, sum(ranks))), dora=any(each.portable.dora for each in adapters))
-    plan = make_plan(resolve(config, source), source, processes=1, phases=phases)
+    rules = tuple(RuleTable(component=rule.component, match=rule.match) for rule in config.adapter.rules)
+    own, rank = config.adapter, max(*ranks, min(rank, sum(ranks)))
+    kind = "dora" if any(each.portable.dora for each in adapters) else "lora"
+    room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=own.targets, kernels=own.kernels, rules=rules)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"deterministic": False})})
+    session = Session.open(measuring(config, room), only="measure")
+    plan, source = session.plan(phases=phases), session.source
     for each in adapters:
         if each.model.family is not source.family:
             raise UserError(f"{each.path} is of {each.model.family.name}, the config's model of {source.family.name}")
         check_fits(str(each.path), each.portable, plan)
-    return plan
-
-
-def _measuring(config: Config, rank: int, *, dora: bool) -> Config:
-    """The config of a run with such an adapter that measures the loss, and neither trains, writes nor compiles."""
-    own, step, memory = config.adapter, config.step, config.memory
-    rules = tuple(RuleTable(component=rule.component, match=rule.match) for rule in own.rules)
-    kept = {"targets": own.targets, "kernels": own.kernels, "rules": rules}
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"deterministic": False}),
-            "adapter": AdapterTable(type="dora" if dora else "lora", rank=rank, init_resize=True, **kept),
-            "data": config.data.model_copy(update={"cache": "memory"}),
-            "step": step.model_copy(update={"compile": "none", "graphs": False}),
-            "memory": memory.model_copy(update={"shard": False, "gradient_checkpointing": False}),
-            "validation": ValidationTable(every_steps=0, loss_every_steps=1, seed=config.validation.seed),
-            "logging": LoggingTable(tensorboard=False),
-        }
-    )
+    return session, plan
 
 
 class HeldOutLosses:
     """The held-out losses of adapters in one model.
 
-    plan: of `plan_losses`, for these adapters. Photos are encoded and the model is loaded here. Raises UserError for an
-    adapter that is known to be of another model.
+    session, plan: of `plan_losses`, for these adapters. Photos are encoded and the model is loaded here. Raises UserError for
+    an adapter that is known to be of another model.
     """
 
-    def __init__(self, plan: RunPlan, adapters: Sequence[Averaged], phases: Phases) -> None:
-        peers = start_processes(plan.config, quiet=True)
+    def __init__(self, session: Session, plan: RunPlan, adapters: Sequence[Averaged], phases: Phases) -> None:
+        peers = session.processes
         if peers.count > 1:
             raise UserError(f"{peers.count} processes were started; the losses are measured by one, without torchrun")
         there = Memory.of(peers.device, plan.config)
         plan = fitted(plan, there.kernels, there.size, base=there.base)
         plan = replace(plan, model=fetched(plan.model, peers, phases))
-        components = Components(
-            plan.model, kernels=there.kernels, digests=FileDigests(phases=phases), processes=peers, phases=phases,
-            attention=choose_attention(plan, peers.device, write),
-        )  # fmt: skip
+        components = session.components(plan.model, phases, attention=choose_attention(plan, peers.device, write))
         read = replace(plan, data=replace(plan.data, examples=()))
         reader = encode(read, components, MemoryCache(), on_non_finite=_refuse)
         modules = [(name, components.load(name)) for name in plan.model.in_steps]

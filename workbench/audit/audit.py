@@ -19,12 +19,10 @@ from typing import Any
 from torch import nn
 
 from trainer import kernels, quantization
-from trainer.base.digests import FileDigests
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.files import make_folder
 from trainer.base.memory import find_blocks
 from trainer.base.progress import Phases
-from trainer.base.protocols import Kernels
 from trainer.data.batches.loader import Reader
 from trainer.data.cache.entries import MemoryCache
 from trainer.engine.components import Components
@@ -33,10 +31,9 @@ from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.plan.run_plan import ModelPlan, RunPlan, fetched
 from trainer.plan.storage import Storage
 from trainer.quantization import FrozenLayer
+from trainer.run.session import Session
 from trainer.run.setup import choose_attention
 from trainer.runtime.attention import Attention
-from trainer.runtime.device import start_processes
-from trainer.runtime.processes import Processes
 from trainer.runtime.streaming import Streamer
 from workbench.audit.spilling import Spiller
 from workbench.audit.storage_audit import AuditPlan
@@ -73,19 +70,15 @@ class OnDisk(Components):
 class Bench:
     """What measures. reader: of the photos, which are encoded."""
 
+    session: Session
     run: RunPlan
-    kernels: Kernels
     attention: Attention
-    peers: Processes
     phases: Phases
     reader: Reader | None = None
 
     def components(self, model: ModelPlan, kind: Callable[..., Components] = Components) -> Components:
         """The model, of which nothing is loaded."""
-        return kind(
-            model, kernels=self.kernels, digests=FileDigests(phases=self.phases), processes=self.peers, phases=self.phases,
-            attention=self.attention,
-        )  # fmt: skip
+        return self.session.components(model, self.phases, attention=self.attention, kind=kind)
 
     def load(self, components: Components) -> nn.Module:
         """The denoiser, ready to compute as in a run."""
@@ -112,7 +105,7 @@ class Bench:
     def quantised(self, storage: Storage) -> Formats:
         """The layers that a storage quantises. Reads no weight."""
         module = self.run.model.source.build(storage.name)
-        storage.swap(module, kernels=self.kernels)
+        storage.swap(module, kernels=kernels.choose(self.run.config.adapter.kernels, self.session.processes.device))
         layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
         return {name: layer.format for name, layer in layers.items() if layer.format.quantised}
 
@@ -120,10 +113,10 @@ class Bench:
 def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phases) -> Audit:
     """The audit of a model's denoiser. most: layers to exclude in each format. alone: how many of the costliest are measured
     one by one. folder: has room for the base. Raises NonFiniteError, and UserError for a format that would store no layer."""
-    run, peers = plan.run, start_processes(plan.run.config)
+    run, peers = plan.run, plan.session.processes
     attention = choose_attention(run, peers.device, peers.say)
     run = replace(run, model=fetched(run.model, peers, phases), data=replace(run.data, examples=()))
-    bench = Bench(run, kernels.choose(run.config.adapter.kernels, peers.device), attention, peers, phases)
+    bench = Bench(plan.session, run, attention, phases)
     layers = [bench.quantised(storage) for storage in plan.stored]
     for storage, formats_of in zip(plan.stored, layers, strict=True):
         if not formats_of:

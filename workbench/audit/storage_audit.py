@@ -9,15 +9,17 @@ from trainer.base.progress import QUIET, Phases
 from trainer.config import ComponentTable, Config
 from trainer.models import family_named
 from trainer.plan import storage
-from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
+from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import Storage
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, formats_of
+from trainer.run.session import Session, measuring
 
 
 @dataclass(frozen=True)
 class AuditPlan:
     """A run over the base, of which one kind of photo is measured, and the denoiser's storages to compare it with."""
 
+    session: Session
     run: RunPlan
     stored: tuple[Storage, ...]
 
@@ -53,15 +55,15 @@ def plan_audit(config: Config, model: str, formats: Sequence[Format], phases: Ph
         )
     denoiser = family_named(config.model.family).denoiser
     asked = config.model.components.get(denoiser, ComponentTable())
-    config = _over_base(config, model, denoiser)
-    source = open_source(config)
+    session = Session.open(_over_base(config, model, denoiser), only="measure")
+    source = session.source
     held = storage.held_as(source, denoiser)
     if held is not None:
         raise UserError(
             f"{model}: the {denoiser} is stored as {held[0]} ({held[1]}) in the model's files already, and there is "
             "nothing to compare it with; give the 16-bit model"
         )
-    run = make_plan(resolve(config, source), source, processes=1, phases=phases)
+    run = session.plan(phases=phases)
     kind = next(iter(run.data.measured))  # held-out photos where there are any
     data = replace(run.data, measured={kind: run.data.measured[kind]}, requests=())
     # Nothing is trained, so no text encoder has to be at hand.
@@ -69,19 +71,13 @@ def plan_audit(config: Config, model: str, formats: Sequence[Format], phases: Ph
     base = run.model.storage[denoiser]
     stored = tuple(replace(base, format=format, exclude=asked.exclude) for format in formats)
     storage.check(source, stored[0])
-    return AuditPlan(run, stored)
+    return AuditPlan(session, run, stored)
 
 
 def _over_base(config: Config, model: str, denoiser: str) -> Config:
-    """The config of a run over the base that measures the loss, and writes and compiles nothing."""
+    """The config of a run over the base that measures the loss."""
     given = config.model.components.get(denoiser, ComponentTable())
     table = storage.unquantised(given)
     components = config.model.components | {denoiser: table}
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": model, "components": components}),
-            "data": config.data.model_copy(update={"cache": "memory"}),
-            "validation": config.validation.model_copy(update={"loss_every_steps": 1}),
-            "step": config.step.model_copy(update={"compile": "none", "graphs": False}),
-        }
-    )
+    table = config.model.model_copy(update={"path": model, "components": components})
+    return measuring(config.model_copy(update={"model": table}))

@@ -13,7 +13,8 @@ from trainer.engine.encoding import report_captions
 from trainer.plan.data_sources import read_sources
 from trainer.plan.describe import data_lines
 from trainer.plan.requirements import family_options
-from trainer.plan.run_plan import open_source, plan_data, resolve
+from trainer.plan.run_plan import plan_data
+from trainer.run.session import Session
 from workbench.pages import data_report, write_data_report
 
 
@@ -30,8 +31,8 @@ def report_data(config: Config, out: Path | None = None) -> int:
     """
     # What strict mode refuses is reported here, not raised.
     config = config.model_copy(update={"data": config.data.model_copy(update={"strict_captions": False})})
-    source = open_source(config)
-    config = resolve(config, source)
+    session = Session.open(config, only="measure")
+    config, source = session.config, session.source
     source.check_tokenizers()
     phases = Phases(show=True)
     scanned = read_sources(config, phases)

@@ -12,7 +12,7 @@ from trainer.base.files import parse_size
 from trainer.base.run_layout import Layout
 from trainer.resume import allowed_changes
 from trainer.resume.allowed_changes import Allowance
-from trainer.run import run
+from trainer.run.session import Session
 from trainer.run.setup import Launch
 from workbench.commands.arguments import again
 from workbench.commands.fork import begun, fork
@@ -47,7 +47,8 @@ def asked(resume_from: str | None, allowed: Allowance | None = None, **more: boo
 
 def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance | None = None) -> bool:
     """Train a run with all parts; returns whether its end was reached."""
-    return run.train(loaded, asked(resume_from, allowed))
+    with Session(loaded, "train", asked(resume_from, allowed)) as session:
+        return session.train()
 
 
 def compare_runs(file: str, *, only_plan: bool) -> None:

@@ -30,8 +30,9 @@ from trainer.models import family_named
 from trainer.models.weight_sets import Wanted
 from trainer.plan.data_sources import read_sources
 from trainer.plan.fixed_draws import ENOUGH
-from trainer.plan.run_plan import DataPlan, Length, open_source, plan_data, resolve
+from trainer.plan.run_plan import DataPlan, Length, plan_data
 from trainer.resume.adapter_file import NamedModel, models_at
+from trainer.run.session import Session
 from trainer.runtime.device import Memory, check_device
 from trainer.runtime.precision import COMPUTE_DTYPES
 from workbench.planning.step_time import slow_in
@@ -90,9 +91,9 @@ def write_first_config(
                 _set_compute(document)
             _override(document, overrides)
             chosen = configs.parse(document.unwrap())
-            source = open_source(chosen)
-            _set_found(document, source.found)
-            planned = plan_data(resolve(chosen, source), source.family, processes=1, phases=phases)
+            session = Session.open(chosen, only="measure")
+            _set_found(document, session.source.found)
+            planned = plan_data(session.config, session.source.family, processes=1, phases=phases)
             _set_length(document, *planned, given)
             text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before an added table
             head = (

@@ -6,8 +6,8 @@ from trainer.base.progress import Phases
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
 from trainer.plan.describe import describe, describe_head
-from trainer.plan.run_plan import open_source, resolve
 from trainer.resume.allowed_changes import Allowance
+from trainer.run.session import Session
 from trainer.run.setup import begin, disk_needs, shortages, warn_of_disk
 from trainer.runtime.device import Memory, accelerator_of, check_device
 from workbench.commands.launch import asked
@@ -34,15 +34,15 @@ def preview(
     what would make it smaller.
     """
     elsewhere = memory is not None or not head
-    source = open_source(config)
-    config = resolve(config, source)
+    session = Session.open(config, only="measure")
+    config = session.config
     if head:
         write_head(config, memory)
     device = check_device(config) if memory is None else None
     there = accelerator_of(config, memory) if device is None else Memory.of(device, config)
     beginning = begin(
         config,
-        source,
+        session.source,
         there,
         asked(resume_from, allowed, planned=True, elsewhere=elsewhere),
         processes=number_in("WORLD_SIZE", 1, least=1),

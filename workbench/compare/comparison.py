@@ -29,10 +29,10 @@ from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.config import Config
 from trainer.data import identity
-from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
+from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
 from trainer.resume.initial_adapter import open_start
-from trainer.runtime.device import start_processes
+from trainer.run.session import Session
 from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen
 from workbench.compare.paired import before_the_runs
 from workbench.compare.variations import Variation, Variations
@@ -166,11 +166,10 @@ def planned(asked: Variations) -> list[Compared]:
     digests = FileDigests(cache / "digests.json" if cache.is_dir() else None, phases)
     for each in asked.runs:
         try:
-            source = open_source(each.config)
-            config = resolve(each.config, source)
-            plan = make_plan(config, source, processes=1, phases=phases, scanned=first and first.data.scanned)
-            if source.repository is not None:
-                plan = replace(plan, model=fetched(plan.model, start_processes(config), phases))
+            session = Session.open(each.config, only="measure")
+            plan = session.plan(phases=phases, scanned=first and first.data.scanned)
+            if session.source.repository is not None:
+                plan = replace(plan, model=fetched(plan.model, session.processes, phases))
         except UserError as error:
             raise UserError(f"variant {each.variant!r}: {error}") from error
         first = first or plan

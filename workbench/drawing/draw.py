@@ -5,40 +5,36 @@ beside others, magnitudes of the input axis) is drawn with the merged model (mer
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from trainer import kernels
 from trainer.adapters import Adapter
 from trainer.adapters.portable import Factors, Portable, derived
 from trainer.artifacts import sampling
-from trainer.base.digests import FileDigests
 from trainer.base.errors import UserError
 from trainer.base.files import refuse_taken, write_atomic
 from trainer.base.progress import QUIET, Phases
 from trainer.base.text import visible
-from trainer.base.types import Conditioning
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import Config
-from trainer.data.cache.texts import one_after_another
 from trainer.data.captions import prompts
 from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
+from trainer.engine.encoding import conditionings
 from trainer.models.base import SampleRequest
 from trainer.models.loading import ModelSource
 from trainer.plan import storage
 from trainer.plan.data_sources import resolutions
 from trainer.plan.requirements import family_options
-from trainer.plan.run_plan import ModelPlan, fetched, find_objective, open_source, resolve
+from trainer.plan.run_plan import ModelPlan, fetched, find_objective
 from trainer.plan.samples import check_sizes, references
 from trainer.resume.adapter_file import NamedModel, OpenedAdapter, open_adapter
 from trainer.resume.initial_adapter import Start
+from trainer.run.session import Session
 from trainer.runtime.attention import few_tokens_in_fp32
-from trainer.runtime.device import start_processes
 from workbench.pages.before_after import scaled, table
 
 SHEET = "grid.png"
@@ -98,8 +94,8 @@ def draw(
     Raises UserError for what cannot be drawn, most of it before a weight is read.
     """
     refuse_taken(out, place="folder with --out")
-    source = open_source(config)
-    config = resolve(config, source)
+    session = Session.open(config, only="measure")
+    config, source = session.config, session.source
     if drawing.negative and "validation.samples.*.negative" not in source.family.reads:
         raise UserError(f"--negative {drawing.negative!r}: {source.family.name} has no negative prompt; leave it out")
     if drawing.references and "validation.samples.*.references" not in source.family.reads:
@@ -112,14 +108,13 @@ def draw(
     portable, strength = as_one(opened)
     config = _as_read(config, portable)
     plan = _plan(config, source, portable)
-    peers = start_processes(config)
+    peers = session.processes
     warnings = [f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative))]
     for line in (*(line for each, _ in opened for line in each.account.lines()), *warnings):
         peers.say(line)
-    fused = kernels.choose(config.adapter.kernels, peers.device)
     plan = fetched(plan, peers, phases)
-    components = Components(plan, kernels=fused, digests=FileDigests(phases=phases), processes=peers, phases=phases)
-    told = _conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
+    components = session.components(plan, phases)
+    told = conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
     adapter = _loaded(config, components, portable)
 
     def sample(asked: AskedSample):
@@ -202,16 +197,6 @@ def _plan(config: Config, source: ModelSource, portable: Portable | None) -> Mod
         converted=config.model.cache_dir,
         resident=storage.resident_blocks(config, source, {target.component for target in targets}),
     )
-
-
-def _conditionings(components: Components, texts: list[str]) -> Callable[[str], Conditioning]:
-    """Of each text: made now, one encoder after another, or live where an encoder is adapted."""
-    plan, family = components.plan, components.family
-    if not plan.cache_text:
-        return lambda text: family.encode_prompts(components.model, [text])
-    encoders = {name: partial(components.text_encoder, name) for name in family.text_encoders}
-    made = dict(one_after_another(list(dict.fromkeys(texts)), encoders, join=family.join, phases=components.phases))
-    return lambda text: family.collate([made[text]]).to(components.model.device)
 
 
 def _loaded(config: Config, components: Components, portable: Portable | None) -> Adapter | None:

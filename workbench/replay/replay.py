@@ -35,12 +35,13 @@ from trainer.engine.encoding import encode
 from trainer.engine.step import StepResult
 from trainer.monitoring import metrics
 from trainer.plan.data_sources import open_cache
-from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
+from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume.allowed_changes import Allowance
 from trainer.run.run import build_components, build_state
+from trainer.run.session import Session
 from trainer.run.setup import Launch, begin, cache_dir, choose_attention, environment_pin, updates_of
 from trainer.runtime.context import RunContext
-from trainer.runtime.device import Memory, start_processes
+from trainer.runtime.device import Memory
 from workbench.planning import fitting
 from workbench.replay.exact import computing_exactly
 from workbench.replay.formulas import Kept, Update, Updates
@@ -196,9 +197,8 @@ def _config(span: Span, overrides: Sequence[str], elsewhere: Path) -> Config:
 
 
 def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
-    source = open_source(config)
-    config = resolve(config, source)
-    peers = start_processes(config)
+    session = Session.open(config, only="measure")
+    config, source, peers = session.config, session.source, session.processes
     if peers.count > 1:
         raise UserError(f"{peers.count} processes were started; a replay is one process, which does the share of all")
     there, allowed = Memory.of(peers.device, config), Allowance(resume_from="")

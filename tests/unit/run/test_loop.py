@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -76,22 +76,23 @@ def ended(
     saved: what a save does."""
     done: list[str] = []
 
-    def steps() -> None:
+    def steps() -> Iterator[dict]:
         if error is not None:
             raise error
+        yield from ()
 
     def noted(**how: bool) -> None:
         done.append(" ".join(["saved", *(word for word, is_so in how.items() if is_so)]))
 
     loop = SimpleNamespace(
-        state=SimpleNamespace(progress=SimpleNamespace(step=step)), last=step, signals=SimpleNamespace(), _steps=steps,
+        state=SimpleNamespace(progress=SimpleNamespace(step=step)), finished=True, signals=SimpleNamespace(), _steps=steps,
         saves=SimpleNamespace(save=saved or noted, close=lambda: done.append("saver closed")),
         measurements=SimpleNamespace(end=lambda error: None, log=SimpleNamespace(close=lambda: done.append("log closed"))),
         data=SimpleNamespace(close=lambda: done.append("data closed")),
         context=SimpleNamespace(processes=SimpleNamespace(replaced=replaced)),
     )  # fmt: skip
     try:
-        assert Loop.run(loop)
+        assert list(Loop.steps(loop)) == []
         return done, None
     except BaseException as raised:  # of the loop, whatever it is
         return done, raised

@@ -73,7 +73,7 @@ def test_what_ends_a_run_is_told_with_what_to_do(
     def ends(*given: object, **named: object) -> bool:
         raise raised
 
-    for function in ("trainer.run.run.train", "workbench.commands.plan_command.preview"):
+    for function in ("workbench.commands.launch.train", "workbench.commands.plan_command.preview"):
         monkeypatch.setattr(function, ends)
     monkeypatch.setenv("WORLD_SIZE", "2" if more == ["launched"] else "1")
     given = ["--config", str(tmp_path / "run.toml"), *(option for option in more if option != "launched")]

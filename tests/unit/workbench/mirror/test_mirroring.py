@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import store
 from trainer.monitoring import metrics
 from workbench.mirror import copier, mirroring
-from workbench.mirror.mirroring import ask_mirror, mirrored
+from workbench.mirror.mirroring import ask_mirror
 
 OWNER = {"run": "bear", "id": "5"}
 
@@ -38,7 +38,7 @@ class Machine:
         monkeypatch.setattr(copier, "LOOK_SECONDS", 0.005)
         processes = SimpleNamespace(is_main=is_main, main_first=nullcontext, say=self.said.append, check=self.check,
                                     wait=self.wait)  # fmt: skip
-        self.context: Any = SimpleNamespace(processes=processes, phases=QUIET, layout=self.layout, copier=None)
+        self.context: Any = SimpleNamespace(processes=processes, phases=QUIET, layout=self.layout)
         self.signals: Any = SimpleNamespace(promise="", check=lambda: None, last_work=lambda seconds: nullcontext())
 
     def check(self) -> None:
@@ -158,14 +158,14 @@ def test_two_starts_on_one_prefix_do_not_share_it(machine: Machine, tmp_path: Pa
     """Both ask while it is empty: the first says that it lost it, and writes nothing there."""
     other = Machine(tmp_path / "other", monkeypatch)
     other.fs = machine.fs
-    machine.context.copier, other.context.copier = machine.ask(), other.ask()
-    with mirrored(other.config(), other.context, other.signals, 0):
+    first, second = machine.ask(), other.ask()
+    with second.running(other.signals, 0):
         other.here(1, owned=False)
-        other.context.copier.offer(1)
+        second.offer(1)
     before = machine.fs.mirror().listing()
-    with mirrored(machine.config(), machine.context, machine.signals, 0):
+    with first.running(machine.signals, 0):
         machine.here(2, owned=False)
-        machine.context.copier.offer(2)
+        first.offer(2)
     assert machine.fs.mirror().listing() == before and machine.fs.mirror().steps() == [1]
     assert "is claimed by another run now" in machine.said[0] and len(machine.said) == 1 and not other.said
     with pytest.raises(UserError, match="holds another run"):
@@ -183,17 +183,17 @@ def test_what_the_run_went_back_from_is_not_fetched_before_the_mirror_has_obeyed
     machine.there(2, 3, 6)
     machine.here(2, 3, 6)
     store.set_aside(machine.layout.checkpoints, after=2)
-    machine.context.copier = machine.ask("out/step-00000002")
+    copying = replace(machine.ask("out/step-00000002"), wait=0.0)
     machine.fs.fails = lambda what, name: what == "copy"
-    with mirrored(machine.config(0.0), machine.context, machine.signals, 2):
+    with copying.running(machine.signals, 2):
         saved(machine.layout.checkpoints, 3, "of the new timeline")
     assert files.read_json(machine.layout.mirror) == {"id": "5", "back_to": 2}
     machine.fs.fails = lambda what, name: False
     shutil.rmtree(machine.layout.checkpoints / f"superseded-{folder_name(6)}")  # the note alone counts
     machine.said.clear()
-    machine.context.copier = machine.ask()
+    copying = machine.ask()
     assert store.steps(machine.layout.checkpoints) == [2, 3] and not machine.said
-    with mirrored(machine.config(), machine.context, machine.signals, 3):
+    with copying.running(machine.signals, 3):
         pass
     assert machine.fs.mirror().steps() == [2, 3] and files.read_json(machine.layout.mirror) == {"id": "5"}
     here = store.MANIFEST, machine.layout.checkpoints / folder_name(3)
@@ -202,7 +202,7 @@ def test_what_the_run_went_back_from_is_not_fetched_before_the_mirror_has_obeyed
 
 def test_other_processes_ask_nothing(tmp_path: Path, monkeypatch) -> None:
     other = Machine(tmp_path, monkeypatch, is_main=False)
-    assert other.ask() is None and not other.fs.asked
+    assert other.ask().copier is None and not other.fs.asked
 
 
 @pytest.mark.parametrize(
@@ -233,12 +233,12 @@ def test_another_runs_content_is_refused(
     assert machine.fs.mirror().listing() == there
 
 
-def run(machine: Machine, ending: BaseException | None = None, wait: float = 20.0) -> None:
+def run(machine: Machine, ending: BaseException | None = None, copying: Any = None) -> None:
     """A run that saves step 1 and ends so."""
-    machine.context.copier = machine.ask(wait=wait)
-    with mirrored(machine.config(wait), machine.context, machine.signals, 0):
+    copying = copying or machine.ask()
+    with copying.running(machine.signals, 0):
         machine.here(1, owned=False)
-        machine.context.copier.offer(1)
+        copying.offer(1)
         if ending is not None:
             raise ending
 
@@ -258,10 +258,11 @@ def test_a_run_that_is_ended_is_copied_too(machine: Machine, ending: Exception) 
 
 def test_a_second_ctrl_c_waits_for_nothing(machine: Machine) -> None:
     machine.fs.fails = lambda what, name: what == "write" and name not in ("probe.tmp", "run.json")
+    copying = machine.ask(wait=1e9)
     with pytest.raises(KeyboardInterrupt):
-        run(machine, KeyboardInterrupt(), wait=1e9)
+        run(machine, KeyboardInterrupt(), copying)
     assert machine.waited == 0
-    machine.context.copier.finish(0, lambda: None)
+    copying.copier.finish(0, lambda: None)
 
 
 @pytest.mark.parametrize("ending", [None, NonFiniteError("nan")])
@@ -278,7 +279,7 @@ def test_a_signal_while_files_are_copied_leaves_them(machine: Machine, ending: E
 
     machine.fs.fails = fails
     with pytest.raises(Interrupted if ending is None else NonFiniteError) as caught:
-        run(machine, ending, wait=1e9)
+        run(machine, ending, machine.ask(wait=1e9))
     if ending is None:
         assert "stopped by SIGTERM while files were copied to the mirror; the last step is saved" in str(caught.value)
     assert f"{URL} lacks {folder_name(1)} (" in machine.said[-1] and machine.waited == 1
@@ -286,16 +287,7 @@ def test_a_signal_while_files_are_copied_leaves_them(machine: Machine, ending: E
 
 def test_an_end_without_a_network_is_a_warning(machine: Machine) -> None:
     machine.fs.fails = lambda what, name: what == "write" and name not in ("probe.tmp", "run.json")
-    run(machine, wait=0.05)
+    run(machine, copying=machine.ask(wait=0.05))
     assert machine.said[-1].startswith(
         f"warning: {URL} lacks {folder_name(1)} after 0.1 s (checkpoint.mirror_wait) ([Errno 104] the connection was cut); "
     )
-
-
-def test_without_the_key_nobody_is_asked_and_nobody_waits(machine: Machine) -> None:
-    config = configs.parse(configs.tree(machine.config()) | {"checkpoint": {}})
-    threads = threading.active_count()
-    assert ask_mirror(config, machine.context, "auto") is None
-    with mirrored(config, machine.context, machine.signals, 0):
-        assert threading.active_count() == threads
-    assert not machine.fs.asked and not machine.waited and not machine.layout.root.exists()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tests.unit.workbench.pages.test_page import read, write_metrics, write_png
 from trainer import config as configs
+from trainer.base.progress import START, STOP
 from trainer.base.run_layout import Layout
-from workbench.pages import START, STOP, LiveReport, ReportedRun, curves, live
+from workbench.pages import LiveReport, ReportedRun, curves, live
 from workbench.pages.history import Events, Mark, Standing, marks_of, read_standing, read_starts
 from workbench.pages.rendering import render
 from workbench.pages.settings import changed_keys, configuration

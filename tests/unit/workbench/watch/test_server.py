@@ -20,12 +20,12 @@ from PIL import Image
 
 from scripts import watch
 from trainer.artifacts.sampling import draw_samples
-from trainer.base.errors import Interrupted, NonFiniteError, NotWritten, PeerStopped, UserError
+from trainer.base.errors import Interrupted, NonFiniteError, NotWritten, PeerStopped, UserError, cause
+from trainer.base.progress import START, STOP
 from trainer.base.run_layout import Layout
 from trainer.models.base import SampleRequest
 from workbench.compare import page as compared
 from workbench.compare.page import compare
-from workbench.pages import START, STOP, cause
 from workbench.pages.rendering import policy
 from workbench.watch import server as watch_server
 from workbench.watch.server import Runs, Server

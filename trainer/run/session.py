@@ -1,0 +1,285 @@
+"""A run that is open: the one way in, for the command line, for every tool, and for Python (docs/api.md).
+
+Nothing here ends the process: a mistake is a UserError, a stop an Interrupted, and what ends the command line with another
+status is raised as what it is (base/errors.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+
+from trainer import kernels
+from trainer.artifacts.on_stop import leave_in_time
+from trainer.artifacts.ports import Ports
+from trainer.base.digests import FileDigests
+from trainer.base.errors import Interrupted, UserError
+from trainer.base.progress import QUIET, Alive, Phases, Record
+from trainer.base.run_layout import Layout
+from trainer.base.signals import Signals
+from trainer.config import AdapterTable, Config, LoggingTable, load
+from trainer.config.reading import literal
+from trainer.data.sources import Scanned
+from trainer.engine.components import Components
+from trainer.engine.encoding import conditionings
+from trainer.models.base import SampleRequest
+from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, resolve
+from trainer.resume.allowed_changes import Allowance
+from trainer.resume.unlike import refuse_unlike_configs
+from trainer.run.output_folder import opened
+from trainer.run.run import Run, build, close, make_loop
+from trainer.run.setup import Launch
+from trainer.runtime.attention import Attention
+from trainer.runtime.context import RunContext
+from trainer.runtime.device import start_processes
+from trainer.runtime.jobs import Job
+from trainer.runtime.processes import Processes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Errors, ALONE = Callable[[Any, Any], Any], Ports()
+_TRAINING: list[Session] = []  # the one that trains in this process: signals, device and processes are the process's own
+
+
+def load_config(file: str | Path, changes: dict[str, Any] | None = None) -> Config:
+    """The config of a TOML file, with other values for some keys ({"optimizer.lr": 5e-5}). Raises UserError."""
+    return load(str(file), [f"{key}={literal(value)}" for key, value in (changes or {}).items()])
+
+
+def measuring(config: Config, adapter: AdapterTable | None = None) -> Config:
+    """The config of a run that only measures its held-out loss: nothing is trained, compiled or written but caches of the
+    model's own. adapter: in place of the config's."""
+    return config.model_copy(
+        update={
+            "adapter": config.adapter if adapter is None else adapter,
+            "data": config.data.model_copy(update={"cache": "memory"}),
+            "step": config.step.model_copy(update={"compile": "none", "graphs": False}),
+            "memory": config.memory.model_copy(update={"shard": False, "gradient_checkpointing": False}),
+            "validation": config.validation.model_copy(
+                update={"every_steps": 0, "loss_every_steps": 1, "prompts": (), "samples": ()}
+            ),
+            "logging": LoggingTable(tensorboard=False),
+        }
+    )
+
+
+class Session:
+    """A run that is open. `open` is how one is made; `with` lets it go.
+
+    source: the model's files. config: with what the model and the libraries decide written out. only: "train", or "measure"
+    for a session that trains nothing, writes nothing and may stand beside others.
+    """
+
+    def __init__(self, config: Config, only: Literal["train", "measure"], launch: Launch) -> None:
+        self.source = open_source(config)
+        self.config = resolve(config, self.source)
+        self.only, self.launch = only, launch
+        self.jobs: Sequence[Job] = ()
+        self.errors: Errors | None = None
+        self._open = ExitStack()
+        self._built: tuple[Run, Signals] | None = None
+        self._steps: Generator[SimpleNamespace] | None = None
+        self._left = False
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        *,
+        only: Literal["train", "measure"] = "train",
+        resume_from: str | None = None,
+        ports: Ports = ALONE,
+        loss: Errors | None = None,
+        jobs: Sequence[Job] = (),
+    ) -> Session:
+        """A session of a config, to be entered by `with`. Raises UserError for what its model's configs do not allow.
+
+        resume_from: "auto", "latest", or the folder of a checkpoint. ports: parts on top of the core (workbench.PORTS: all).
+        loss: (prediction, target), fp32 [B, C, H, W] -> the loss of each latent, in place of objective.loss. jobs: are done
+        between two steps, after the run's own. Neither stands in a checkpoint: whoever resumes gives them again.
+        """
+        session = cls(config, only, Launch(resume_from, Allowance(resume_from=resume_from or "auto"), ports))
+        session.errors, session.jobs = loss, jobs
+        return session
+
+    # --- before a weight is read
+
+    def plan(self, *, processes: int = 1, phases: Phases = QUIET, scanned: Scanned | None = None) -> RunPlan:
+        """What the run would do, checked without weights. scanned: photos that were read already. Raises UserError."""
+        return make_plan(self.config, self.source, processes=processes, phases=phases, scanned=scanned)
+
+    # --- to measure
+
+    @cached_property
+    def processes(self) -> Processes:
+        """This process among its equals."""
+        return start_processes(self.config, quiet=self.only == "measure")
+
+    def components(
+        self, model: ModelPlan, phases: Phases, *, attention: Attention | None = None, kind: Callable[..., Any] = Components
+    ) -> Any:
+        """The model of a plan whose weights are on this machine; nothing of it is loaded yet. kind: its class."""
+        fused, more = kernels.choose(self.config.adapter.kernels, self.processes.device), {}
+        if attention is not None:
+            more = {"attention": attention}
+        digests = FileDigests(phases=phases)
+        return kind(model, kernels=fused, digests=digests, processes=self.processes, phases=phases, **more)
+
+    # --- to train
+
+    def __enter__(self) -> Self:
+        if self.only == "train":
+            if threading.current_thread() is not threading.main_thread():
+                raise UserError("a Session trains in the main thread, where signals come; open it there")
+            if _TRAINING:
+                folder = _TRAINING[0].config.run.output_dir
+                raise UserError(f"a Session is training in this process already ({folder}); leave its `with` block first")
+            with ExitStack() as stack:
+                stack.callback(_TRAINING.clear)
+                _TRAINING.append(self)
+                run, signals = stack.enter_context(_prepared(self))
+                stack.enter_context(run.attached.page or nullcontext())
+                self._built, self._open = (run, signals), stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        """Whatever ends the block, the last whole step is saved, but after a second Ctrl-C. A block that is left early,
+        without an error, leaves adapter files as a run does that stops (export.on_stop)."""
+        try:
+            if self._steps is not None and isinstance(error, KeyboardInterrupt):
+                with suppress(KeyboardInterrupt):
+                    self._steps.throw(error)
+            elif self._steps is not None:
+                self._steps.close()
+            if error is None and self._steps is not None and not self._left:
+                self._leave()
+        except BaseException as raised:
+            if not self._open.__exit__(type(raised), raised, raised.__traceback__):
+                raise
+        return self._open.__exit__(kind, error, trace)
+
+    @property
+    def run(self) -> Run:
+        """What the run is made of. Raises UserError outside of a `with` block, and in a session that only measures."""
+        if self._built is None:
+            raise UserError("this needs a Session that trains, inside its block: with Session.open(config) as session")
+        return self._built[0]
+
+    @property
+    def step(self) -> int:
+        """How many steps are made."""
+        return self.run.progress.step
+
+    def __iter__(self) -> Iterator[SimpleNamespace]:
+        """The steps from here on, each after it is made: an object with what the log has of it (step, loss, lr, grad_norm,
+        ...). With the last step come adapter files and report, as at a run's end."""
+        if self._steps is None:
+            self._steps = self._iterate()
+        return self._steps
+
+    def _iterate(self) -> Generator[SimpleNamespace]:
+        run, signals = self.run, self._built[1]  # type: ignore[index]
+        if self.errors is not None:
+            if run.step.graphs is not None:
+                raise UserError("step.graphs = true records the objective's own loss; leave it out beside a loss of your own")
+            run.step.losses = replace(run.step.losses, errors=self.errors)  # type: ignore[type-var]
+        loop = make_loop(run, signals, self.jobs)
+        try:
+            for line in loop.steps():
+                yield SimpleNamespace(**line)
+        except Interrupted:
+            if run.plan.config.export.on_stop and run.progress.step:
+                leave_in_time(run.artifacts(), signals)
+            raise
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave what a run leaves for people at its end, or where it stops."""
+        self._left, finished = True, self.step >= self.run.plan.length.max_steps
+        if finished or self.config.export.on_stop:
+            close(self.run, self._built[1], finished=finished)  # type: ignore[index]
+
+    def train(self) -> bool:
+        """Train to the end, or to run.stop_after; returns whether the end was reached."""
+        for _ in self:
+            pass
+        return self.step >= self.run.plan.length.max_steps
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next step, of the first group of parameters; setting it scales all groups', and what the schedule
+        still makes of them. It does not stand in a checkpoint: a resumed run has the config's rate."""
+        return self.run.step.schedule.get_last_lr()[0]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        """Scale all groups' rates. Raises UserError for one that cannot be."""
+        schedule = self.run.step.schedule
+        if not (value > 0 and self.lr > 0):
+            raise UserError(f"lr = {value}: a rate above 0 is needed, and one now ({self.lr}) that can be scaled")
+        share = value / self.lr
+        schedule.base_lrs = [share * rate for rate in schedule.base_lrs]
+        schedule._last_lr = [share * rate for rate in schedule.get_last_lr()]
+        for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def sample(
+        self, prompt: str, *, negative: str = "", size: tuple[int, int] | None = None, seed: int = 0,
+        steps: int | None = None, guidance: float | None = None, strength: float = 1.0,
+    ) -> Image:  # fmt: skip
+        """A picture by the adapter as it is. size: (width, height) in pixels; None is the data's. Text encoders that the run
+        has let go are loaded for it, one after another."""
+        wanted, plan = self.config.validation, self.run.plan
+        side = wanted.resolution or plan.data.resolution
+        asked = SampleRequest(prompt, negative, *(size or (side, side)), seed, steps or wanted.steps, guidance, strength)
+        components, state = self.run.components, self.run.state
+        components.load(plan.model.family.vae)
+        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength):
+            conditioning = conditionings(components, [prompt, negative])
+            return components.family.sample(components.model, asked, conditioning(prompt), conditioning(negative))
+
+    def export(self, path: str | Path) -> list[Path]:
+        """Write the adapter as it is, in the config's formats: diffusers' file at the path, the others beside it. Returns the
+        files. Raises NotTrained before the first update."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return list(self.run.artifacts().export(path.name.removesuffix(".safetensors"), folder=path.parent).values())
+
+
+@contextmanager
+def _prepared(session: Session) -> Iterator[tuple[Run, Signals]]:
+    """A block with a run whose output is open, and the signals that it hears. Nothing is trained yet."""
+    config, launch = session.config, session.launch
+    # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
+    peers, layout = session.processes, Layout(Path(config.run.output_dir))
+    alive, every = Alive(layout.alive, enabled=peers.is_main), config.logging.every_seconds
+    with Signals() as signals, peers.attending(signals, alive), alive:
+        record = Record() if peers.is_main else None
+        phases = Phases(check=peers.check, sign=peers.sign, show=peers.is_main, every=every, record=record)
+        context = RunContext(peers, phases, layout)
+        refuse_unlike_configs(peers, config)
+        pages, mirror = launch.ports.pages, None
+        first = nullcontext() if pages is None else pages.first_page(layout, name=config.run.name, enabled=peers.is_main)
+        with first:
+            if config.checkpoint.mirror is not None and launch.ports.mirror is not None:
+                mirror = launch.ports.mirror.ask_mirror(config, context, launch.resume_from)
+            run = build(config, session.source, context, launch)
+            run = replace(run, attached=replace(run.attached, mirror=mirror))
+        gc.enable()  # off since the process started (main.py)
+        step, about = run.progress.step, {"resumed": run.resumed, "changed": run.changed}
+        with (
+            opened(run.plan.config, run.pieces, context, step=step, total=run.plan.length.max_steps, **about),
+            nullcontext() if mirror is None else mirror.running(signals, step),
+        ):
+            yield run, signals
+        peers.leave_together()
