@@ -44,7 +44,7 @@ from trainer.memory_plan.op_trace import Cost, Trace, Work
 from trainer.memory_plan.step_time import Machine
 from trainer.memory_plan.suggestions import with_keys
 from trainer.models.base import SampleRequest
-from trainer.plan.remedies import in_words
+from trainer.plan.remedies import in_words, share_in
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
 from trainer.run import loop as loops
@@ -303,6 +303,17 @@ def test_a_change_that_helps_only_after_another_is_still_found() -> None:
         told = suggestions.changes(plan, dora_torch, found, 4 * 2**30)
     assert [change.what.partition(" ")[0] for change in told] == ["validation.every_steps", "memory.gradient_checkpointing"]
     assert told[-1].after.fits(4 * 2**30)
+
+
+def test_a_dtype_that_is_advised_after_another_takes_its_place() -> None:
+    """nf4 after float8: the bytes that a component has in nf4, not that share of those in float8. Small layers take more."""
+    for name, told in (("text_encoder_2", ["fp8_e4m3", "nf4"]), ("unet", ["fp8_e4m3"])):
+        found = Forecast((Stage(f"{CAPTIONS} ({name})", {"weights": 2**36}, {name: 2**36}),), 0, 0)
+        with patch.object(suggestions, "forecast", lambda *_, found=found, **__: found):
+            chosen = {change.what: change.after for change in suggestions.changes(PLAN, dora_torch, found, 2**32)}
+        assert [*chosen] == [f"model.components.{name}.dtype = {dtype!r}" for dtype in told]
+        for dtype, after in zip(told, chosen.values(), strict=True):
+            assert after.phases[0].loaded[name] == pytest.approx(share_in(dtype, PLAN, name) * 2**36)
 
 
 @pytest.mark.slow

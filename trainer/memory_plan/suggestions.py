@@ -51,6 +51,8 @@ def changes(plan: RunPlan, kernels: Kernels, found: Forecast, memory: int) -> li
         else:
             break
         left.remove(rung)
+        # A key that is set again: what comes later takes the place of this one.
+        left = [(other, its, _instead(more, shares) if its.keys() == keys.keys() else more) for other, its, more in left]
         chosen.append(Change(in_words(keys), remedy.price, after))
         found = after
     return chosen
@@ -87,6 +89,11 @@ def _shares(remedy: str, keys: Keys, plan: RunPlan, found: Forecast, recount: Ca
         case "resolution":
             return _of_activations(_at_small(plan.data))
     return None
+
+
+def _instead(shares: Shares, earlier: Shares) -> Shares:
+    """The shares of what those earlier ones left."""
+    return lambda phase: {what: share / earlier(phase)[what] for what, share in shares(phase).items()}
 
 
 def _as_counted(before: Stage, after: Stage) -> dict[str, float]:
