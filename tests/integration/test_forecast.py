@@ -42,9 +42,9 @@ from trainer.memory_plan.estimate import CAPTIONS, SAMPLES, STEP, WORKER, Foreca
 from trainer.memory_plan.estimate import PHOTOS as ENCODING
 from trainer.memory_plan.op_trace import Cost, Trace, Work
 from trainer.memory_plan.step_time import Machine
-from trainer.memory_plan.suggestions import with_keys
+from trainer.memory_plan.suggestions import share_in, with_keys
 from trainer.models.base import SampleRequest
-from trainer.plan.remedies import in_words, share_in
+from trainer.plan.remedies import in_words
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
 from trainer.run import loop as loops

@@ -12,7 +12,7 @@ from trainer.base.protocols import Kernels
 from trainer.base.tensorfile import size_text
 from trainer.memory_plan.dry_run import Rehearsal, without_values
 from trainer.memory_plan.estimate import Forecast, forecast
-from trainer.memory_plan.suggestions import changes, with_keys
+from trainer.memory_plan.suggestions import changes, lowered, with_keys
 from trainer.plan.remedies import Keys, in_words, remedies
 from trainer.plan.run_plan import RunPlan
 from trainer.runtime.streaming import device_bytes
@@ -151,17 +151,9 @@ def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
 
 def with_resident(found: Forecast, denoiser: str, resident: int) -> Forecast:
     """A forecast of a streamed denoiser, with so many blocks that stay."""
-    assert found.streaming is not None
-    blocks, now = found.streaming.blocks, found.streaming.resident
-    more = device_bytes(blocks, resident) - device_bytes(blocks, now)
-    phases = tuple(
-        replace(
-            phase,
-            parts={**phase.parts, "weights": phase.parts["weights"] + more},
-            loaded={**phase.loaded, denoiser: phase.loaded[denoiser] + more},
-        )
-        if denoiser in phase.loaded
-        else phase
-        for phase in found.phases
-    )
-    return replace(found, phases=phases, streaming=replace(found.streaming, resident=resident))
+    streaming = found.streaming
+    assert streaming is not None
+    more = device_bytes(streaming.blocks, resident) - device_bytes(streaming.blocks, streaming.resident)
+    sizes = {phase.name: phase.loaded.get(denoiser) for phase in found.phases}
+    found = lowered(found, lambda phase: {denoiser: 1 + more / size} if (size := sizes[phase]) else {})
+    return replace(found, streaming=replace(streaming, resident=resident))

@@ -10,9 +10,9 @@ from trainer.base.protocols import Kernels
 from trainer.data.buckets import Bucket
 from trainer.data.examples import extremes
 from trainer.memory_plan.estimate import PARTS, PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
-from trainer.plan.remedies import SMALL, Keys, Remedy, in_words, remedies, share_in, with_values
+from trainer.plan.remedies import SMALL, Keys, Remedy, in_words, remedies, with_values
 from trainer.plan.run_plan import DataPlan, RunPlan, with_config
-from trainer.plan.storage import resident_blocks
+from trainer.plan.storage import resident_blocks, weight_bytes
 
 ACTIVATIONS = ("saved", "transient")  # parts of a phase
 # A change counts that saves so many bytes, and such a share of what is missing.
@@ -89,6 +89,13 @@ def _shares(remedy: str, keys: Keys, plan: RunPlan, found: Forecast, recount: Ca
         case "resolution":
             return _of_activations(_at_small(plan.data))
     return None
+
+
+def share_in(dtype: str, plan: RunPlan, name: str) -> float:
+    """The share of a component's weights that they take in that dtype."""
+    now = plan.model.storage[name]
+    sizes = [weight_bytes(plan.model.source, each, held={}) for each in (now.stored_as(dtype), now)]
+    return sizes[0] / sizes[1]
 
 
 def _instead(shares: Shares, earlier: Shares) -> Shares:

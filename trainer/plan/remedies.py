@@ -10,7 +10,7 @@ from trainer.base.errors import UserError
 from trainer.config import Config
 from trainer.plan import optimizer_rules
 from trainer.plan.run_plan import RunPlan
-from trainer.plan.storage import held_as, weight_bytes
+from trainer.plan.storage import held_as
 from trainer.runtime.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
 
 Keys = Mapping[str, Any]  # of a config, by their full names, and what they become
@@ -38,11 +38,8 @@ class Remedy:
 
     def left(self, plan: RunPlan) -> Iterable[Keys]:
         """What can still be changed in a plan, the cheapest first."""
-        return (
-            self.ways(plan)
-            if self.ways
-            else [k for k in self.levels(plan)[-1:] if with_values(plan.config, k) != plan.config]
-        )
+        last = self.levels(plan)[-1:]
+        return self.ways(plan) if self.ways else [keys for keys in last if with_values(plan.config, keys) != plan.config]
 
 
 def _checkpointing(plan: RunPlan) -> Sequence[Keys]:
@@ -82,18 +79,10 @@ def _optimizers(plan: RunPlan) -> Sequence[Keys]:
 
 
 def _dtypes(plan: RunPlan, names: Iterable[str]) -> Iterator[Keys]:
-    """Each component in each smaller dtype than its own. What a file holds quantised stays as it is."""
+    """Each component in the smallest dtypes. What a file holds quantised stays as it is."""
     for name in names:
         for dtype in SMALLER_DTYPES if held_as(plan.model.source, name) is None else ():
-            if share_in(dtype, plan, name) < 1:
-                yield {f"model.components.{name}.dtype": dtype}
-
-
-def share_in(dtype: str, plan: RunPlan, name: str) -> float:
-    """The share of a component's weights that they take in that dtype."""
-    now = plan.model.storage[name]
-    sizes = [weight_bytes(plan.model.source, each, held={}) for each in (now.stored_as(dtype), now)]
-    return sizes[0] / sizes[1]
+            yield {f"model.components.{name}.dtype": dtype}
 
 
 def _vae(plan: RunPlan) -> Iterator[Keys]:
