@@ -78,7 +78,8 @@ def find_start(
 
 
 def fixed_levers(config: Config) -> tuple[str, ...]:
-    """Names of memory.fit_by that a run which goes on keeps as they were: they change what it computes."""
+    """Names of remedies, as memory.fit_by has them, that a run which goes on keeps as they were: they change what it
+    computes."""
     return tuple(remedy.name for remedy in REMEDIES if not remedy.keeps(config))
 
 
