@@ -609,7 +609,8 @@ def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkey
     ],
 )  # fmt: skip
 def test_the_same_optimizer_in_8_bits_is_advised_alone(name: str, options: dict[str, bool], told: str | None) -> None:
-    optimizer = PLAN.config.optimizer.model_copy(update={"name": name, "options": options})
+    given = {"name": name, "options": options, "betas": None, "eps": None}
+    optimizer = PLAN.config.optimizer.model_copy(update=given)
     found = Forecast((Stage(f"{STEP} 64x64, batch 2", {"weights": 2**33, "optimizer": 2**34}),), 0, 0)
     plan = replace(PLAN, config=PLAN.config.model_copy(update={"optimizer": optimizer}))
     with patch.object(suggestions, "forecast", lambda *_, **__: found):
