@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_page.py docs/benchmarks/GPU-2026-11-26.json
 
-It plans the memory of each step at the published sizes (trainer/memory_plan), which needs no card and takes some minutes.
+It plans the memory of each step at the published sizes (workbench/planning), which needs no card and takes some minutes.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from trainer.plan.run_plan import make_plan, open_source, resolve
 from workbench.commands import main as cli
 from workbench.compare.page import compare
 from workbench.pages import model_card
-from workbench.planning import suggestions
 from workbench.planning.estimate import STEP, Forecast, forecast
+from workbench.planning.suggestions import ladder, lowered
 from workbench.watch.server import Runs
 
 NAMES = ("a", "b", "c", "d")
@@ -213,5 +213,5 @@ def test_advice_counts_the_photos_share_of_the_tokens_alone(bench: Workbench, ph
         source = open_source(config)
         plans.append(make_plan(resolve(config, source), source, processes=1))
     large, small = (forecast(plan, dora_torch) for plan in plans)
-    (rung,) = [each for each in suggestions._ladder(plans[0], dora_torch, large) if each.what == "data.resolution = 512"]
-    assert saved(rung.change(large)) == pytest.approx(saved(small), rel=0.1) and saved(small) > 0.4 * saved(large)
+    (shares,) = [shares for remedy, _, shares in ladder(plans[0], dora_torch, large) if remedy.name == "resolution"]
+    assert saved(lowered(large, shares)) == pytest.approx(saved(small), rel=0.1) and saved(small) > 0.4 * saved(large)

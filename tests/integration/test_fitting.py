@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from trainer.resume.start_point import as_chosen
 from workbench.commands import launch
 from workbench.planning import estimate, fitting
 from workbench.planning.estimate import STEP, Forecast, Stage, forecast
-from workbench.planning.fitting import Fitting, Lever, fitted
-from workbench.planning.suggestions import with_checkpointing
+from workbench.planning.fitting import cheapest, fitted
+from workbench.planning.suggestions import with_keys
 
 LEVERS = ["checkpointing", "resident_blocks", "optimizer_bits", "batch"]
 
@@ -36,22 +37,15 @@ SAVED = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=4
 @given(SAVED, st.integers(0, 60))
 @example([[5], [1, 8]], 55)
 def test_of_all_settings_that_fit_the_cheapest_are_taken(saved: list[list[int]], memory: int) -> None:
-    """Against all combinations. saved: GiB that each further setting of a lever takes off."""
-    levers = tuple(
-        Lever(f"lever {place}", (0, *itertools.accumulate(more)), lambda plan, setting: (*plan, setting), str, "")
-        for place, more in enumerate(saved)
-    )
+    """Against all combinations. saved: GiB that each further level of a remedy takes off."""
+    levels = [(0, *itertools.accumulate(more)) for more in saved]
 
-    def stub(plan: Any, kernels: Any, *, base: Any) -> Forecast:
-        return needing((60 - sum(plan)) * 2**30)
+    def fits(settings: Sequence[int]) -> bool:
+        return 60 - sum(settings) <= memory
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(fitting, "forecast", stub)
-        tried = Fitting((), dora_torch, memory * 2**30, None, levers)  # type: ignore[arg-type]
-        fit = [s for s in itertools.product(*(lever.settings for lever in levers)) if tried.fits(s)]
-        places = [[lever.settings.index(each) for lever, each in zip(levers, s, strict=True)][::-1] for s in fit]
-        found = tried.cheapest()
-    assert found == (fit[places.index(min(places))] if fit else None)
+    fit = [settings for settings in itertools.product(*levels) if fits(settings)]
+    places = [[each.index(setting) for each, setting in zip(levels, s, strict=True)][::-1] for s in fit]
+    assert cheapest(levels, fits) == (list(fit[places.index(min(places))]) if fit else None)
 
 
 def planned(bench: Workbench, **more: Any) -> RunPlan:
@@ -94,7 +88,7 @@ def test_nothing_else_is_changed_without_being_named(bench: Workbench, monkeypat
     monkeypatch.setattr(estimate, "CONTEXT", 0)
     plan = planned(bench, memory__fit="1GiB")
     assert plan.config.memory.fit_by == ("checkpointing",)
-    every = forecast(with_checkpointing(plan, True), dora_torch).total
+    every = forecast(with_keys(plan, {"memory.gradient_checkpointing": True}), dora_torch).total
     with pytest.raises(UserError, match=r"with every block recomputed the run needs .*\n- data.batch_size = 1, ") as raised:
         fitted(planned(bench, memory__fit=f"{every - 1000}B"), dora_torch, 0, base=None)
     assert "one photo" not in str(raised.value)

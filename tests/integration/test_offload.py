@@ -17,10 +17,10 @@ from trainer.kernels import dora_torch
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.runtime.streaming import BACK, FORWARD, ROUND, Streamer, device_bytes
 from workbench.commands import launch
-from workbench.planning import estimate, fitting, suggestions
+from workbench.planning import estimate, fitting
 from workbench.planning.estimate import STEP, Forecast, Stage, forecast
 from workbench.planning.fitting import fitted
-from workbench.planning.suggestions import streamed as streamed_with
+from workbench.planning.suggestions import ladder, lowered, with_keys
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -135,18 +135,17 @@ def test_a_plan_counts_no_block_on_the_device_that_only_passes(bench: Workbench,
     assert alone < together.host["streamed blocks"]
     # What fits beside all else that the run needs, not the blocks alone. The margin of a card is larger than this model.
     monkeypatch.setattr(estimate, "CONTEXT", 0)
-    kept = forecast(streamed_with(plan, 3), dora_torch)
-    (fewer,) = [
-        change for change in suggestions._ladder(streamed_with(plan, 3), dora_torch, kept) if "resident" in change.what
-    ]
-    assert fewer.change(kept).total == forecast(plan, dora_torch).total < kept.total
+    three = with_keys(plan, {"memory.resident_blocks": 3})
+    kept = forecast(three, dora_torch)
+    (shares,) = [shares for remedy, _, shares in ladder(three, dora_torch, kept) if remedy.name == "resident_blocks"]
+    assert lowered(kept, shares).total == forecast(plan, dora_torch).total < kept.total
     with pytest.raises(UserError, match=r"with every block streamed the run needs"):
-        fitted(streamed_with(plan, 3), dora_torch, device_bytes(blocks, 1), base=None)
+        fitted(three, dora_torch, device_bytes(blocks, 1), base=None)
     weights = [Stage("", {"weights": size}, {"transformer": size}) for size in [device_bytes(blocks, 0)]]
     monkeypatch.setattr(fitting, "forecast", lambda *_, **__: replace(streamed, phases=tuple(weights)))
     monkeypatch.setattr(estimate, "SHARE", 0)
     with pytest.raises(UserError, match=r"= 3: these blocks of the transformer, and two that pass, .* at most 1, or 'auto'"):
-        fitted(streamed_with(plan, 3), dora_torch, device_bytes(blocks, 1), base=None)
+        fitted(three, dora_torch, device_bytes(blocks, 1), base=None)
     with pytest.raises(UserError, match=r"resident_blocks = 0: .* not even two blocks fit"):
         fitted(plan, dora_torch, 1000, base=None)
     assert fitted(plan, dora_torch, 2**40, base=None) is plan

@@ -19,7 +19,7 @@ from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime.streaming import device_bytes
 from workbench.planning.dry_run import without_values
 from workbench.planning.estimate import SAMPLES, STEP, Forecaster, forecast
-from workbench.planning.suggestions import streamed
+from workbench.planning.suggestions import with_keys
 
 PRESETS = sorted((ROOT / "configs").glob("*_*gb.toml"))
 SMALLER = (512, 768)  # than what the presets have
@@ -84,7 +84,11 @@ def test_a_step_over_a_streamed_base(tmp_path, family: str, most: float) -> None
     for two of the largest."""
     plan = memory_table.plan_of(memory_table.Model(family, "fp8_e4m3", "dora", True), tmp_path)
     peaks = {}
-    for name, each in {"resident": plan, "streamed": streamed(plan, 0), "half": streamed(plan, 20)}.items():
+    fewer = {
+        name: with_keys(plan, {"memory.offload": "blocks", "memory.resident_blocks": stay})
+        for name, stay in (("streamed", 0), ("half", 20))
+    }
+    for name, each in {"resident": plan, **fewer}.items():
         with without_values():
             forecaster = Forecaster(each, kernels.planned("auto"))
             list(forecaster.captions(stay=False)), forecaster.photos(512, 512)

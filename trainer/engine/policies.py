@@ -6,6 +6,7 @@ from typing import Literal
 
 from trainer.base.errors import NonFiniteError
 from trainer.checkpoint.state import Progress
+from trainer.plan.remedies import in_words, remedies
 from trainer.plan.run_plan import RunPlan
 
 
@@ -51,21 +52,11 @@ class NonFinite:
 
 
 def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
-    """Keys that lower a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
-    config, denoiser = plan.config, plan.model.family.denoiser
-    memory = config.memory
-    streams = on_cpu or config.step.graphs or memory.shard or memory.offload == "blocks" or not plan.model.family.blocks
-    others = [
-        *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),
-        f"data.resolution below {plan.data.resolution}",
-        f"adapter.rank below {config.adapter.rank}",
-        f"a smaller model.components.{denoiser}.dtype than {plan.model.storage[denoiser].format.name}",
+    """What lowers a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
+    there = [(remedy, remedy.keeps(plan.config)) for remedy in remedies(on_cpu=on_cpu)]
+    left = [
+        in_words(keys).replace(" = ", "=").replace("'", "") for remedy, keeps in there if keeps for keys in remedy.left(plan)
     ]
-    keeping = [
-        *(["step.graphs=false"] if config.step.graphs else []),
-        *([] if memory.gradient_checkpointing is True else ["memory.gradient_checkpointing=true"]),
-        *([] if streams else ["memory.offload=blocks"]),
-        *(["memory.resident_blocks=0"] if not on_cpu and plan.model.resident.get(denoiser) else []),
-    ]
-    ways = [f"go on with --resume_from auto --set {change}" for change in keeping]
-    return "\nor ".join([*ways, f"start a new run (another run.output_dir) with {', '.join(others)}"])
+    ways = [f"go on with --resume_from auto --set {change}" for change in left]
+    anew = [words for remedy, keeps in there if not keeps and (words := remedy.anew(plan))]
+    return "\nor ".join([*ways, f"start a new run (another run.output_dir) with {', '.join(anew)}"])

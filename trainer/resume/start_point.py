@@ -18,6 +18,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.state import PIECES, Piece, Progress, Saved
 from trainer.config import Config, ScheduleTable
 from trainer.data.batches import sampler
+from trainer.plan.remedies import REMEDIES, with_values
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.pins import MAY_CHANGE, PLACES, pin_config, refuse_changes
@@ -77,8 +78,9 @@ def find_start(
 
 
 def fixed_levers(config: Config) -> tuple[str, ...]:
-    """Names of memory.fit_by that a run which goes on keeps as they were: they change what it computes."""
-    return ("optimizer_bits", "batch", *(["checkpointing"] if config.step.compile != "none" else []))
+    """Names of remedies, as memory.fit_by has them, that a run which goes on keeps as they were: they change what it
+    computes."""
+    return tuple(remedy.name for remedy in REMEDIES if not remedy.keeps(config))
 
 
 def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
@@ -86,17 +88,16 @@ def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
     memory, was = config.memory, configs.flatten(saved)
     if memory.fit is None:
         return config
-    fixed = {*memory.fit_by} & {*fixed_levers(config)}
+    fixed, keys = {*memory.fit_by} & {*fixed_levers(config)}, {}
     if "checkpointing" in fixed and (every := was.get("memory.gradient_checkpointing")) is not None:
-        config = config.model_copy(update={"memory": memory.model_copy(update={"gradient_checkpointing": every})})
+        keys["memory.gradient_checkpointing"] = every
     if "optimizer_bits" in fixed and was.get("optimizer.name") == (name := optim.in_8_bits(config.optimizer.name)):
-        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": name})})
+        keys["optimizer.name"] = name
     count, fewer = config.data.batch_size, was.get("data.batch_size")
     if "batch" in fixed and type(fewer) is int and 0 < fewer < count and count % fewer == 0:
         accumulation = config.step.accumulation * count // fewer
-        step = config.step.model_copy(update={"accumulation": accumulation})
-        config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": fewer}), "step": step})
-    return config
+        keys |= {"data.batch_size": fewer, "step.accumulation": accumulation}
+    return with_values(config, keys)
 
 
 def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:

@@ -33,20 +33,19 @@ SCHEME = "trainer"  # of the address under which accelerate asks for our store
 
 
 class Processes:
-    """This process among its equals: device, count, rank. Methods are called by all of them in the same order.
+    """This process among its equals: device, rank, count. Methods are called by all of them in the same order.
 
     `check` may be called at any time. store: of this start alone; None where there is one process. lost_after: seconds
     without a sign of life. quiet: what they say is left out, but for warnings.
     """
 
-    def __init__(self, accelerator, store=None, *, lost_after: float, quiet: bool = False) -> None:
-        self.device: torch.device = accelerator.device
-        self.count: int = accelerator.num_processes
-        self.rank: int = accelerator.process_index
-        self.is_main: bool = accelerator.is_main_process
+    def __init__(
+        self, device: torch.device, rank: int = 0, count: int = 1, store=None, *, lost_after: float, quiet: bool = False
+    ) -> None:
+        self.device, self.rank, self.count, self.is_main = device, rank, count, rank == 0
         self._quiet = quiet
         self._signals = Signals()
-        self._store: Any = store if self.count > 1 else None
+        self._store: Any = store if count > 1 else None
         self._meetings, self._asked = 0, 0.0
         self._launched, self._lost_after, self._heartbeat = launched(), lost_after, None
         self._alive: Alive | None = None
@@ -375,7 +374,8 @@ def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Pr
     store = _open_store() if launched() or number_in("WORLD_SIZE", 1, least=1) > 1 else None
     patient = InitProcessGroupKwargs(init_method=f"{SCHEME}://" if store else None, timeout=REDUCTION_TIMEOUT)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[patient])
-    return Processes(accelerator, store, lost_after=lost_after, quiet=quiet)
+    there = accelerator.device, accelerator.process_index, accelerator.num_processes
+    return Processes(*there, store, lost_after=lost_after, quiet=quiet)
 
 
 def excuse(error: BaseException, status: int) -> None:

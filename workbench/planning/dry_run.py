@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property, partial, wraps
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from trainer import optim
 from trainer.adapters import Adapter
 from trainer.adapters.norms import Norms
+from trainer.base.digests import FileDigests
 from trainer.base.memory import find_blocks, recomputing
 from trainer.base.progress import QUIET
 from trainer.base.protocols import Kernels
@@ -32,7 +32,7 @@ from trainer.engine.held_out_loss import squared_errors
 from trainer.engine.step import Step, StepResult
 from trainer.kernels import scratch
 from trainer.models.base import SampleRequest
-from trainer.models.tokenizers import load_tokenizer
+from trainer.models.tokenizers import build_clip_tokenizer, load_tokenizer
 from trainer.plan.run_plan import RunPlan
 from trainer.resume import start_point
 from trainer.runtime.attention import only_plain, planned
@@ -118,20 +118,6 @@ class DryStep(Step):
         return [1.0] + [0.0] * (len(told) - 1), torch.inf, 2.0**16
 
 
-class Unfetched:
-    """Stands for a tokenizer that is not on this machine yet: every text is as long as can be."""
-
-    model_max_length = 512  # of T5
-
-    def __call__(self, texts: Sequence[str], *, max_length: int, **_: Any) -> SimpleNamespace:
-        ids = torch.zeros(len(texts), max_length, dtype=torch.int64)
-        return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
-
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, str]], **_: Any) -> str:
-        """The text of a message, which is as long as can be in any template."""
-        return conversation[-1]["content"]
-
-
 class Unread(Components):
     """Components whose weights have the form that they would have in memory, and no values: no file of weights is opened.
 
@@ -143,11 +129,15 @@ class Unread(Components):
         self.on_cpu = on_cpu
 
     def tokenizers(self) -> dict[str, Any]:
-        """The tokenizers that are here, and stand-ins for those of a hub id that are not."""
-        if self.source.fetched:
-            return super().tokenizers()
+        """The tokenizers that are here. In place of one of a hub id that is not, CLIP's, with room for as many tokens as T5
+        reads: how many are read is all that counts."""
         folders = {name: self.source.tokenizer_folder(name) for name in self.family.tokenizers}
-        return {name: load_tokenizer(folder, name) if folder.is_dir() else Unfetched() for name, folder in folders.items()}
+        found = {name: load_tokenizer(folder, name) for name, folder in folders.items() if folder.is_dir()}
+        if missing := folders.keys() - found:
+            any_texts = build_clip_tokenizer(None)
+            any_texts.model_max_length, any_texts.chat_template = 512, "{{ messages[-1].content }}"
+            found |= dict.fromkeys(missing, any_texts)
+        return found
 
     def load(self, name: str) -> nn.Module:
         if name not in self.model.modules:
@@ -197,14 +187,18 @@ class Rehearsal:
         on_cpu: bool = False,
         step: type[Step] = DryStep,
     ) -> None:
-        alone = SimpleNamespace(device=device, num_processes=1, process_index=0, is_main_process=False)
-        processes = Processes(alone, lost_after=plan.config.run.lost_after)
         self.plan, self.device, self.on_cpu, self.step_class = plan, device, on_cpu, step
         self.host = device if device == META else torch.device("cpu")
         self.channels = 0  # of latents: known once images were encoded
-        given = {"kernels": kernels, "digests": None, "processes": processes, "phases": QUIET}
-        given["attention"] = planned(plan.config.step.attention)
-        self.components = Unread(plan.model, on_cpu=on_cpu, **given)  # type: ignore[arg-type]
+        self.components = Unread(
+            plan.model,
+            on_cpu=on_cpu,
+            kernels=kernels,
+            digests=FileDigests(),
+            processes=Processes(device, lost_after=plan.config.run.lost_after, quiet=True),
+            phases=QUIET,
+            attention=planned(plan.config.step.attention),
+        )
 
     def encode_prompts(self, texts: Sequence[str]) -> Conditioning:
         """The conditioning of the texts as it comes from the cache: on the host."""
@@ -224,20 +218,17 @@ class Rehearsal:
     @cached_property
     def trained(self) -> tuple[Adapter, Norms, optim.OptimizerState, Average | None, Step]:
         """The adapter in its layers, the norms for its files, optimizer, average and step; the denoiser is loaded."""
+        plan, components, pieces = self.plan, self.components, Pieces(None, start_point.census(self.plan.config))
         with Remembering():
-            return self._build()
-
-    def _build(self) -> tuple[Adapter, Norms, optim.OptimizerState, Average | None, Step]:
-        plan, attention, pieces = self.plan, self.components.attention, Pieces(None, start_point.census(self.plan.config))
-        for name in plan.model.in_steps:
-            self.components.load(name)
-        adapter, norms = build_adapter(plan.config, self.components, pieces)
-        if self.on_cpu:
-            family = plan.model.family
-            attention.give(self.components.load(family.denoiser), family.attention, torch.device("cpu"))
-        progress = start_point.first_progress(plan)
-        state, step = build_step(plan.config, self.components, adapter, norms, pieces, progress, then=None)
-        adapter.refresh()
+            for name in plan.model.in_steps:
+                components.load(name)
+            adapter, norms = build_adapter(plan.config, components, pieces)
+            if self.on_cpu:
+                family = plan.model.family
+                components.attention.give(components.load(family.denoiser), family.attention, torch.device("cpu"))
+            progress = start_point.first_progress(plan)
+            state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=None)
+            adapter.refresh()
         given = {each.name: getattr(step, each.name) for each in fields(step)}
         return adapter, norms, state.optimizer, state.average, self.step_class(**given)
 

@@ -1,95 +1,40 @@
 """What a run gives up to fit into the memory there is: `memory.fit`, by what `memory.fit_by` names, and `resident_blocks`."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from trainer import optim
 from trainer.base.errors import UserError
 from trainer.base.files import parse_size
 from trainer.base.protocols import Kernels
 from trainer.base.tensorfile import size_text
-from trainer.plan import optimizer_rules
-from trainer.plan.run_plan import RunPlan, with_config
+from trainer.plan.remedies import Keys, in_words, remedies
+from trainer.plan.run_plan import RunPlan
 from trainer.runtime.streaming import device_bytes
 from workbench.planning.dry_run import Rehearsal, without_values
 from workbench.planning.estimate import Forecast, forecast
-from workbench.planning.suggestions import PRICES, changes, streamed, unstreamed, with_checkpointing, with_resident
-
-# Of memory.gradient_checkpointing, the fastest first: none, every fourth block, ..., all. They change no byte of a run.
-CHECKPOINTING: tuple[bool | int, ...] = (False, 4, 3, 2, True)
+from workbench.planning.suggestions import changes, lowered, with_keys
 
 
-@dataclass(frozen=True)
-class Lever:
-    """What may be changed for memory. name: as memory.fit_by has it.
+def cheapest(levels: Sequence[Sequence[Any]], fits: Callable[[Sequence[Any]], bool]) -> list[Any] | None:
+    """A level of each remedy, with which the run fits: the last one is used as little as can be, then the one before it.
+    None where the last levels do not fit. levels: of each the cheapest first; none needs more than the one before it."""
+    chosen = [each[0] for each in levels]
+    used = -1
+    while not fits(chosen):
+        used += 1
+        if used == len(levels):
+            return None
+        chosen[used] = levels[used][-1]
+    for place in reversed(range(used + 1)):
 
-    settings: the cheapest first. applied: (a plan, a setting) -> the plan with it. keys: a setting as keys of a config, in
-    words. least: what its last setting is, in words.
-    """
+        def enough(level: Any, place: int = place) -> bool:
+            return fits([*chosen[:place], level, *chosen[place + 1 :]])
 
-    name: str
-    settings: tuple[Any, ...]
-    applied: Callable[[RunPlan, Any], RunPlan]
-    keys: Callable[[Any], str]
-    least: str
-
-
-@dataclass
-class Fitting:
-    """The search for the settings of some levers. plan: before any is used. memory: bytes.
-
-    forecasts: of the settings that were tried, but for how many blocks stay: that is worked out.
-    """
-
-    plan: RunPlan
-    kernels: Kernels
-    memory: int
-    base: Callable[[], int] | None
-    levers: tuple[Lever, ...]
-    forecasts: dict[tuple[Any, ...], Forecast] = field(default_factory=dict)
-
-    def planned(self, settings: tuple[Any, ...]) -> RunPlan:
-        """The plan with a setting of each lever."""
-        plan = self.plan
-        for lever, setting in zip(self.levers, settings, strict=True):
-            plan = lever.applied(plan, setting)
-        return plan
-
-    def forecast(self, settings: tuple[Any, ...]) -> Forecast:
-        """What the run would take with them."""
-        resident = {lever.name: setting for lever, setting in zip(self.levers, settings, strict=True)}.get("resident_blocks")
-        pairs = zip(self.levers, settings, strict=True)
-        counted = tuple(0 if lever.name == "resident_blocks" and setting is not None else setting for lever, setting in pairs)
-        if counted not in self.forecasts:
-            self.forecasts[counted] = forecast(self.planned(counted), self.kernels, base=self.base)
-        found = self.forecasts[counted]
-        return with_resident(found, self.plan.model.family.denoiser, resident) if resident else found
-
-    def fits(self, settings: tuple[Any, ...]) -> bool:
-        """Whether the run fits with them."""
-        return self.forecast(settings).fits(self.memory)
-
-    def cheapest(self) -> tuple[Any, ...] | None:
-        """The settings that fit: the last lever is used as little as can be, then the one before it. None where none do."""
-        chosen = [lever.settings[0] for lever in self.levers]
-        used = 0
-        for used in range(len(self.levers)):
-            chosen[used] = self.levers[used].settings[-1]
-            if self.fits(tuple(chosen)):
-                break
-        else:
-            return tuple(chosen) if not self.levers and self.fits(()) else None
-        for place in reversed(range(used + 1)):
-            settings = self.levers[place].settings
-
-            def fits(setting: Any, place: int = place) -> bool:
-                return self.fits((*chosen[:place], setting, *chosen[place + 1 :]))
-
-            # None needs more than the one before it, and the last is known to fit.
-            chosen[place] = settings[bisect_left(settings[:-1], True, key=fits)]
-        return tuple(chosen)
+        chosen[place] = levels[place][bisect_left(levels[place][:-1], True, key=enough)]  # the last is known to fit
+    return chosen
 
 
 def fitted(
@@ -110,16 +55,18 @@ def fitted(
     chosen = plan.config.memory
     budget = memory if chosen.fit in (None, "auto") else parse_size(chosen.fit)
     if chosen.fit is not None:
-        plan = _fitted_by_levers(plan, kernels, budget, base=base, kept=kept, say=say)
+        plan = _fitted_by_remedies(plan, kernels, budget, base=base, kept=kept, say=say)
         chosen = plan.config.memory
+    if chosen.offload == "blocks" and base is not None:  # what streams lies in the same memory
+        return with_keys(plan, {"memory.resident_blocks": 0}) if chosen.resident_blocks == "auto" else plan
     if chosen.offload == "blocks" and chosen.resident_blocks == "auto":
-        plan = _fitted_by_resident_blocks(plan, kernels, budget, base=base)
-    elif chosen.offload == "blocks" and base is None:
+        return _with_most_resident(plan, kernels, budget)
+    if chosen.offload == "blocks":
         _check_slots(plan, kernels, budget)
     return plan
 
 
-def _fitted_by_levers(
+def _fitted_by_remedies(
     plan: RunPlan,
     kernels: Kernels,
     memory: int,
@@ -128,112 +75,60 @@ def _fitted_by_levers(
     kept: Collection[str],
     say: Callable[[str], None],
 ) -> RunPlan:
-    asked = plan.config.memory.fit_by
-    there = {lever.name: lever for lever in _levers(plan, on_cpu=base is not None) if lever.name not in kept}
-    fitting = Fitting(plan, kernels, memory, base, tuple(there[name] for name in asked if name in there))
-    settings = fitting.cheapest()
+    asked, there = plan.config.memory, {remedy.name: remedy for remedy in remedies(on_cpu=base is not None)}
+    named = [there[name] for name in asked.fit_by if name in there and name not in kept]
+    chosen = {remedy: levels for remedy in named if len(levels := remedy.levels(plan)) > 1}
+
+    @cache
+    def counted(keys: tuple[tuple[str, Any], ...]) -> Forecast:
+        return forecast(with_keys(plan, dict(keys)), kernels, base=base)
+
+    def needing(settings: Sequence[Keys]) -> Forecast:
+        """How many blocks stay is worked out."""
+        keys = _together(settings)
+        if not (stay := keys.get("memory.resident_blocks")) or stay == "auto":
+            return counted(tuple(keys.items()))
+        found = counted(tuple((keys | {"memory.resident_blocks": 0}).items()))
+        return with_resident(found, plan.model.family.denoiser, stay)
+
+    settings = cheapest([*chosen.values()], lambda settings: needing(settings).fits(memory))
     if settings is None:
-        raise UserError(_too_small(fitting))
-    for lever, setting in zip(fitting.levers, settings, strict=True):
-        if setting != lever.settings[0]:
-            say(f"memory.fit = {plan.config.memory.fit!r}: {lever.keys(setting)} ({PRICES[lever.name]})")
-    return fitting.planned(settings)
+        last = [levels[-1] for levels in chosen.values()]
+        least = ", ".join(remedy.least for remedy in chosen) or "nothing that memory.fit_by may change"
+        auto, found = asked.fit == "auto", needing(last)
+        raise UserError(
+            f"memory.fit = {asked.fit!r}{f' ({size_text(memory)})' if auto else ''}: with {least} the run needs "
+            f"{size_text(found.total)}, in {found.largest.name}; {'use a larger card' if auto else 'raise memory.fit'}, or"
+            f"{_advice(with_keys(plan, _together(last)), kernels, found, memory)}"
+        )
+    for (remedy, levels), keys in zip(chosen.items(), settings, strict=True):
+        if keys != levels[0]:
+            say(f"memory.fit = {asked.fit!r}: {in_words(keys)} ({remedy.price})")
+    return with_keys(plan, _together(settings))
 
 
-def _levers(plan: RunPlan, *, on_cpu: bool) -> Iterator[Lever]:
-    """Those that can change anything. On a CPU what streams lies in the same memory, and 8-bit states are decoded whole."""
-    config, family = plan.config, plan.model.family
-    if family.blocks:
-        key = "memory.gradient_checkpointing"
-        yield Lever(
-            "checkpointing", CHECKPOINTING, with_checkpointing, lambda every: f"{key} = {str(every).lower()}",
-            "every block recomputed",
-        )  # fmt: skip
-    if family.blocks and not on_cpu:
-        module = plan.model.source.build(family.denoiser)
-        count = len(family.ordered_blocks(family.denoiser, module))
-        yield Lever(
-            "resident_blocks", (None, *range(count - 1, -1, -1)), _with_streaming,
-            lambda stay: f"memory.offload = 'blocks', memory.resident_blocks = {stay}", "every block streamed",
-        )  # fmt: skip
-    in_8_bits = optim.in_8_bits(config.optimizer.name)
-    if in_8_bits is not None and not on_cpu and _takes(plan, in_8_bits):
-        names = (config.optimizer.name, in_8_bits)
-        yield Lever(
-            "optimizer_bits", names, _with_optimizer, lambda name: f"optimizer.name = {name!r}",
-            "the optimizer's state in 8 bits",
-        )  # fmt: skip
-    count = config.data.batch_size
-    if count > 1:
-        yield Lever(
-            "batch", tuple(size for size in range(count, 0, -1) if count % size == 0), _with_batch_size,
-            lambda size: f"data.batch_size = {size}, step.accumulation = {config.step.accumulation * count // size}",
-            "one photo at a time",
-        )  # fmt: skip
+def _together(settings: Sequence[Keys]) -> Keys:
+    return {key: value for keys in settings for key, value in keys.items()}
 
 
-def _with_streaming(plan: RunPlan, resident: int | None) -> RunPlan:
-    return unstreamed(plan) if resident is None else streamed(plan, resident)
+def _advice(plan: RunPlan, kernels: Kernels, found: Forecast, memory: int) -> str:
+    """What ends a refusal: whatever else there is, one below the other."""
+    return "".join(f"\n- {change}" for change in changes(plan, kernels, found, memory)) or " choose smaller photos"
 
 
-def _with_optimizer(plan: RunPlan, name: str) -> RunPlan:
-    """Raises UserError where that one does not take the options of the plan's."""
-    if name == plan.config.optimizer.name:
-        return plan
-    config = plan.config.model_copy(update={"optimizer": plan.config.optimizer.model_copy(update={"name": name})})
-    optimizer_rules.check(config)
-    return with_config(plan, config)
-
-
-def _takes(plan: RunPlan, optimizer: str) -> bool:
-    try:
-        _with_optimizer(plan, optimizer)
-    except UserError:
-        return False
-    return True
-
-
-def _with_batch_size(plan: RunPlan, size: int) -> RunPlan:
-    config = plan.config
-    if size == config.data.batch_size:
-        return plan
-    accumulation = config.step.accumulation * config.data.batch_size // size
-    data, step = (
-        config.data.model_copy(update={"batch_size": size}),
-        config.step.model_copy(update={"accumulation": accumulation}),
-    )
-    return with_config(plan, config.model_copy(update={"data": data, "step": step}))
-
-
-def _too_small(fitting: Fitting) -> str:
-    asked, plan = fitting.plan.config.memory, fitting.planned(tuple(lever.settings[-1] for lever in fitting.levers))
-    found = forecast(plan, fitting.kernels, base=fitting.base)
-    least = ", ".join(lever.least for lever in fitting.levers) or "nothing that memory.fit_by may change"
-    advice = "".join(
-        f"\n- {change.what} ({change.price})" for change in changes(plan, fitting.kernels, found, fitting.memory)
-    )
-    size = f" ({size_text(fitting.memory)})" if asked.fit == "auto" else ""
-    larger = "use a larger card" if asked.fit == "auto" else "raise memory.fit"
-    return (
-        f"memory.fit = {asked.fit!r}{size}: with {least} the run needs {size_text(found.total)}, in {found.largest.name}; "
-        f"{larger}, or{advice or ' choose smaller photos'}"
-    )
-
-
-def _fitted_by_resident_blocks(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], int] | None) -> RunPlan:
-    least = streamed(plan, 0)
-    if base is not None:  # of a CPU: what streams lies in the same memory
-        return least
-    found = forecast(least, kernels)
+def _with_most_resident(plan: RunPlan, kernels: Kernels, memory: int) -> RunPlan:
+    """The plan of an accelerator with as many blocks that stay as fit."""
+    least = with_keys(plan, {"memory.resident_blocks": 0})
+    found, denoiser = forecast(least, kernels), plan.model.family.denoiser
     if not found.fits(memory):
-        advice = "".join(f"\n- {change.what} ({change.price})" for change in changes(least, kernels, found, memory))
         raise UserError(
             f"memory.offload = 'blocks': with every block streamed the run needs {size_text(found.total)}, in "
-            f"{found.largest.name}, and there are {size_text(memory)}; use a larger card, or{advice or ' smaller photos'}"
+            f"{found.largest.name}, and there are {size_text(memory)}; use a larger card, or"
+            f"{_advice(least, kernels, found, memory)}"
         )
     assert found.streaming is not None
-    denoiser, most = plan.model.family.denoiser, len(found.streaming.blocks)
-    return streamed(plan, next(n for n in range(most, -1, -1) if with_resident(found, denoiser, n).fits(memory)))
+    stay = next(n for n in range(len(found.streaming.blocks), -1, -1) if with_resident(found, denoiser, n).fits(memory))
+    return with_keys(plan, {"memory.resident_blocks": stay})
 
 
 def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
@@ -246,9 +141,19 @@ def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
     if (size := device_bytes(sizes, asked)) > memory:
         remedy = "not even two blocks fit; use a larger card"
         if device_bytes(sizes, 0) <= memory:
-            fewer = _fitted_by_resident_blocks(plan, kernels, memory, base=None)
+            fewer = _with_most_resident(plan, kernels, memory)
             remedy = f"use at most {fewer.config.memory.resident_blocks}, or 'auto'"
         raise UserError(
             f"memory.resident_blocks = {asked}: these blocks of the {name}, and two that pass, take {size_text(size)}, and "
             f"there are {size_text(memory)}; {remedy}"
         )
+
+
+def with_resident(found: Forecast, denoiser: str, resident: int) -> Forecast:
+    """A forecast of a streamed denoiser, with so many blocks that stay."""
+    streaming = found.streaming
+    assert streaming is not None
+    more = device_bytes(streaming.blocks, resident) - device_bytes(streaming.blocks, streaming.resident)
+    sizes = {phase.name: phase.loaded.get(denoiser) for phase in found.phases}
+    found = lowered(found, lambda phase: {denoiser: 1 + more / size} if (size := sizes[phase]) else {})
+    return replace(found, streaming=replace(streaming, resident=resident))

@@ -29,9 +29,7 @@ def pair(monkeypatch) -> list[tuple[Processes, Signals]]:
     monkeypatch.setattr(processes, "_end", lambda message: None)  # a lost process would end this one
     views = []
     for rank in (0, 1):
-        about = {"num_processes": 2, "process_index": rank, "is_main_process": rank == 0}
-        accelerator = SimpleNamespace(device=torch.device("cpu"), **about)
-        views.append((Processes(accelerator, store, lost_after=LOST_AFTER), Signals()))
+        views.append((Processes(torch.device("cpu"), rank, 2, store, lost_after=LOST_AFTER), Signals()))
     return views
 
 
@@ -51,9 +49,8 @@ def side_by_side(pair, *works: Callable[[Processes, Signals], object]) -> list[o
 
 
 def test_a_quiet_process_says_warnings_alone(capsys) -> None:
-    alone = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
     for quiet in (False, True):
-        view = Processes(alone, lost_after=LOST_AFTER, quiet=quiet)
+        view = Processes(torch.device("cpu"), lost_after=LOST_AFTER, quiet=quiet)
         view.say("cache: 12 latents")
         view.say("warning: the cache is open to others")
     told = "warning: the cache is open to others\n"

@@ -11,6 +11,7 @@ from tests.harness import Workbench
 from trainer import config as configs
 from trainer.base.memory import checkpoint_blocks
 from trainer.kernels import dora_torch, scratch
+from trainer.models import FAMILIES
 from trainer.models.shared.joint_attention import JointAttention
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime.attention import Attention
@@ -106,3 +107,18 @@ def test_attention_is_that_of_the_device_which_is_planned_for(bench: Workbench, 
     ours = on_cpu and kind == "auto"
     assert layers and all(isinstance(layer.processor, JointAttention) == ours for layer in layers)
     assert ("forward" in vars(run.components.model.modules["transformer"])) == (kind == "math")
+
+
+@pytest.mark.parametrize("family", ["flux", "flux2"])
+def test_a_tokenizer_that_was_not_fetched_gives_as_many_tokens_as_are_read(
+    bench: Workbench, monkeypatch, family: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub_id = next(iter(FAMILIES[family].hub_ids))
+    config = configs.parse(bench.tree("sdxl", model__family=family, model__path=hub_id, adapter__targets=["*attn.to_q"]))
+    source = open_source(config)
+    plan = make_plan(resolve(config, source), source, processes=1)
+    model = Rehearsal(plan, kernels=dora_torch).components.model
+    (*_, last), captions = plan.model.family.text_encoders, ["a bear", "a long one of a bear"]
+    assert not source.fetched
+    assert [ids.shape[-1] for ids in plan.model.family.tokens(model, last, captions)] == [512, 512]

@@ -1,0 +1,164 @@
+"""What saves memory: one ladder, from which memory.fit, a plan's advice and the words after memory ran out are made."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from trainer import optim
+from trainer.base.errors import UserError
+from trainer.config import Config
+from trainer.plan import optimizer_rules
+from trainer.plan.run_plan import RunPlan
+from trainer.plan.storage import held_as
+from trainer.runtime.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
+
+Keys = Mapping[str, Any]  # of a config, by their full names, and what they become
+SMALL = 512  # px: no smaller photos are advised
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What may be changed so that a run takes less memory.
+
+    name: as memory.fit_by has it, where there are levels. price: in words. levels: what memory.fit chooses from, the
+    cheapest first; the first is a run without this remedy. least: the last of them, in words. ways: what is advised; None:
+    the last level. keeps: whether no byte of a run changes, so that it may be changed in mid-run. anew: what a new run may
+    have after a step ran out of memory, in words. on_cpu: whether it helps where a CPU computes.
+    """
+
+    name: str
+    price: str = ""
+    levels: Callable[[RunPlan], Sequence[Keys]] = lambda plan: ()
+    least: str = ""
+    ways: Callable[[RunPlan], Iterable[Keys]] | None = None
+    keeps: Callable[[Config], bool] = lambda config: False
+    anew: Callable[[RunPlan], str] = lambda plan: ""
+    on_cpu: bool = True
+
+    def left(self, plan: RunPlan) -> Iterable[Keys]:
+        """What can still be changed in a plan, the cheapest first."""
+        last = self.levels(plan)[-1:]
+        return self.ways(plan) if self.ways else [keys for keys in last if with_values(plan.config, keys) != plan.config]
+
+
+def _checkpointing(plan: RunPlan) -> Sequence[Keys]:
+    """The fastest first: no block, every fourth, ..., all."""
+    return [{"memory.gradient_checkpointing": every} for every in (False, 4, 3, 2, True) if plan.model.family.blocks]
+
+
+def _streaming(plan: RunPlan) -> Sequence[Keys]:
+    family = plan.model.family
+    blocks = family.ordered_blocks(family.denoiser, plan.model.source.build(family.denoiser)) if family.blocks else ()
+    streamed = [{"memory.offload": "blocks", "memory.resident_blocks": stay} for stay in range(len(blocks))]
+    return [{"memory.offload": "none", "memory.resident_blocks": "auto"}, *reversed(streamed)]
+
+
+def _more_streaming(plan: RunPlan) -> Iterator[Keys]:
+    """That blocks are streamed at all, of which as many stay as fit; or that none stay."""
+    memory, family = plan.config.memory, plan.model.family
+    if family.blocks and memory.offload == "none" and not memory.shard and not plan.config.step.graphs:
+        yield {"memory.offload": "blocks"}
+    if plan.model.resident.get(family.denoiser):
+        yield {"memory.resident_blocks": 0}
+
+
+def _batches(plan: RunPlan) -> Sequence[Keys]:
+    count, batches = plan.config.data.batch_size, plan.config.step.accumulation
+    sizes = [size for size in range(count, 0, -1) if count % size == 0]
+    return [{"data.batch_size": size, "step.accumulation": batches * count // size} for size in sizes]
+
+
+def _optimizers(plan: RunPlan) -> Sequence[Keys]:
+    levels = [{"optimizer.name": name} for name in (plan.config.optimizer.name, optim.in_8_bits(plan.config.optimizer.name))]
+    with suppress(UserError):  # it may not take the other one's options
+        if levels[1]["optimizer.name"]:
+            optimizer_rules.check(with_values(plan.config, levels[1]))
+            return levels
+    return ()
+
+
+def _dtypes(plan: RunPlan, names: Iterable[str]) -> Iterator[Keys]:
+    """Each component in the smallest dtypes. What a file holds quantised stays as it is."""
+    for name in names:
+        for dtype in SMALLER_DTYPES if held_as(plan.model.source, name) is None else ():
+            yield {f"model.components.{name}.dtype": dtype}
+
+
+def _vae(plan: RunPlan) -> Iterator[Keys]:
+    """Its dtype, where it alone computes in fp32."""
+    name, storage = plan.model.family.vae, plan.model.storage
+    compute = [storage[each].compute for each in (name, plan.model.family.denoiser)]
+    if compute == [compute_dtype("fp32"), compute_dtype(SMALLER_VAE)]:
+        yield {f"model.components.{name}.dtype": SMALLER_VAE}
+
+
+def _smaller_denoiser(plan: RunPlan) -> str:
+    name = plan.model.family.denoiser
+    held = plan.model.storage[name].format
+    return "" if held.dtype_name == SMALLER_DTYPES[-1] else f"a smaller model.components.{name}.dtype than {held.name}"
+
+
+# The cheapest first.
+REMEDIES = (
+    Remedy("graphs", ways=lambda plan: [{"step.graphs": False}] * plan.config.step.graphs, keeps=lambda config: True),
+    Remedy(
+        "checkpointing", "every step takes up to a third longer; no byte changes",
+        levels=_checkpointing, least="every block recomputed",
+        keeps=lambda config: config.step.compile == "none",  # a compiler makes other sums of a block that is recomputed
+        anew=lambda plan: "memory.gradient_checkpointing = true" * (plan.config.memory.gradient_checkpointing is not True),
+    ),
+    Remedy(
+        "pictures", "no pictures while it trains, or smaller ones; the adapter is the same",
+        ways=lambda plan: [{"validation.every_steps": 0}] * bool(plan.data.requests),
+    ),
+    Remedy(
+        "resident_blocks", "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
+        levels=_streaming, least="every block streamed", ways=_more_streaming, keeps=lambda config: True,
+        on_cpu=False,  # what streams lies in the same memory
+    ),
+    Remedy(
+        "batch", "as many photos in an update, fewer at a time and in another order: slower, and another run",
+        levels=_batches, least="one photo at a time",
+        anew=lambda plan: f"data.batch_size below {plan.config.data.batch_size}" * (plan.config.data.batch_size > 1),
+    ),
+    Remedy("vae", "photos are encoded in 16 bits: another run", ways=_vae),
+    Remedy(
+        "text_encoders", "captions are read in 8 or 4 bits: another run",
+        ways=lambda plan: _dtypes(plan, plan.model.family.text_encoders),
+    ),
+    Remedy(
+        "optimizer_bits", "the optimizer's state is rounded to 8 bits: another run",
+        levels=_optimizers, least="the optimizer's state in 8 bits",
+        anew=lambda plan: "".join(map(in_words, _optimizers(plan)[1:])),
+        on_cpu=False,  # bitsandbytes decodes the whole state there, which takes more for a moment than fp32 all the time
+    ),
+    Remedy(
+        "denoiser", "the frozen weights are rounded, see docs/precision.md: another run",
+        ways=lambda plan: _dtypes(plan, [plan.model.family.denoiser]), anew=_smaller_denoiser,
+    ),
+    Remedy(
+        "resolution", "the photos are trained at half the size or less: another run",
+        ways=lambda plan: [{"data.resolution": SMALL}] * (plan.data.resolution > SMALL),
+        anew=lambda plan: f"data.resolution below {plan.data.resolution}",
+    ),
+    Remedy("rank", anew=lambda plan: f"adapter.rank below {plan.config.adapter.rank}"),
+)  # fmt: skip
+
+
+def remedies(*, on_cpu: bool) -> list[Remedy]:
+    """Those that help there."""
+    return [remedy for remedy in REMEDIES if remedy.on_cpu or not on_cpu]
+
+
+def in_words(keys: Keys) -> str:
+    """Keys as they stand in a config, side by side."""
+    return ", ".join(f"{key} = {v!r}" if isinstance(v, str) else f"{key} = {v}".lower() for key, v in keys.items())
+
+
+def with_values(config: Config, keys: Keys) -> Config:
+    """The config with those keys, each of one of its tables."""
+    for key, value in keys.items():
+        table, name = key.split(".")
+        config = config.model_copy(update={table: getattr(config, table).model_copy(update={name: value})})
+    return config
