@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from trainer import __version__, optim
+from trainer.adapters.kinds import kind_named
 from trainer.artifacts.data_report import sections
 from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
@@ -33,14 +34,13 @@ def report_of(
     config, adapter = plan.config, plan.config.adapter
     targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
     sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")
-    kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.type]
     run = ReportedRun(
         context.layout,
         name=config.run.name,
         total=plan.length.max_steps,
         begun=progress.step,
         levers=optim.levers(config.optimizer.name),
-        kicker=f"Training report: {kind} of {sizes}, {targets}, for {config.model.path}",
+        kicker=f"Training report: {kind_named(adapter.type).word} of {sizes}, {targets}, for {config.model.path}",
         lineage=_lineage(plan, progress, start, contents),
         environment={
             "trainer": __version__,

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from trainer import quantization
+from trainer.adapters.kinds import AdapterKind, file_kind
 from trainer.adapters.portable import Portable
 from trainer.base.console import write
 from trainer.base.digests import FileDigests
@@ -47,7 +48,8 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
         raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
     source = open_source(config)
     ranks = [max(factors.rank for factors in each.portable.layers.values()) for each in adapters]
-    config = _measuring(config, max(*ranks, min(rank, sum(ranks))), dora=any(each.portable.dora for each in adapters))
+    kind = file_kind(magnitudes=any(each.portable.kind.magnitudes for each in adapters))
+    config = _measuring(config, max(*ranks, min(rank, sum(ranks))), kind)
     plan = make_plan(resolve(config, source), source, processes=1, phases=phases)
     for each in adapters:
         if each.model.family is not source.family:
@@ -56,7 +58,7 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
     return plan
 
 
-def _measuring(config: Config, rank: int, *, dora: bool) -> Config:
+def _measuring(config: Config, rank: int, kind: AdapterKind) -> Config:
     """The config of a run with such an adapter that measures the loss, and neither trains, writes nor compiles."""
     own, step, memory = config.adapter, config.step, config.memory
     rules = tuple(RuleTable(component=rule.component, match=rule.match) for rule in own.rules)
@@ -64,7 +66,7 @@ def _measuring(config: Config, rank: int, *, dora: bool) -> Config:
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"deterministic": False}),
-            "adapter": AdapterTable(type="dora" if dora else "lora", rank=rank, init_resize=True, **kept),
+            "adapter": AdapterTable(type=kind.name, rank=rank, init_resize=True, **kept),
             "data": config.data.model_copy(update={"cache": "memory"}),
             "step": step.model_copy(update={"compile": "none", "graphs": False}),
             "memory": memory.model_copy(update={"shard": False, "gradient_checkpointing": False}),
