@@ -31,7 +31,8 @@ class AdapterKind:
     word: what people call it; its name is the word of `adapter.type`.
     shapes: (W's shape, rank) -> the shapes of what a layer trains, fp32, by the ends of the names, "NAME" or "NAME.weight".
     first: (an AdaptedLayer, its adapter's name) -> the first values of what begins neither as zeros nor, as A, drawn.
-    factors: (the parameters) -> (A, B), with gradients; None: A and B are parameters. In a fresh adapter B is zero.
+    factors: (the parameters) -> (A, B), with gradients, R being the layer's rank; None: A and B are parameters. In a fresh
+    adapter B is zero.
     module: of kohya's programs, what a file of this kind belongs to; "": what the family says of a LoRA's.
     starts_from: of which kinds of files `adapter.init_from` takes one.
     refuses: the config keys that it does not go with, and why.
@@ -55,11 +56,6 @@ class AdapterKind:
     def magnitudes(self) -> bool:
         """Whether it trains the lengths of rows: with a rate of their own and no decay. Its files need norms of W."""
         return MAGNITUDE in self.ends
-
-    @property
-    def of_files(self) -> "AdapterKind":
-        """The kind that its files are of."""
-        return file_kind(magnitudes=self.magnitudes)
 
     def effective(self, values: LayerState) -> tuple[Tensor, Tensor, Tensor | None]:
         """(A, B, m or None) of a layer, of its parameters."""

@@ -43,8 +43,11 @@ TIMESTEPS_OF = {
 }
 
 
-# Of a kind whose A and B are made of other parameters.
-COMPOSED = "it scales A and B as they are trained, and this kind trains others"
+# What a kind does not go with whose A and B are made of other parameters.
+COMPOSED = {
+    "adapter.max_norm": "it scales A and B as they are trained, and this kind trains others",
+    "step.compile": "this kind makes A and B in every forward, which no compiled block was tried with",
+}
 # The keys that belong to magnitudes.
 MAGNITUDE_KEYS = ("optimizer.magnitude_lr", "export.dora_scale")
 
@@ -57,14 +60,12 @@ def with_magnitudes() -> ReadWith:
 def check_kind(config: Config) -> None:
     """Raises UserError for an unknown kind of adapter, and for a key that the kind does not go with."""
     kind = kind_named(config.adapter.type)
-    refuses = {**kind.refuses} | ({} if kind.factors is None else {"adapter.max_norm": COMPOSED})
-    for key, why in refuses.items():
-        if value := reduce(getattr, key.split("."), config):
-            default = configs.known_keys()[key]
-            raise UserError(
-                f"{key} = {value!r} cannot be combined with adapter.type = {kind.name!r}: {why}; "
-                f"{'leave it out' if default is None else f'set {key} = {default:g}'} or adapter.type = 'lora'"
-            )
+    for key, why in {**kind.refuses, **({} if kind.factors is None else COMPOSED)}.items():
+        default, value = configs.known_keys()[key], reduce(getattr, key.split("."), config)
+        if value != default:
+            remedy = "leave it out" if default is None else f"set {key} = {default!r}"
+            beside = f"{key} = {value!r} cannot be combined with adapter.type = {kind.name!r}"
+            raise UserError(f"{beside}: {why}; {remedy} or adapter.type = 'lora'")
 
 
 def refuse_unread(config: Config, family: Family) -> None:
