@@ -37,6 +37,7 @@ from peft import LoraConfig, inject_adapter_in_model  # noqa: E402
 from torch import nn  # noqa: E402
 
 from trainer.adapters import Method, Target, inject  # noqa: E402
+from trainer.adapters.kinds import KINDS, file_kind  # noqa: E402
 from trainer.kernels import choose  # noqa: E402
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear, freeze_layers, storage_of_layers  # noqa: E402
 from trainer.runtime.precision import prepare_device  # noqa: E402
@@ -84,7 +85,7 @@ def our_layer(
         {"net": model},
         [Target("net", "0", rank, float(rank))],
         bases=(FrozenLinear, FrozenConv2d),
-        method=Method(dora=dora),
+        method=Method(file_kind(magnitudes=dora)),
         seed=0,
     )
     for name, parameter in adapter.named_parameters().items():
@@ -193,7 +194,7 @@ def shared_steps(shape, storage: str, dtype, rank: int, device, kernels) -> dict
             {"net": model},
             [Target("net", name, rank, float(rank)) for name in "qkv"],
             bases=(FrozenLinear, FrozenConv2d),
-            method=Method(dora=True),
+            method=Method(KINDS["dora"]),
             seed=0,
         )
         if together:

@@ -22,6 +22,7 @@ from benchmarks import plain_peft  # noqa: E402
 from scripts.make_model import tiny_flux, tiny_sdxl  # noqa: E402
 from trainer import kernels, optim, quantization  # noqa: E402
 from trainer.adapters import Method, Rates, inject, match_targets  # noqa: E402
+from trainer.adapters.kinds import file_kind  # noqa: E402
 from trainer.base.memory import checkpoint_blocks, find_blocks  # noqa: E402
 from trainer.base.protocols import Kernels  # noqa: E402
 from trainer.base.types import Batch, Conditioning, Occurrence  # noqa: E402
@@ -79,7 +80,7 @@ class Bench:
         self.base = dict(module.state_dict())
         family.adjust(name, module)
         self.adapter = inject(
-            {name: module}, targets, bases=(FrozenLinear, FrozenConv2d), method=Method(dora=dora), seed=0,
+            {name: module}, targets, bases=(FrozenLinear, FrozenConv2d), method=Method(file_kind(magnitudes=dora)), seed=0,
         )  # fmt: skip
         module.eval()
         self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))

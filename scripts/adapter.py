@@ -102,7 +102,7 @@ def convert(chosen: argparse.Namespace) -> None:
         dora_scale=chosen.dora_scale,
         for_sd_scripts=chosen.for_sd_scripts,
     )
-    kind = "DoRA" if done.portable.dora else "LoRA"
+    kind = done.portable.kind.word
     write(f"{chosen.to}: {chosen.out}: {kind} for {opened.model.family.name}, {len(done.portable.layers)} layers")
     for note in done.notes:
         write(f"  {note}")
@@ -218,7 +218,7 @@ def average(chosen: argparse.Namespace) -> None:
         losses += [(str(each.path), measured.of(each.portable)) for each in adapters]
     made = average(adapters, chosen.out, chosen.rank, weight=weight, to=chosen.to, phases=phases)
     portable = made.converted.portable
-    kind, ranks = "DoRA" if portable.dora else "LoRA", max(each.rank for each in portable.layers.values())
+    kind, ranks = portable.kind.word, max(each.rank for each in portable.layers.values())
     write(f"{chosen.to}: {chosen.out}: {kind} of rank {ranks} at most, the mean of {len(adapters)}")
     for line in made.lines():
         write(f"  {line}")

@@ -17,11 +17,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.floors import drawing
+from trainer.adapters.kinds import KINDS
 from trainer.base import other_trainers
 from trainer.config import Config, choices, fields
 from trainer.models import FAMILIES
 from trainer.optim import OPTIMIZERS
-from trainer.plan.requirements import FAMILY_KEYS
+from trainer.plan.requirements import FAMILY_KEYS, MAGNITUDE_KEYS, with_magnitudes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = "<!-- Written by scripts/reference_pages.py. Change what it reads, and run it again. -->\n\n"
@@ -35,7 +36,7 @@ PAGES = {
     "export": "adapter_files.md", "validation": "watching.md",
 }  # fmt: skip
 # Keys whose values are the entries of a table elsewhere.
-VALUES = {"model.family": FAMILIES, "optimizer.name": OPTIMIZERS}
+VALUES = {"model.family": FAMILIES, "optimizer.name": OPTIMIZERS, "adapter.type": KINDS}
 NUMBERS = {"integer": "a whole number", "number": "a number"}
 
 
@@ -78,7 +79,9 @@ A value may be spelt in another way, too. Case does not matter in this list, and
 
 def key_page() -> str:
     schema = Config.model_json_schema()
-    needed = {_plain(key): choices(field) for key, field in fields()}
+    needed = {
+        _plain(key): [*([with_magnitudes()] if key in MAGNITUDE_KEYS else []), *choices(field)] for key, field in fields()
+    }
     lines = [INTRODUCTION.rstrip()]
     for heading, name, table in _tables(schema):
         lines += [f"\n## `{heading}`\n", _flat(table["description"])]

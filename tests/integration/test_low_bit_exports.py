@@ -18,6 +18,7 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from tests.harness import DENOISER
 from trainer.adapters import Adapter, Method, Target, export, inject
+from trainer.adapters.kinds import kind_named
 from trainer.adapters.norms import Norms, RowNorms, made_for, magnitude, read_norms
 from trainer.adapters.portable import of_adapter
 from trainer.base.errors import UserError
@@ -30,7 +31,7 @@ from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinea
 
 STOCK = {"sdxl": UNet2DConditionModel, "flux": FluxTransformer2DModel}
 LOW_BIT = ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4")
-KINDS = ("fp8_e4m3", "int2", "nf4")  # one of each kind of storage
+STORED = ("fp8_e4m3", "int2", "nf4")  # one of each kind of storage
 SCALING = 0.5  # alpha / rank
 
 # The largest error of a row's norm by the "magnitude" convention, measured over all layers of both tiny models with s B A
@@ -109,7 +110,7 @@ def trained(models: Path, family: str, dtype: str, targets: tuple[str, ...] = ("
         {name: module},
         [Target(name, n, rank=4, alpha=4 * SCALING) for n in chosen],
         bases=(FrozenLinear, FrozenConv2d),
-        method=Method(dora=True),
+        method=Method(kind_named("dora")),
         seed=7,
     )
     fused = {name: export.fused_modules(FAMILIES[family].module_links(name, source.config(name)))}
@@ -184,7 +185,7 @@ def rows_off(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((off / norm)[norm > 0].max())
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(d, marks=() if d == "int2" else pytest.mark.slow) for d in KINDS])
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=() if d == "int2" else pytest.mark.slow) for d in STORED])
 def test_an_untrained_dora_is_the_identity_on_the_16bit_model(models: Path, tmp_path: Path, stock, dtype: str) -> None:
     run, model = trained(models, "sdxl", dtype), stock("sdxl")
     seen = 0

@@ -29,6 +29,7 @@ from torch import nn
 from tests.harness import ROOT
 from trainer import config as configs
 from trainer import optim
+from trainer.adapters.kinds import kind_named
 from trainer.adapters.norms import Norms
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import DTYPES, TensorFile, serialize, tensor_sha256, write_tensors
@@ -74,7 +75,7 @@ def dora_norms() -> Norms:
         get_base_layer=lambda: SimpleNamespace(original_norms=norms),
     )  # fmt: skip
     beside = SimpleNamespace(row_norms=lambda: norms, original_norms=norms)
-    return Norms(SimpleNamespace(layers={"unet.a": layer}, dora=True), {"unet.b": beside}, {})
+    return Norms(SimpleNamespace(layers={"unet.a": layer}, kind=kind_named("dora")), {"unet.b": beside}, {})
 
 
 def pieces_of_a_run() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.harness import DENOISER, Workbench, built, metrics_of, take_step
 from tests.integration.test_export import inputs_for
 from trainer import config as configs
 from trainer.adapters import ADAPTER_NAME, Method, Target, inject
+from trainer.adapters.kinds import KINDS
 from trainer.base.tensorfile import TensorFile, tensor_sha256, write_tensors
 from trainer.checkpoint import store
 from trainer.engine.step import StepResult
@@ -577,7 +578,7 @@ def test_ai_toolkit_dora_depends_on_alpha_over_rank() -> None:
             {"net": torch.nn.Sequential(layer)},
             [Target("net", "0", 4, alpha)],
             bases=(FrozenLinear, FrozenConv2d),
-            method=Method(dora=True),
+            method=Method(KINDS["dora"]),
             seed=0,
         )
         (adapted,) = adapter.layers.values()

@@ -20,6 +20,7 @@ from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import optim
 from trainer.adapters import ADAPTER_NAME, Method, Rates, Target, inject
 from trainer.adapters.dora import LARGE_BIAS
+from trainer.adapters.kinds import KINDS, file_kind
 from trainer.adapters.layers import SharedInput
 from trainer.base.errors import UserError
 from trainer.kernels import choose, decode, dora_torch
@@ -48,7 +49,7 @@ def with_adapter(model: nn.Module, *, dora: bool = True, rank: int = 3, names=("
         {"net": model},
         [Target("net", name, rank, 2.0) for name in names],
         bases=(FrozenLinear, FrozenConv2d),
-        method=Method(dora=dora),
+        method=Method(file_kind(magnitudes=dora)),
         seed=0,
     )
     jitter(adapter)
@@ -231,7 +232,7 @@ def test_norms_are_refreshed_before_the_blocks_forward() -> None:
         {"net": model},
         [Target("net", f"0.{name}", 2, 2.0) for name in ("0", "2")],
         bases=(FrozenLinear, FrozenConv2d),
-        method=Method(dora=True),
+        method=Method(KINDS["dora"]),
         seed=0,
     )
     adapter.refresh_before({"net": model, "net.0": model[0]})
@@ -317,7 +318,7 @@ print(peak(frozen))
 ours = nn.Sequential(FrozenLinear(n, n, **common))
 ours[0].payload_weight.normal_(generator=torch.Generator().manual_seed(0))
 ours[0].bias.data.zero_()
-adapter = inject({"net": ours}, [Target("net", "0", 8, 8.0)], bases=(FrozenLinear,), method=Method(dora=True), seed=0)
+adapter = inject({"net": ours}, [Target("net", "0", 8, 8.0)], bases=(FrozenLinear,), method=Method(KINDS["dora"]), seed=0)
 print(peak(ours, adapter))
 theirs = nn.Sequential(nn.Linear(n, n).bfloat16())
 print(peak(inject_adapter_in_model(LoraConfig(r=8, use_dora=True, target_modules=["0"]), theirs)))
@@ -533,7 +534,11 @@ def test_grouped_convolutions_are_refused() -> None:
     )
     with pytest.raises(UserError, match=r"net\.0 is a grouped convolution \(groups = 2\)"):
         inject(
-            {"net": model}, [Target("net", "0", 2, 2.0)], bases=(FrozenLinear, FrozenConv2d), method=Method(dora=True), seed=0
+            {"net": model},
+            [Target("net", "0", 2, 2.0)],
+            bases=(FrozenLinear, FrozenConv2d),
+            method=Method(KINDS["dora"]),
+            seed=0,
         )
 
 
@@ -661,7 +666,7 @@ def test_adapters_with_dropout_do_not_share() -> None:
         {"net": model},
         [Target("net", "2", 2, 2.0), Target("net", "3", 2, 2.0)],
         bases=(FrozenLinear, FrozenConv2d),
-        method=Method(dora=False, dropout=0.5),
+        method=Method(KINDS["lora"], dropout=0.5),
         seed=0,
     )
     adapter.share_inputs("net", [("2", "3")])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tests.harness import pairs
 from trainer.adapters import Method, inject, match_targets
 from trainer.adapters.adapter import ADAPTER_NAME
+from trainer.adapters.kinds import KINDS
 from trainer.adapters.layers import AdaptedLayer
 from trainer.base.memory import checkpoint_blocks
 from trainer.kernels import decode, dora_torch
@@ -100,7 +101,7 @@ def built(kind: str, adapter: str, storage: str) -> Built:
     targets = match_targets(
         {name: list(linears)}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=RANK, alpha=8.0
     )
-    made = inject({name: denoiser}, targets, method=Method(adapter == "dora"), bases=(FrozenLinear,), seed=0)
+    made = inject({name: denoiser}, targets, method=Method(KINDS[adapter]), bases=(FrozenLinear,), seed=0)
     denoiser.eval()
     with torch.no_grad():
         for path, parameter in made.named_parameters().items():

@@ -24,6 +24,7 @@ from trainer import kernels
 from trainer.adapters import Method, Target, inject
 from trainer.adapters.dora import Part
 from trainer.adapters.dora import adapted as adapted_layers
+from trainer.adapters.kinds import KINDS
 from trainer.base.types import StoredWeight
 from trainer.kernels import decode, dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
@@ -334,7 +335,7 @@ def network(names: str, rank: int = 4):
         {"net": model},
         [Target("net", name, rank, 2.0) for name in names],
         bases=(FrozenLinear, FrozenConv2d),
-        method=Method(dora=True),
+        method=Method(KINDS["dora"]),
         seed=0,
     )
     with torch.no_grad():

@@ -217,7 +217,7 @@ def live(**fields: Any) -> int:
 
 def lives(*, fresh: bool = False) -> Server:
     """What starts them."""
-    return Server(ROOT, ["proofs.kills", "trainer.adapters.dora"], ENVIRONMENT, fresh=fresh)
+    return Server(ROOT, ["tests.proofs.kills", "trainer.adapters.dora"], ENVIRONMENT, fresh=fresh)
 
 
 # ----------------------------------------------------------------------------------------------------------- moments
@@ -383,7 +383,7 @@ class Run:
 
         self.lives += 1
         life = Life(tuple(arguments), **inside)
-        pid = self.server.start(Order("proofs.kills:live", str(self.folder), asdict(life)))
+        pid = self.server.start(Order("tests.proofs.kills:live", str(self.folder), asdict(life)))
         self.pids.add(pid)
         status, sent = self._until(alive.exists, pid), None
         if moment and measured and not inside:

@@ -242,7 +242,7 @@ def launch(
 
 def lives() -> Server:
     """What starts the agents."""
-    return Server(ROOT, ["proofs.lost", "trainer.adapters.dora", "torch.distributed.launcher.api"], ENVIRONMENT)
+    return Server(ROOT, ["tests.proofs.lost", "trainer.adapters.dora", "torch.distributed.launcher.api"], ENVIRONMENT)
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
@@ -270,7 +270,7 @@ class Run:
     def start(self, **more: Any) -> int:
         """Start an agent; returns its process number, which is that of its group, too."""
         given = {"arguments": ["--config", str(self.config), "--resume_from", "auto"], "port": self.port} | more
-        self.agents.append(self.server.start(Order("proofs.lost:launch", str(self.folder), given)))
+        self.agents.append(self.server.start(Order("tests.proofs.lost:launch", str(self.folder), given)))
         return self.agents[-1]
 
     def wait(self) -> list[int]:

@@ -119,13 +119,12 @@ MISTAKES = [
     ("precision.compute", "bfloat16",
      "precision.compute = 'bfloat16': did you mean 'bf16'? The values are 'fp32', 'bf16', 'fp16'"),
     ("precision.compute", "no", "precision.compute = 'no': did you mean 'fp32'? The values are 'fp32', 'bf16', 'fp16'"),
-    ("adapter.type", "DoRA", "adapter.type = 'DoRA': did you mean 'dora'? The values are 'lora', 'dora'"),
+    ("adapter.type", "DoRA", "adapter.type = 'DoRA' is not known; did you mean 'dora'?"),
     ("optimizer.name", "AdamW8bit", "optimizer.name = 'AdamW8bit' is not known; did you mean 'adamw8bit'?"),
     ("optimizer.name", "AdamW", "optimizer.name = 'AdamW' is not known; did you mean 'adamw'?"),
     ("model.family", "SDXL", "model.family = 'SDXL' is not known; did you mean 'sdxl'?"),
     ("model.family", "flux1", "model.family = 'flux1' is not known; did you mean 'flux'?"),
-    ("adapter.type", "LoKr", "adapter.type = 'LoKr': there is none: an adapter is a LoRA or a DoRA; use one of "
-     "'lora', 'dora'"),
+    ("adapter.type", "LoKr", "adapter.type = 'LoKr' is not known; there is none: an adapter is a LoRA or a DoRA"),
     ("run.device", "gpu", "run.device = 'gpu': did you mean 'cuda'? The values are 'auto', 'cpu', 'cuda'"),
     ("schedule.name", "cosine_with_restarts", "schedule.name = 'cosine_with_restarts': did you mean 'cosine_restarts'? "
      "The values are 'constant', 'linear', 'cosine', 'cosine_restarts', 'polynomial', 'rex', 'wsd'"),
@@ -204,6 +203,7 @@ def test_a_sentence_names_keys_that_there_are(sentence: str) -> None:
 
 
 def test_a_value_of_another_trainer_stands_for_one_that_there_is() -> None:
+    from trainer.adapters.kinds import KINDS
     from trainer.models import FAMILIES
     from trainer.optim.table import OPTIMIZERS
 
@@ -213,7 +213,7 @@ def test_a_value_of_another_trainer_stands_for_one_that_there_is() -> None:
         own = {*node.get("enum", ()), *([node["const"]] if "const" in node else [])} if isinstance(node, dict) else set()
         return own.union(*map(values, inner))
 
-    known = values(configs.Config.model_json_schema()) | {*OPTIMIZERS, *FAMILIES}
+    known = values(configs.Config.model_json_schema()) | {*OPTIMIZERS, *FAMILIES, *KINDS}
     assert not set(other_trainers.tables().values) - known
 
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
+from trainer.adapters.kinds import AdapterKind
 from trainer.adapters.limits import drawn_rows, limit_norms
 from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
 from trainer.base import draws
@@ -18,19 +19,14 @@ ADAPTER_NAME = "default"
 class Adapter:
     """The trainable part of a run: every adapted layer by its full name ("unet.down_blocks...to_q")."""
 
-    def __init__(self, layers: Mapping, targets: Mapping[str, Target], *, dora: bool, rslora: bool) -> None:
-        self.layers, self.targets, self.dora, self.rslora = dict(layers), dict(targets), dora, rslora
+    def __init__(self, layers: Mapping, targets: Mapping[str, Target], *, kind: AdapterKind, rslora: bool) -> None:
+        self.layers, self.targets, self.kind, self.rslora = dict(layers), dict(targets), kind, rslora
         self.together: dict[str, list] = {}  # layers that are refreshed together, by the owner whose forward does it
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """fp32 parameters as LAYER.lora_A.weight, LAYER.lora_B.weight, LAYER.lora_magnitude_vector, sorted by layer."""
-        named: dict[str, nn.Parameter] = {}
-        for name, layer in self.layers.items():
-            named[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER_NAME].weight
-            named[f"{name}.lora_B.weight"] = layer.lora_B[ADAPTER_NAME].weight
-            if self.dora:
-                named[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector[ADAPTER_NAME].weight
-        return named
+        """fp32 parameters, as LAYER.lora_A.weight, sorted by layer; a layer's in the order of `AdapterKind.shapes`."""
+        layers = self.layers.items()
+        return {f"{name}.{end}": held.weight for name, layer in layers for end, held in layer.trained(ADAPTER_NAME).items()}
 
     def parameter_groups(self, rates: Rates) -> list[dict[str, object]]:
         """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed. Layers with
@@ -95,7 +91,7 @@ class Adapter:
         """
         from trainer.adapters.layers import SharedInput  # it loads PEFT, which takes a second: not to read a config
 
-        for endings in groups:
+        for endings in groups if self.kind.factors is None else ():
             sharing: dict[str, list] = {}
             for name, layer in self.layers.items():
                 ending = next((e for e in endings if name.startswith(f"{component}.") and name.endswith(f".{e}")), None)
@@ -147,7 +143,7 @@ class Adapter:
         dropping = {name: layer for name, layer in self.layers.items() if thin or layer.dropout is not None}
         ranks = {name: self.targets[name].rank for name in dropping} if thin else {}
         # In the same memory each time, which a CUDA graph reads again, and in one copy to the device.
-        device = next((layer.lora_A[ADAPTER_NAME].weight.device for layer in dropping.values()), None)
+        device = next((next(iter(layer.trained(ADAPTER_NAME).values())).weight.device for layer in dropping.values()), None)
         all_rows = torch.empty(sum(ranks.values()), device=device)
         rows = dict(zip(ranks, all_rows.split([*ranks.values()]), strict=True)) if thin else {}
         stops = {name: stop for name, target in self.targets.items() if (stop := target.stop_step) is not None}

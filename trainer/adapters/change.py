@@ -24,7 +24,7 @@ from trainer.kernels.dora_torch import TINY
 
 @dataclass(frozen=True)
 class StartFactors:
-    """An adapter of one layer, on any device: A fp32 [R, K...], B fp32 [N, R...], DoRA's m fp32 [N] or None."""
+    """An adapter of one layer, on any device: A fp32 [R, K...], B fp32 [N, R...], m fp32 [N] or None."""
 
     a: Tensor
     b: Tensor
@@ -65,8 +65,7 @@ def change(layer, start: StartFactors | None = None) -> LayerChange:
 
     g_N = g_then_N = torch.ones_like(w_sq_N)
     drift, lost = 0.0, 0
-    if layer.use_dora[ADAPTER_NAME]:
-        m_N = layer.lora_magnitude_vector[ADAPTER_NAME].weight
+    if (m_N := layer.effective(ADAPTER_NAME)[2]) is not None:
         m_then_N = layer.base_norm_sq.sqrt()
         lost = int(is_lost(m_N, base.bias_N, layer.z_rows, base.compute_dtype).sum())
         g_N = scale_rows(m_N, layer.norm_with(a, b, scaling)).double()

@@ -41,8 +41,6 @@ METADATA_OF_KEYS = (
     "lora_adapter_metadata", "format", "modelspec.implementation",
     "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", sd_scripts.ENTRY,
 )  # fmt: skip
-# Of kohya's programs, the module that a file with a DoRA is of. That of a LoRA is the family's.
-DORA_MODULE = "lycoris.kohya"
 # Of ss_network_args, what is about a DoRA.
 DORA_ARGS = ("dora_wd", "wd_on_output", "dora_scale", "dora_base")
 
@@ -143,7 +141,7 @@ def write_files(
             before = files.peft[format.removeprefix("peft ")]
             tensors = peft_config.renamed(diffusers_tensors(adapter, advance), before)
             fields = metadata(adapter, about, convention="magnitude") | {"format": "pt"}
-            said = lora_config(adapter.targets, dora=adapter.dora, rslora=adapter.rslora)
+            said = lora_config(adapter.targets, adapter.kind, rslora=adapter.rslora)
             files.write(path.with_name(peft_config.CONFIG), [peft_config.written(said, before)])
         else:
             tensors = kohya_tensors(
@@ -166,7 +164,7 @@ def diffusers_tensors(portable: Portable, advance: Advance = unheard) -> Tensors
     tensors: dict[str, Recipe] = {}
     for name, factors in portable.layers.items():
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = factors.a, factors.b
-        if portable.dora:
+        if portable.kind.magnitudes:
             m = factors.magnitude
             if m is None:
                 raise UserError(
@@ -225,7 +223,7 @@ def diffusers_metadata(portable: Portable) -> dict[str, str]:
     for target in portable.targets:
         by_name.setdefault(target.component, []).append(target)
     for component, targets in by_name.items():
-        config = {"lora_bias": False, "bias": "none"} | lora_config(targets, dora=portable.dora, rslora=portable.rslora)
+        config = {"lora_bias": False, "bias": "none"} | lora_config(targets, portable.kind, rslora=portable.rslora)
         fields |= {f"{component}.{key}": value for key, value in config.items()}
     said = json.dumps(fields, indent=2, sort_keys=True)
     return {"lora_adapter_metadata": said, "format": "pt", "modelspec.implementation": "diffusers"}
@@ -319,7 +317,7 @@ def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], 
         f"{key}.lora_up.weight": Recipe(dtype_b, (total, rank, *kernel), up),
         f"{key}.alpha": torch.tensor(first.scaling * rank, dtype=torch.float32),
     }
-    if portable.dora:
+    if portable.kind.magnitudes:
         scale = _module_scale(portable, module, norms)
         if scale is not None:
             tensors[f"{key}.dora_scale"] = scale
@@ -370,9 +368,9 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
     `modelspec.*` by Stability AI's specification (https://github.com/Stability-AI/ModelSpec), 1.0.0."""
     targets = adapter.targets
     resolution = about.resolution.rpartition(", ")[2]  # the largest: both have one
-    fields = lora_config(targets, dora=adapter.dora, rslora=adapter.rslora)
+    fields = lora_config(targets, adapter.kind, rslora=adapter.rslora)
     args: dict[str, str] = {"algo": "lora", "rs_lora": str(adapter.rslora)}
-    if adapter.dora:
+    if adapter.kind.magnitudes:
         args |= {"dora_wd": "True", "wd_on_output": "True", "dora_scale": convention, "dora_base": about.dora_base}
     trigger = about.trigger_phrase
     if len({t.rank for t in targets}) > 1 or len({t.alpha for t in targets}) > 1:
@@ -393,7 +391,7 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
         "modelspec.date": about.started.partition("T")[0],  # the day: equal runs of one day are equal bytes
         "modelspec.resolution": resolution,
         **about.entries,
-        "ss_network_module": DORA_MODULE if adapter.dora else about.entries.get("ss_network_module", "networks.lora"),
+        "ss_network_module": adapter.kind.module or about.entries.get("ss_network_module", "networks.lora"),
         **({"modelspec.trigger_phrase": trigger, "modelspec.usage_hint": f"Trigger: {trigger}"} if trigger else {}),
         **({"average": about.average} if about.average else {}),
     }

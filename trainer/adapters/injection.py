@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainer.adapters.adapter import ADAPTER_NAME, Adapter
+from trainer.adapters.kinds import A, AdapterKind
 from trainer.adapters.targets import Target, lora_config
 from trainer.base import draws
 from trainer.base.errors import UserError
@@ -22,7 +23,7 @@ from trainer.base.files import Advance, unheard
 class Method:
     """How an adapter computes. dropout: of its inputs, in training."""
 
-    dora: bool
+    kind: AdapterKind
     rslora: bool = False
     dropout: float = 0.0
 
@@ -61,7 +62,7 @@ def inject(
     def build(base_layer, adapter_name, *, config, **rank_and_alpha) -> AdaptedLayer:
         # Rank and alpha come from our own table: PEFT would try every pattern as a regular expression on every layer.
         target = by_layer[id(base_layer)]
-        layer = AdaptedLayer(base_layer, adapter_name, config, target.rank, target.alpha)
+        layer = AdaptedLayer(base_layer, adapter_name, config, target.rank, target.alpha, method.kind)
         advance(1)
         return layer
 
@@ -71,27 +72,25 @@ def inject(
         mine = [target for target in targets if target.component == component]
         # An exact match of whole names: a list would match suffixes.
         pattern = "|".join(re.escape(target.name) for target in mine)
-        config = LoraConfig(
-            r=1, target_modules=pattern, use_dora=method.dora, use_rslora=method.rslora, lora_dropout=method.dropout
-        )
+        config = LoraConfig(r=1, target_modules=pattern, use_rslora=method.rslora, lora_dropout=method.dropout)
         config._register_custom_module(dict.fromkeys(bases, build))
         inject_adapter_in_model(config, module, ADAPTER_NAME)
-        for name, value in lora_config(mine, dora=method.dora, rslora=method.rslora).items():
+        for name, value in lora_config(mine, method.kind, rslora=method.rslora).items():
             setattr(config, name, value)
         layers |= {f"{component}.{target.name}": module.get_submodule(target.name) for target in mine}
     assert all(isinstance(layer, AdaptedLayer) for layer in layers.values())
     _draw(layers, seed)
-    return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=method.dora, rslora=method.rslora)
+    return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, kind=method.kind, rslora=method.rslora)
 
 
 def _draw(layers: Mapping[str, nn.Module], seed: int) -> None:
     """Give the adapters their first values.
 
     A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
-    it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
+    it does not depend on which other layers are adapted. The rest has its first values (`AdaptedLayer.update_layer`).
     """
     for name, layer in layers.items():
-        a = layer.lora_A[ADAPTER_NAME].weight
+        a = layer.trained(ADAPTER_NAME)[A].weight
         bound = 1 / math.sqrt(a.flatten(1).shape[1])
         generator = draws.generator(seed, "init", name)
         with torch.no_grad():

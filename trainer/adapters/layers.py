@@ -8,12 +8,13 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from trainer.adapters.dora import Part, Ready, adapted, divisor, is_drowned, joined_a, scale_rows
+from trainer.adapters.dora import Part, Ready, adapted, divisor, joined_a, scale_rows
+from trainer.adapters.kinds import MAGNITUDE, A, AdapterKind, B, file_kind
 from trainer.adapters.limits import thinned
 
 
 class Values(nn.Module):
-    """Holds A, B or DoRA's m, fp32, under the name PEFT gives it in state dicts (`lora_A.NAME.weight`)."""
+    """Holds A, B, m or another parameter, fp32, under the name PEFT gives it in state dicts (`lora_A.NAME.weight`)."""
 
     def __init__(self, initial: torch.Tensor) -> None:
         super().__init__()
@@ -36,7 +37,8 @@ class Now:
 
 
 class AdaptedLayer(nn.Module, LoraLayer):
-    """A frozen base layer with one active adapter. A, B and m are fp32 in every mode.
+    """A frozen base layer with one active adapter. A, B and m are fp32 in every mode. A kind with `factors` makes A
+    and B in every forward.
 
     `now.part` has what changes with an update only: A and s B in the compute dtype, and of a DoRA g = m / c, whose norm
     c = ||W + s B A||_row is in `norm`. They are non-persistent buffers. Whatever changes A, B, m, or which adapter is
@@ -46,50 +48,54 @@ class AdaptedLayer(nn.Module, LoraLayer):
     do not advance.
     """
 
+    adapter_layer_names = LoraLayer.adapter_layer_names  # which PEFT switches on and off
     # As of the base layer: T5 casts its activations to `wo.weight.dtype`, which must not be a payload's.
     weight = None
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config, r: int, lora_alpha: float, **kwargs) -> None:
+    def __init__(self, base_layer: nn.Module, name: str, config, r: int, lora_alpha: float, kind: AdapterKind) -> None:
         super().__init__()
         LoraLayer.__init__(self, base_layer)
-        self._active_adapter = adapter_name
+        self._active_adapter = name
         self.strength = 1.0
         self.shared: SharedInput | None = None
         self.now = Now()
-        for name in ("cast_A", "cast_B", "gain", "divisor"):
-            self.register_buffer(name, None, persistent=False)
-        self.update_layer(adapter_name, r, lora_alpha, config)
+        self.kinds: dict[str, AdapterKind] = {}
+        for buffer in ("cast_A", "cast_B", "gain", "divisor", "base_norm_sq", "norm", "z_rows"):
+            self.register_buffer(buffer, None, persistent=False)
+        self.update_layer(name, r, lora_alpha, config, kind)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         # PEFT would warn of a layer type it does not know.
         return module.weight_shape[1], module.weight_shape[0]
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config, **kwargs) -> None:
-        """Add PEFT's adapter of that name: A, B and, for DoRA, the magnitude m = ||W||, all fp32. Raises ValueError for a
-        DoRA with dropout."""
-        base, dora = self.get_base_layer(), bool(config.use_dora)
-        if dora and config.lora_dropout:
-            raise ValueError("adapter.dropout cannot be combined with DoRA")
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config, kind=None, **kwargs) -> None:
+        """Add PEFT's adapter of that name, with the parameters of its AdapterKind, all fp32. kind: None: what PEFT's config
+        says. Raises ValueError for a dropout that the kind refuses."""
+        base, kind = self.get_base_layer(), kind or file_kind(magnitudes=bool(config.use_dora))
+        if config.lora_dropout and "adapter.dropout" in kind.refuses:
+            raise ValueError(f"adapter.dropout cannot be combined with {kind.word}")
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
-        self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, dora
+        self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, kind.magnitudes
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
-        self.lora_bias[adapter_name] = False
-        dropout = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
-        self.lora_dropout[adapter_name] = dropout
-        rows, *columns = base.weight_shape
+        self.lora_bias[adapter_name], self.kinds[adapter_name] = False, kind
+        self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
         # B = 0 makes the adapter the identity; A = 0 until `inject` draws it keeps the first norm finite.
-        for factors, shape in (self.lora_A, (r, *columns)), (self.lora_B, (rows, r, *(1 for _ in columns[1:]))):
-            factors[adapter_name] = Values(torch.zeros(shape, dtype=torch.float32, device=base.qweight.device))
-        if dora:
-            if "base_norm_sq" not in self._buffers:
-                base_norm_sq = base.kernels.row_squares(base.stored())
-                self.register_buffer("base_norm_sq", base_norm_sq, persistent=False)
-                self.register_buffer("norm", torch.empty_like(base_norm_sq), persistent=False)
-                drowned = is_drowned(base_norm_sq, base.bias_N)
-                z_rows = drowned.nonzero().flatten() if drowned.any() else None
-                self.register_buffer("z_rows", z_rows, persistent=False)
-            self.lora_magnitude_vector[adapter_name] = Values(self.current_norm(adapter_name))
+        for end, shape in kind.shapes(base.weight_shape, r).items():
+            if (named := end.removesuffix(".weight")) not in self._modules:
+                self.add_module(named, nn.ModuleDict())
+                self.adapter_layer_names = (*self.adapter_layer_names, named)
+            self._modules[named][adapter_name] = Values(torch.zeros(shape, dtype=torch.float32, device=base.qweight.device))
+        for end, value in kind.first(self, adapter_name).items():
+            self.trained(adapter_name)[end].weight = nn.Parameter(value)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def trained(self, adapter_name: str) -> dict[str, Values]:
+        """What holds the adapter's parameters, by the ends of their names (`AdapterKind.shapes`)."""
+        return {end: self._modules[end.removesuffix(".weight")][adapter_name] for end in self.kinds[adapter_name].ends}
+
+    def effective(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(A, B, m or None) in their own shapes, with gradients."""
+        return self.kinds[adapter_name].effective({end: held.weight for end, held in self.trained(adapter_name).items()})
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Choose the adapters that compute, and drop what followed from the others."""
@@ -107,12 +113,13 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A as [R, K] and B as [N, R] (a convolution's kernel flattened)."""
-        return self.lora_A[adapter_name].weight.flatten(1), self.lora_B[adapter_name].weight.flatten(1)
+        a, b, _ = self.effective(adapter_name)
+        return a.flatten(1), b.flatten(1)
 
     @property
     def stale(self) -> bool:
-        """Whether A, B, m or the active adapter changed since `refresh`."""
-        return self.now.part is None
+        """Whether A, B, m or the active adapter changed since `refresh`; never where every forward makes A and B."""
+        return self.now.part is None and self.kinds[self.active()[0]].factors is None
 
     def mark_stale(self) -> None:
         """A, B, m or the active adapter changed: the next forward makes anew what follows from them."""
@@ -138,8 +145,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
         a, b = self.factors(adapter_name)
         weight = base.dequantize(torch.float32)
         weight = weight + (self.scaling[adapter_name] * (b @ a)).view_as(weight)
-        if self.use_dora[adapter_name]:
-            g = scale_rows(self.lora_magnitude_vector[adapter_name].weight, self.current_norm(adapter_name))
+        if (m := self.effective(adapter_name)[2]) is not None:
+            g = scale_rows(m, self.current_norm(adapter_name))
             weight = weight * g.view(-1, *([1] * (weight.dim() - 1)))
         return weight
 
@@ -188,6 +195,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
         if part is not None and torch.compiler.is_compiling():
             return part  # a graph reads its parameters and no others
         name, a, b, magnitude, _ = self.now.active or self.active()
+        if part is None and self.kinds[name].factors is not None:
+            return self.kinds[name].composed(self, name)
         # Parameters may be swapped for others (torch.func.functional_call), and PEFT sets scalings.
         if (
             part is None
@@ -209,9 +218,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
             if len(self.active_adapters) != 1:
                 raise ValueError(f"one adapter can be active at a time, not {self.active_adapters}; use set_adapter")
             (name,) = self.active_adapters
-            magnitude = self.lora_magnitude_vector[name] if self.use_dora[name] else None
             dropout = self.lora_dropout[name] if isinstance(self.lora_dropout[name], nn.Dropout) else None
-            self.now.active = name, self.lora_A[name], self.lora_B[name], magnitude, dropout
+            self.now.active = name, *map(self.trained(name).get, (A, B, MAGNITUDE)), dropout
         return self.now.active
 
     @property
@@ -236,18 +244,13 @@ def refresh(layers: Iterable[AdaptedLayer]) -> None:
     cast_a = _cast(stale, "cast_A", [a.detach() for a in a_s], [1.0] * len(stale))
     cast_sb = _cast(stale, "cast_B", [b.detach().flatten(1) for b in b_s], scalings)
     made: list[tuple[Tensor | None, ...]] = [(None, None, None)] * len(stale)  # c, g and the divisor
-    doras = [place for place, m in enumerate(magnitudes) if m is not None]
-    if doras:
-        norms = bases[doras[0]].kernels.adapted_norms(
-            [bases[place].stored() for place in doras],
-            [stale[place]._buffers["base_norm_sq"] for place in doras],
-            [a_s[place].flatten(1) for place in doras],
-            [b_s[place].flatten(1) for place in doras],
-            [scalings[place] for place in doras],
-        )
-        m_all, rows = torch.cat([magnitudes[place] for place in doras]), [len(c_N) for c_N in norms]
+    with_m = [place for place, m in enumerate(magnitudes) if m is not None]
+    if with_m:
+        held = [(bases[n].stored(), stale[n].base_norm_sq, a_s[n].flatten(1), b_s[n].flatten(1), scalings[n]) for n in with_m]
+        norms = bases[with_m[0]].kernels.adapted_norms(*map(list, zip(*held, strict=True)))
+        m_all, rows = torch.cat([magnitudes[place] for place in with_m]), [len(c_N) for c_N in norms]
         gains, divisors = scale_rows(m_all, torch.cat(norms)).split(rows), divisor(m_all).split(rows)
-        for place, c_N, g_N, over_N in zip(doras, norms, gains, divisors, strict=True):
+        for place, c_N, g_N, over_N in zip(with_m, norms, gains, divisors, strict=True):
             made[place] = c_N, g_N, over_N
             stale[place]._buffers.update(norm=c_N, gain=g_N, divisor=over_N)
     for place, (layer, (c_N, *of_rows)) in enumerate(zip(stale, made, strict=True)):

@@ -90,13 +90,13 @@ class Norms:
     def __init__(
         self, adapter: Adapter, beside: Mapping[str, BaseLayer], held: Mapping[str, str], advance: Advance = unheard
     ) -> None:
-        self.adapted = adapter.layers if adapter.dora else {}
+        self.adapted = adapter.layers if adapter.kind.magnitudes else {}
         self.held = dict(held)
         self.frozen: dict[str, RowNorms] = {}
         for name, layer in self.adapted.items():
             base = layer.get_base_layer()
             self.frozen[name] = RowNorms(layer.base_norm_sq.sqrt().cpu(), base.original_norms, None)
-        for name, base in beside.items() if adapter.dora else ():
+        for name, base in beside.items() if adapter.kind.magnitudes else ():
             self.frozen[name] = RowNorms(base.row_norms().cpu(), base.original_norms, None)
             advance(1)
 

@@ -20,6 +20,7 @@ from typing import Literal, Self
 import torch
 
 from trainer.adapters.adapter import Adapter
+from trainer.adapters.kinds import AdapterKind, file_kind
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.adapters.targets import Target
 from trainer.base.errors import NonFiniteError
@@ -93,9 +94,9 @@ class Portable:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def dora(self) -> bool:
-        """Whether a layer has a magnitude."""
-        return any(factors.magnitude is not None for factors in self.layers.values())
+    def kind(self) -> AdapterKind:
+        """A LoRA's, or a DoRA's where a layer has a magnitude."""
+        return file_kind(magnitudes=any(factors.magnitude is not None for factors in self.layers.values()))
 
     @property
     def rslora(self) -> bool:
@@ -145,9 +146,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def of_adapter(adapter: Adapter, norms: AllNorms, meaning: DoraScale, advance: Advance = unheard) -> Portable:
     """A run's adapter as it is now. norms: of every DoRA layer, by full name. meaning: of the magnitudes. advance: counts
     layers."""
-    return of_state(
-        adapter.state_dict(), list(adapter.targets.values()), norms, meaning, rslora=adapter.rslora, advance=advance
-    )
+    state, targets = adapter.state_dict(), list(adapter.targets.values())
+    return of_state(state, targets, norms, meaning, kind=adapter.kind, rslora=adapter.rslora, advance=advance)
 
 
 def of_state(
@@ -156,6 +156,7 @@ def of_state(
     norms: AllNorms,
     meaning: DoraScale,
     *,
+    kind: AdapterKind,
     rslora: bool,
     advance: Advance = unheard,
 ) -> Portable:
@@ -164,8 +165,7 @@ def of_state(
     layers = {}
     for target in targets:
         name = f"{target.component}.{target.name}"
-        a, b = (state[f"{name}.lora_{factor}.weight"] for factor in "AB")
-        m = state.get(f"{name}.lora_magnitude_vector")
+        a, b, m = kind.of_layer(state, name)
         factors = Factors(_on_cpu(a), _on_cpu(b), target.alpha, rslora)
         if m is not None:
             factors = replace(factors, magnitude=recipe(_told(m.cpu(), a, b, factors.scaling, norms[name], meaning)))

@@ -117,13 +117,18 @@ def _account(file: TensorFile, stems: Stems, meaning: DoraScale | None, unscaled
     return account
 
 
+def network_args(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What a header's ss_network_args hold; empty where that cannot be read: other programs write what they like."""
+    try:
+        args = json.loads(metadata.get("ss_network_args", "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return args if isinstance(args, dict) else {}
+
+
 def _meaning(file: TensorFile) -> DoraScale | None:
     """What the file's magnitudes are, as this program notes it; None where nothing that can be read is noted."""
-    try:
-        args = json.loads(file.metadata.get("ss_network_args", "{}"))
-    except (ValueError, RecursionError):  # only a DoRA needs it, and other programs write what they like
-        return None
-    said = str(args.get("dora_scale")) if isinstance(args, dict) else ""
+    said = str(network_args(file.metadata).get("dora_scale"))
     meanings: tuple[DoraScale, ...] = ("comfyui_released", "magnitude")
     return next((meaning for meaning in meanings if said.startswith(meaning)), None)
 

@@ -29,7 +29,7 @@ def share(portable: Portable, names: Collection[str]) -> float:
 
 def left_out_phrase(portable: Portable, patterns: Sequence[str]) -> str:
     """What a LoRA loses in sd-scripts, as one phrase; "" where it loses nothing, and of a DoRA, which is not for it."""
-    names = [] if portable.dora else left_out(portable.layers, patterns)
+    names = [] if portable.kind.module else left_out(portable.layers, patterns)
     return f"{some(names)}: {share(portable, names):.0%} of the norm of the update" if names else ""
 
 

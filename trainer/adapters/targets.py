@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer.adapters.kinds import MAGNITUDE, AdapterKind, B
 from trainer.base import patterns
 from trainer.base.errors import UserError
 
@@ -57,11 +58,11 @@ class Rates:
 
     def of(self, target: "Target", parameter: str) -> tuple[float, float, bool]:
         """(rate, weight decay, whether it is a magnitude) of a parameter of that layer. A magnitude is never decayed."""
-        magnitude = parameter.endswith(".lora_magnitude_vector")
+        magnitude = parameter.endswith(f".{MAGNITUDE}")
         special = self.text_encoder_lr if target.component in self.text_encoders else None
         special = self.magnitude_lr if magnitude and self.magnitude_lr is not None else special
         rate = next(rate for rate in (target.lr, special, self.lr) if rate is not None)
-        if parameter.endswith(".lora_B.weight"):
+        if parameter.endswith(f".{B}"):
             rate *= self.lora_plus
         decay = self.weight_decay if target.weight_decay is None else target.weight_decay
         return rate, 0.0 if magnitude else decay, magnitude
@@ -157,7 +158,8 @@ def grouped(
     """The parameters of these names by (rate, decay, whether they are magnitudes, stop_step). targets: by full name."""
     groups: dict[tuple[float, float, bool, int | None], list[str]] = {}
     for name in names:
-        target = targets[name.partition(".lora_")[0]]
+        parts = name.split(".")
+        target = next(filter(None, (targets.get(".".join(parts[:end])) for end in range(len(parts), 0, -1))))
         groups.setdefault((*rates.of(target, name), target.stop_step), []).append(name)
     # Those that stop first come last: what an optimizer reads of its first group (Prodigy its rate) goes on.
     return dict(sorted(groups.items(), key=lambda group: -(group[0][3] or math.inf)))
@@ -170,7 +172,7 @@ def _no_match(key: str, pattern: str, component: str, names: Sequence[str]) -> U
     )
 
 
-def lora_config(targets: Sequence[Target], *, dora: bool, rslora: bool) -> dict[str, object]:
+def lora_config(targets: Sequence[Target], kind: AdapterKind, *, rslora: bool) -> dict[str, object]:
     """The LoraConfig fields of one component's targets: the commonest rank and alpha, the others as patterns."""
     rank = Counter(t.rank for t in targets).most_common(1)[0][0]
     alpha = Counter(t.alpha for t in targets).most_common(1)[0][0]
@@ -180,6 +182,6 @@ def lora_config(targets: Sequence[Target], *, dora: bool, rslora: bool) -> dict[
         "rank_pattern": {f"^{t.name}": t.rank for t in targets if t.rank != rank},
         "alpha_pattern": {f"^{t.name}": t.alpha for t in targets if t.alpha != alpha},
         "target_modules": sorted(t.name for t in targets),
-        "use_dora": dora,
+        "use_dora": kind.magnitudes,
         "use_rslora": rslora,
     }

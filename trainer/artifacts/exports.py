@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer import quantization
 from trainer.adapters import export, sd_scripts
+from trainer.adapters.kinds import KINDS
 from trainer.adapters.portable import of_adapter
 from trainer.artifacts import sampling
 from trainer.artifacts.ports import Page
@@ -107,7 +108,7 @@ class Artifacts:
             return {}
         about = self.origin.about()
         adapter, weights, layout = state.adapter, state.weights_for_use(), self.context.layout
-        count = len(adapter.layers) * (len(config.export.formats) + adapter.dora) * len(weights)
+        count = len(adapter.layers) * (len(config.export.formats) + adapter.kind.magnitudes) * len(weights)
         files = export.AdapterFiles(
             folder=folder or layout.adapters,
             formats=config.export.formats,
@@ -191,8 +192,9 @@ class Artifacts:
                 say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
                 say(f"    {path}", whole=True)
                 fields = TensorFile(path).metadata
-                if fields.get("ss_network_module") == export.DORA_MODULE:
-                    say("    as a DoRA not for A1111, InvokeAI, sd-scripts: merge or convert --to lora (scripts/adapter.py)")
+                if own := [each.word for each in KINDS.values() if each.module == fields.get("ss_network_module")]:
+                    beside = "not for A1111, InvokeAI, sd-scripts"
+                    say(f"    as a {own[0]} {beside}: merge or convert --to lora (scripts/adapter.py)")
                 if said := fields.get(sd_scripts.ENTRY):
                     say(f"note: {sd_scripts.sentence(said)}")
             elif kind.startswith("peft"):
@@ -224,7 +226,7 @@ class Artifacts:
         largest = {block: change.largest for block, change in moved.items()}
         verdict, sentence, bad = ("", "", False) if page is None else page.verdict(largest)
         sections = {
-            "Did it take?": weight_change.change_table(moved, dora=self.state.adapter.dora),
+            "Did it take?": weight_change.change_table(moved, drifts=self.state.adapter.kind.magnitudes),
             "Effect": {"columns": ["what", "value"], "rows": self._effects(written)},
         }
         if verdict:
@@ -277,7 +279,7 @@ class Artifacts:
                 own, _ = own.parted(self.plan.model.family.peft)
                 live = {name: tensor.make() for name, tensor in export.diffusers_tensors(own).items()}
                 read = weight_change.read_back(file, live, phase.advance)
-            magnitudes = " (magnitudes: as made for the file's base)" if self.state.adapter.dora else ""
+            magnitudes = " (magnitudes: as made for the file's base)" if self.state.adapter.kind.magnitudes else ""
             rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])
         if self.origin.start.path:
             rows.append(["changes are measured from the weights of adapter.init_from", self.origin.start.name])

@@ -141,7 +141,7 @@ class RuleTable(Table):
 class AdapterTable(Table):
     """The adapter."""
 
-    type: Literal["lora", "dora"] = "lora"
+    type: str = "lora"  # trainer/adapters/kinds.py knows the kinds
     """`dora` also learns the length of each weight row; `lora` does not."""
     rank: Count = 16
     """The width of A and B. A higher rank can hold more and makes a larger file."""
@@ -168,22 +168,6 @@ class AdapterTable(Table):
     """`auto` is Triton on CUDA from compute capability 8.0 on, and plain PyTorch elsewhere."""
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
     """Exceptions for some layers: below."""
-
-    @model_validator(mode="after")
-    def _dropout_is_lora_only(self) -> AdapterTable:
-        if self.type == "dora" and self.dropout:
-            raise ValueError(
-                f"adapter.dropout = {self.dropout} cannot be combined with adapter.type = 'dora': DoRA's row scale couples "
-                "the dropped path with the base; set adapter.dropout = 0 or adapter.type = 'lora'"
-            )
-        for key in ("rank_dropout", "module_dropout"):
-            if self.type == "dora" and (rate := getattr(self, key)):
-                raise ValueError(
-                    f"adapter.{key} = {rate} cannot be combined with adapter.type = 'dora': DoRA divides by the norm of the "
-                    "whole W + s B A, and with a part of it left out the rows would not have the magnitudes' lengths; set "
-                    f"adapter.{key} = 0 or adapter.type = 'lora'"
-                )
-        return self
 
 
 class CheckpointTable(Table):
@@ -216,11 +200,9 @@ class ExportTable(Table):
         "comfyui",
     )
     """Which files are written."""
-    dora_scale: Annotated[
-        Literal["comfyui_released", "magnitude"],
-        ReadWith("adapter.type", ("dora",)),
-        ReadWith("export.formats", ("comfyui",)),
-    ] = "comfyui_released"
+    dora_scale: Annotated[Literal["comfyui_released", "magnitude"], ReadWith("export.formats", ("comfyui",))] = (
+        "comfyui_released"
+    )
     """What `dora_scale` means in the ComfyUI file: as ComfyUI's releases read it, or the magnitude itself."""
     trigger_phrase: str = ""
     """Goes into the file's header. Left empty: the triggers of the sources."""

@@ -146,7 +146,7 @@ class OptimizerTable(Table):
     """The rate of B, as a multiple of A's."""
     text_encoder_lr: Positive | None = None
     """The rate of text encoders, where a rule adapts one."""
-    magnitude_lr: Annotated[Positive | None, ReadWith("adapter.type", ("dora",))] = None
+    magnitude_lr: Positive | None = None
     """The rate of a DoRA's magnitudes."""
     options: dict[str, Any] = {}  # trainer/optim/options.py knows the kinds
     """What else the library's optimizer takes, by its own names."""

@@ -10,6 +10,7 @@ import torch
 
 from trainer import ema, optim, quantization
 from trainer.adapters import Adapter, Method, Rates, Rule, export, inject
+from trainer.adapters.kinds import kind_named
 from trainer.adapters.norms import Norms, made_for
 from trainer.base.memory import checkpoint_blocks, find_blocks
 from trainer.base.run_layout import AVERAGE
@@ -66,7 +67,7 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
         adapter = inject(
             adapted,
             plan.targets,
-            method=Method(config.adapter.type == "dora", config.adapter.rslora, config.adapter.dropout),
+            method=Method(kind_named(config.adapter.type), config.adapter.rslora, config.adapter.dropout),
             bases=(FrozenLinear, FrozenConv2d),
             seed=config.run.seed,
             advance=phase.advance,
@@ -74,10 +75,10 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     for module in modules.values():
         module.eval()
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
-    if adapter.dora and held:
-        peers.say(f"the DoRA's files are made for {made_for(held)}")
+    if adapter.kind.magnitudes and held:
+        peers.say(f"the {adapter.kind.word}'s files are made for {made_for(held)}")
     beside = {name: components.layer(name) for name in export.fused_with(adapter.targets, plan.fused)}
-    read = len(beside) if adapter.dora else 0
+    read = len(beside) if adapter.kind.magnitudes else 0
     with phases("norms of the layers beside the adapted ones", read, "layer") as phase:
         norms = pieces.enter("norms", Norms(adapter, beside, held, phase.advance))
     pieces.enter("adapter", adapter)
@@ -85,7 +86,7 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     for name in plan.adapted:
         adapter.share_inputs(name, family.shared_inputs.get(name, ()))
     blocks = find_blocks(modules[family.denoiser], family.blocks)
-    # DoRA's norms of a streamed block are made as it passes by.
+    # Norms of a streamed block are made as it passes by.
     adapter.refresh_before(adapted | components.streamed_blocks(adapted))
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
     components.attention.give(modules[family.denoiser], family.attention, components.model.device)

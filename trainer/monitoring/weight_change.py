@@ -48,7 +48,7 @@ def weight_change(
     layers: dict[str, tuple[LayerChange, int]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
-            found = change(layer, None if start is None else factors_of(start, name))
+            found = change(layer, None if start is None else StartFactors(*adapter.kind.of_layer(start, name)))
             layers[name] = found, math.prod(layer.get_base_layer().weight_shape)
             phase.advance()
     rms = [found.size / math.sqrt(numbers) for found, numbers in layers.values() if found.size > 0]
@@ -65,17 +65,11 @@ def weight_change(
     return changes
 
 
-def factors_of(state: Mapping[str, torch.Tensor], layer: str) -> StartFactors:
-    """The factors of one layer in an Adapter.state_dict."""
-    a, b = (state[f"{layer}.lora_{part}.weight"] for part in "AB")
-    return StartFactors(a, b, state.get(f"{layer}.lora_magnitude_vector"))
-
-
-def change_table(changes: Mapping[str, BlockChange], *, dora: bool) -> dict[str, Any]:
-    """The section "Did it take?"."""
-    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["drift of a row's magnitude"] if dora else [])
+def change_table(changes: Mapping[str, BlockChange], *, drifts: bool) -> dict[str, Any]:
+    """The section "Did it take?". drifts: whether the adapter has magnitudes."""
+    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["drift of a row's magnitude"] if drifts else [])
     rows = [
-        [block, c.layers, f"{c.largest:.3%}", f"{c.median:.3%}"] + ([f"{c.drift:.3%}"] if dora else [])
+        [block, c.layers, f"{c.largest:.3%}", f"{c.median:.3%}"] + ([f"{c.drift:.3%}"] if drifts else [])
         for block, c in changes.items()
     ]
     return {"columns": columns, "rows": rows}

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from math import isqrt, prod
 
 from trainer import config as configs
+from trainer.adapters.kinds import kind_named
 from trainer.base.account import counted
 from trainer.base.console import printable, shortlist
 from trainer.base.tensorfile import size_text
@@ -85,11 +86,11 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
 
 def _adapter_lines(plan: RunPlan) -> list[str]:
     adapter, lines = plan.config.adapter, []
-    dora, formula = adapter.type == "dora", "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
+    kind, formula = kind_named(adapter.type), "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
     for component in plan.model.adapted:
         mine = [t for t in plan.model.targets if t.component == component]
         shapes = [(plan.shapes[t.component, t.name], t.rank) for t in mine]
-        count = sum(rank * (rows + prod(rest)) + rows * dora for (rows, *rest), rank in shapes)
+        count = sum(prod(own) for shape, rank in shapes for own in kind.shapes(shape, rank).values())
         kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr, t.stop_step) for t in mine)
         lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
         for (rank, alpha, scaling, lr, stop), layers in sorted(kinds.items(), key=str):

@@ -6,8 +6,10 @@ from typing import Any
 
 from trainer import config as configs
 from trainer import objectives
+from trainer.adapters.kinds import KINDS, kind_named
 from trainer.base.errors import UserError
 from trainer.config import Config, DataTable, ObjectiveTable
+from trainer.config.kinds import ReadWith
 from trainer.models.base import Family
 from trainer.models.loading import ModelSource
 from trainer.optim import OPTIMIZERS
@@ -41,8 +43,34 @@ TIMESTEPS_OF = {
 }
 
 
+# What a kind does not go with whose A and B are made of other parameters.
+COMPOSED = {
+    "adapter.max_norm": "it scales A and B as they are trained, and this kind trains others",
+    "step.compile": "this kind makes A and B in every forward, which no compiled block was tried with",
+}
+# The keys that belong to magnitudes.
+MAGNITUDE_KEYS = ("optimizer.magnitude_lr", "export.dora_scale")
+
+
+def with_magnitudes() -> ReadWith:
+    """The choice beside which `MAGNITUDE_KEYS` are read: the kinds of adapters that have any."""
+    return ReadWith("adapter.type", tuple(name for name, kind in KINDS.items() if kind.magnitudes))
+
+
+def check_kind(config: Config) -> None:
+    """Raises UserError for an unknown kind of adapter, and for a key that the kind does not go with."""
+    kind = kind_named(config.adapter.type)
+    for key, why in {**kind.refuses, **({} if kind.factors is None else COMPOSED)}.items():
+        default, value = configs.known_keys()[key], reduce(getattr, key.split("."), config)
+        if value != default:
+            remedy = "leave it out" if default is None else f"set {key} = {default!r}"
+            beside = f"{key} = {value!r} cannot be combined with adapter.type = {kind.name!r}"
+            raise UserError(f"{beside}: {why}; {remedy} or adapter.type = 'lora'")
+
+
 def refuse_unread(config: Config, family: Family) -> None:
     """Raises UserError, a line for each key that is set and not read: by the family, or beside the other keys."""
+    check_kind(config)
     named = config.objective.timesteps
     if named != "auto" and "objective.timesteps" in family.reads and named not in family.timesteps:
         raise UserError(
@@ -71,6 +99,8 @@ def unread_beside_others(config: Config) -> dict[str, str]:
     if "fp16" not in {config.precision.compute, *(component.compute for component in components.values())}:
         remedy = "in a run that computes nothing in fp16; leave it out, or set precision.compute = 'fp16'"
         unread["precision.loss_scale"] = remedy
+    if (lack := with_magnitudes().without(lambda key: config.adapter.type)) is not None:
+        unread |= dict.fromkeys(MAGNITUDE_KEYS, lack)
     unread |= _unread_of_optimizer(config)
     for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
         if all(getattr(source, key) is not None for source in config.data.sources):
@@ -87,10 +117,11 @@ def unread_beside_others(config: Config) -> dict[str, str]:
 
 def _unread_of_optimizer(config: Config) -> dict[str, str]:
     unread, name = {}, config.optimizer.name
-    if name in OPTIMIZERS and OPTIMIZERS[name].apart and config.adapter.type == "lora":
+    if name in OPTIMIZERS and OPTIMIZERS[name].apart and not kind_named(config.adapter.type).magnitudes:
         # The library's own value is what the resolved config has.
         changed = [key for key in ("betas", "eps") if getattr(config.optimizer, key) != getattr(OPTIMIZERS[name], key)]
-        remedy = f"with optimizer.name = {name!r} and adapter.type = 'lora': they are of magnitudes alone; leave it out"
+        beside = f"with optimizer.name = {name!r} and adapter.type = {config.adapter.type!r}"
+        remedy = f"{beside}: they are of magnitudes alone; leave it out"
         unread |= {f"optimizer.{key}": remedy for key in changed}
     return unread
 

@@ -16,6 +16,7 @@ from trainer import ema
 from trainer.adapters import export
 from trainer.adapters.export import About
 from trainer.adapters.keys import Module, key_table, some
+from trainer.adapters.kinds import AdapterKind, kind_named
 from trainer.adapters.norms import read_norms
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
@@ -40,7 +41,6 @@ from trainer.models.opening import open_model
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
 
-PARTS = ("A.weight", "B.weight", "magnitude_vector")  # of a layer, in an adapter's order
 HINTS = ("modelspec.architecture", "ss_base_model_version")
 
 
@@ -286,13 +286,14 @@ class OpenedCheckpoint:
     dora_scale: DoraScale
     thumbnail: bool
     norms: AllNorms
+    kind: AdapterKind
     rslora: bool
     _state: Mapping[str, torch.Tensor] = field(repr=False)
     _targets: list[Target] = field(repr=False)
 
     def portable(self, meaning: DoraScale) -> Portable:
         """The adapter, apart from its model, with magnitudes of that meaning."""
-        return of_state(self._state, self._targets, self.norms, meaning, rslora=self.rslora)
+        return of_state(self._state, self._targets, self.norms, meaning, kind=self.kind, rslora=self.rslora)
 
     @property
     def components(self) -> list[str]:
@@ -371,7 +372,8 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
     try:
         alphas = {str(name): float(alpha) for name, alpha in origin["alphas"]}
         split = {name: name.partition(".") for name in alphas}
-        ranks = {name: len(state[f"{name}.lora_A.weight"]) for name in alphas}
+        kind = kind_named(config["adapter"]["type"])
+        ranks = {name: len(kind.of_layer(state, name)[0]) for name in alphas}
         targets = [Target(split[name][0], split[name][2], ranks[name], alpha) for name, alpha in alphas.items()]
         about, configs = About(**origin["about"]), dict(origin["configs"])
         model = NamedModel(family_named(origin["family"]), str(folder), configs.__getitem__)
@@ -379,7 +381,7 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
         if optimizer["name"] in OPTIMIZERS and OPTIMIZERS[optimizer["name"]].modes:
             rated = with_rates(targets, [Rule(**rule) for rule in config["adapter"]["rules"]])
             groups = grouped(
-                [name for layer in alphas for part in PARTS if (name := f"{layer}.lora_{part}") in state],
+                [f"{layer}.{end}" for layer in alphas for end in kind.ends],
                 dict(zip(alphas, rated, strict=True)),
                 Rates.read(optimizer, model.family.text_encoders),
             )
@@ -387,14 +389,5 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}: what it says of its adapter files does not fit: {error!r:.500}") from error
     exported = config["export"]
-    return OpenedCheckpoint(
-        folder,
-        about,
-        model,
-        exported["dora_scale"],
-        exported.get("thumbnail", False),
-        read_norms(norms),
-        config["adapter"]["rslora"],
-        state,
-        targets,
-    )
+    told = exported["dora_scale"], exported.get("thumbnail", False), read_norms(norms)
+    return OpenedCheckpoint(folder, about, model, *told, kind, config["adapter"]["rslora"], state, targets)

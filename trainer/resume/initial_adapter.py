@@ -18,6 +18,7 @@ import torch
 
 from trainer.adapters import ADAPTER_NAME, Adapter
 from trainer.adapters.keys import some
+from trainer.adapters.kinds import KINDS, kind_named
 from trainer.adapters.norms import Norms, RowNorms, magnitude
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import Factors, Portable, is_finite, recipe
@@ -101,7 +102,7 @@ class Start:
                     raise UserError(f"adapter.init_from = {self.path!r}: {kind} of {name} is not finite; take another file")
             self._copy(adapter, name, factors)
         adapter.mark_stale()
-        if adapter.dora:
+        if adapter.kind.magnitudes:
             now = norms.now()
             for name, factors in portable.layers.items():
                 self._set_magnitude(adapter, name, factors, now[name])
@@ -194,7 +195,7 @@ def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable
 
 def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
     """Raises UserError where an adapter cannot be put into a run's. key: how the message names it."""
-    dora, resize = plan.config.adapter.type == "dora", plan.config.adapter.init_resize
+    kind, resize = kind_named(plan.config.adapter.type), plan.config.adapter.init_resize
     targets = {f"{target.component}.{target.name}": target for target in plan.model.targets}
     if beyond := [name for name in portable.layers if name not in targets]:
         lost = f"layers that this run does not adapt, and they would be lost: {some(beyond)}"
@@ -202,8 +203,10 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
     if not portable.layers:
         raise UserError(f"{key} has no layer that changes anything in this run; leave it out, or take another file")
     as_lora = "make a LoRA of it: python scripts/adapter.py convert --to lora"
-    if portable.dora and not dora:
-        raise UserError(f"{key} is a DoRA and adapter.type = 'lora'; set adapter.type = 'dora', or {as_lora}")
+    if (own := portable.kind).name not in kind.starts_from:
+        taken = " or ".join(f"adapter.type = {each.name!r}" for each in KINDS.values() if own.name in each.starts_from)
+        remedy = f"{taken}, or {as_lora}" if "lora" in kind.starts_from else taken
+        raise UserError(f"{key} is a {own.word} and adapter.type = {kind.name!r}; set {remedy}")
     for name, factors in portable.layers.items():
         target = targets[name]
         shape = plan.shapes[target.component, target.name]

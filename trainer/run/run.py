@@ -196,7 +196,7 @@ def build_state(
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = begun.saved.state("config") if begun.saved is not None and allowed.changed else None
     state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=then)
-    if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
+    if adapter.kind.magnitudes:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)
     return state, origin, replace(step, too_large=what_would_fit(plan, on_cpu=components.model.device.type == "cpu"))

@@ -155,7 +155,7 @@ def check(adapters: Sequence[Averaged], rank: int, weight: WeightOf | None) -> N
     check_bases(adapters)
     for each in adapters:
         each.portable.check_finite()
-    if weight is None and any(each.portable.dora for each in adapters):
+    if weight is None and any(each.portable.kind.magnitudes for each in adapters):
         raise UserError("the mean of a DoRA takes the weights of the model that it was trained over: give it with --base")
 
 
@@ -169,7 +169,7 @@ def average(
     where the base's weights are needed.
     """
     check(adapters, rank, weight)
-    dora = any(each.portable.dora for each in adapters)
+    magnitudes = any(each.portable.kind.magnitudes for each in adapters)
     names = list(dict.fromkeys(name for each in adapters for name in each.portable.layers))
     layers: dict[str, Factors] = {}
     tails: dict[str, float] = {}
@@ -177,7 +177,7 @@ def average(
     with phases("averaging", len(names), "layer") as phase:
         for name in names:
             parts = [(each.share, each.portable.layers.get(name), each.portable) for each in adapters]
-            if dora:
+            if magnitudes:
                 assert weight is not None
                 layers[name], lost, change = _mean_dora(name, parts, weight(name), rank)
             else:

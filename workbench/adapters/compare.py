@@ -14,7 +14,7 @@ from trainer.adapters.ranks import product_norm
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.monitoring.weight_change import block_of
-from workbench.adapters.convert import WeightOf, adapted, dora_change
+from workbench.adapters.convert import WeightOf, change_of
 
 SHOWN = 12  # lines of a list
 
@@ -95,7 +95,7 @@ def compare(a: Portable, b: Portable, weight: WeightOf | None = None) -> Compari
         block.difference_sq += difference**2
         block.ranks[one.rank, other.rank] += 1
     only = [[name for name in x.layers if name not in y.layers] for x, y in ((a, b), (b, a))]
-    same = a.layers.keys() == b.layers.keys() and (a.meaning == b.meaning or not a.dora)
+    same = a.layers.keys() == b.layers.keys() and (a.meaning == b.meaning or not a.kind.magnitudes)
     return Comparison(blocks, *only, same and all(_same(a.layers[name], b.layers[name]) for name in both))
 
 
@@ -108,15 +108,8 @@ def _norms(name: str, a: Portable, b: Portable, weight: WeightOf | None) -> tupl
     if weight is None:
         raise UserError("what a DoRA changes depends on the model that it was trained over: give it with --base")
     w = weight(name)
-    change_a, change_b = (_change(w, portable, name) for portable in (a, b))
+    change_a, change_b = (change_of(w, portable.layers[name], portable.meaning) for portable in (a, b))
     return float(change_a.norm()), float((change_a - change_b).norm())
-
-
-def _change(weight: torch.Tensor, portable: Portable, name: str) -> torch.Tensor:
-    factors = portable.layers[name]
-    if factors.magnitude is not None:
-        return dora_change(weight, factors, portable.meaning)
-    return adapted(weight, factors) - weight.double().flatten(1)
 
 
 def _factors(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from trainer.adapters.keys import some
 from trainer.adapters.norms import RowNorms
 from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
 from trainer.adapters.ranks import nearest, relative_error, with_factors
+from trainer.adapters.reading import network_args
 from trainer.adapters.targets import lora_config
 from trainer.base.errors import UserError
 from trainer.base.files import FileGroup
@@ -54,13 +55,13 @@ def convert(
     where the base is needed and not given; NonFiniteError where a number is not finite.
     """
     portable, notes = opened.portable, []
-    if to == "lora" and portable.dora:
+    if to == "lora" and portable.kind.magnitudes:
         portable = approximated(portable, _needed(weight, "an approximation of a DoRA"), rank, notes)
     elif rank is not None:
         raise UserError(f"--rank belongs to --to lora of a DoRA, whose change has no rank of its own; {opened.path} to {to}")
     if for_sd_scripts:
         portable = _without_left_out(portable, opened, to, notes)
-    if portable.dora:
+    if portable.kind.magnitudes:
         meaning = dora_scale or MEANINGS[to]
         if meaning != portable.meaning:
             portable = told_anew(portable, meaning, weight, notes)
@@ -103,8 +104,8 @@ def write_as(
 def _without_left_out(portable: Portable, opened: OpenedAdapter, to: str, notes: list[str]) -> Portable:
     if to not in KOHYA:
         raise UserError(f"--for_sd_scripts belongs to --to {', '.join(KOHYA)}; --to {to} has other keys")
-    if portable.dora:
-        raise UserError(f"{opened.path} is a DoRA, which sd-scripts has not: take --to lora, which makes a LoRA of it")
+    if (kind := portable.kind).module:
+        raise UserError(f"{opened.path} is a {kind.word}, which sd-scripts has not: take --to lora, which makes a LoRA of it")
     patterns = opened.model.family.not_in_sd_scripts
     names = sd_scripts.left_out(portable.layers, patterns)
     if len(names) == len(portable.layers):
@@ -132,7 +133,7 @@ def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf 
     modules = {name: model.modules(name) for name in components}
     shapes = model.full_layers(components)
     norms: dict[str, RowNorms] = {}
-    if portable.dora and weight is not None:
+    if portable.kind.magnitudes and weight is not None:
         for name in export.fused_with(portable.layers, modules):
             norms[name] = RowNorms(weight(name).flatten(1).norm(dim=1), None, None)
     for links in modules.values():
@@ -197,9 +198,12 @@ def gain(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Te
     return m / norm.clamp_min(1e-300)
 
 
-def dora_change(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Tensor:
-    """What a DoRA adds to W: g (W + s B A) - W as a matrix [N, K], fp64, by the formula of its meaning and axis."""
-    g, v, w = gain(weight, factors, meaning), adapted(weight, factors), weight.double().flatten(1)
+def change_of(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Tensor:
+    """What an adapter adds to W: g (W + s B A) - W as a matrix [N, K], fp64, by the formula of its meaning and axis."""
+    v, w = adapted(weight, factors), weight.double().flatten(1)
+    if factors.magnitude is None:
+        return v - w
+    g = gain(weight, factors, meaning)
     if factors.axis == "output":
         return g[:, None] * v - w
     return (v.view(len(v), weight.shape[1], -1) * g[:, None]).flatten(1) - w
@@ -212,7 +216,7 @@ def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: 
         if factors.magnitude is None:
             layers[name] = factors
             continue
-        change = dora_change(weight(name), factors, portable.meaning)
+        change = change_of(weight(name), factors, portable.meaning)
         a, b = nearest(change, rank or factors.rank)
         made = with_factors(replace(factors, magnitude=None), a, b, 1.0)
         left, whole = relative_error(change, made.a.make(), made.b.make(), made.scaling)
@@ -236,37 +240,25 @@ def _metadata(opened: OpenedAdapter, portable: Portable, to: str) -> dict[str, s
     kept = {key: value for key, value in portable.metadata.items() if key not in METADATA_OF_KEYS}
     if len(opened.labels) == 1 or all(m == opened.labels[0] for m in opened.labels):
         kept = {key: value for key, value in opened.model.hints.items() if value} | kept
-    fields = lora_config(portable.targets, dora=portable.dora, rslora=portable.rslora)
+    fields = lora_config(portable.targets, portable.kind, rslora=portable.rslora)
     ranks, alphas = ({f"{getattr(target, key):g}" for target in portable.targets} for key in ("rank", "alpha"))
     numbers = {"ss_network_dim": f"{fields['r']:g}", "ss_network_alpha": f"{fields['lora_alpha']:g}"}
     for key, known in (("ss_network_dim", ranks), ("ss_network_alpha", alphas)):
         # Of several that are as common the file's own stays.
         kept[key] = kept[key] if kept.get(key) in known else numbers[key]
-    try:
-        args = json.loads(portable.metadata.get("ss_network_args", "{}"))
-    except (ValueError, RecursionError):
-        args = {}
-    args = {k: v for k, v in args.items() if k not in export.DORA_ARGS} if isinstance(args, dict) else {}
+    before = network_args(portable.metadata)
+    args = {k: v for k, v in before.items() if k not in export.DORA_ARGS}
     args |= {"algo": "lora", "rs_lora": str(portable.rslora)}
-    if portable.dora:
+    if portable.kind.magnitudes:
         axes = {factors.axis for factors in portable.layers.values() if factors.magnitude is not None}
         said = f"{portable.meaning}: {DORA_SCALE_MEANING[portable.meaning]}"
         args |= {"dora_wd": "True", "wd_on_output": str(axes == {"output"}), "dora_scale": said}
         if to == "diffusers":
             args["dora_scale"] = "magnitude"
-        if base := _dora_base(portable):
+        if isinstance(base := before.get("dora_base"), str) and base:
             args["dora_base"] = base
-    if "ss_network_module" not in portable.metadata or portable.dora != opened.portable.dora:
+    if "ss_network_module" not in portable.metadata or portable.kind is not opened.portable.kind:
         of_lora = opened.model.hints.get("ss_network_module", "networks.lora")
-        kept["ss_network_module"] = export.DORA_MODULE if portable.dora else of_lora
+        kept["ss_network_module"] = portable.kind.module or of_lora
     kept["ss_network_args"] = json.dumps(args, sort_keys=True)
     return kept | (export.diffusers_metadata(portable) if to == "diffusers" else {})
-
-
-def _dora_base(portable: Portable) -> str | None:
-    try:
-        args = json.loads(portable.metadata.get("ss_network_args", "{}"))
-    except (ValueError, RecursionError):
-        return None
-    base = args.get("dora_base") if isinstance(args, dict) else None
-    return base if isinstance(base, str) else None

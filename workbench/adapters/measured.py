@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from trainer import quantization
+from trainer.adapters.kinds import file_kind
 from trainer.adapters.portable import Portable
 from trainer.base.console import write
 from trainer.base.errors import NonFiniteError, UserError
@@ -48,7 +49,7 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
     ranks = [max(factors.rank for factors in each.portable.layers.values()) for each in adapters]
     rules = tuple(RuleTable(component=rule.component, match=rule.match) for rule in config.adapter.rules)
     own, rank = config.adapter, max(*ranks, min(rank, sum(ranks)))
-    kind = "dora" if any(each.portable.dora for each in adapters) else "lora"
+    kind = file_kind(magnitudes=any(each.portable.kind.magnitudes for each in adapters)).name
     room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=own.targets, kernels=own.kernels, rules=rules)
     config = config.model_copy(update={"run": config.run.model_copy(update={"deterministic": False})})
     session = Session.open(measuring(config, room), only="measure")

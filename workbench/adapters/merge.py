@@ -31,7 +31,7 @@ from trainer.quantization import scaled_file
 from trainer.resume.adapter_file import NamedModel, OpenedAdapter
 from trainer.runtime import precision
 from workbench.adapters.base_weights import BaseWeights
-from workbench.adapters.convert import dora_change
+from workbench.adapters.convert import change_of
 from workbench.adapters.whole_files import Placed, WholeFile, folder_files, single_file
 
 SCALED = "fp8"
@@ -92,7 +92,7 @@ def merged_rows(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -
                 a, b = part.a.make().flatten(1), part.b.make().flatten(1)
                 w = torch.addmm(w.flatten(1), b, a, alpha=strength * part.scaling).view_as(w)
             else:
-                w = w + strength * dora_change(w, part, meaning).view_as(w)
+                w = w + strength * change_of(w, part, meaning).view_as(w)
         yield rows, w.flatten(1)
 
 

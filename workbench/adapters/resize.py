@@ -38,7 +38,7 @@ def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | No
     notes = [
         f"{len(lost)} of {len(layers)} layers have rank {rank} now; at most {lost[worst]:.2%} of s B A is lost ({worst})"
     ]
-    if opened.portable.dora:
+    if opened.portable.kind.magnitudes:
         notes.append("magnitudes stay as they were")
     own = all(convention.startswith(DIFFUSERS) for convention in opened.read.conventions)
     return write_as(opened, opened.portable.with_layers(layers), out, "diffusers" if own else "kohya", weight, notes)

@@ -56,7 +56,7 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
     dtypes = Counter(str(t.dtype).removeprefix("torch.") for f in portable.layers.values() for t in f.tensors().values())
     parameters = sum(torch.Size(t.shape).numel() for f in portable.layers.values() for t in f.tensors().values())
     said = [
-        f"{opened.path}: {'DoRA' if portable.dora else 'LoRA'} for {opened.model.family.name} ({' or '.join(opened.labels)})",
+        f"{opened.path}: {portable.kind.word} for {opened.model.family.name} ({' or '.join(opened.labels)})",
         f"  keys: {_counted(read.conventions, 'module(s)')}",
         f"  layers: {_counted(Counter(name.partition('.')[0] for name in portable.layers), 'layers')}; "
         f"{parameters:,} numbers, {_counted(dtypes, 'tensors')}",
@@ -66,7 +66,7 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
         + ("; rsLoRA" if portable.rslora else ""),
     ]
     said += [f"  {line}" for line in opened.account.lines()]
-    if portable.dora:
+    if portable.kind.magnitudes:
         axes = Counter(factors.axis for factors in portable.layers.values() if factors.magnitude is not None)
         said.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")
     if read.fused:

@@ -174,7 +174,7 @@ def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
 
 def _as_read(config: Config, portable: Portable | None) -> Config:
     """The config whose adapter is what was read."""
-    options = {"type": "dora" if portable and portable.dora else "lora", "rslora": bool(portable and portable.rslora)}
+    options = {"type": portable.kind.name if portable else "lora", "rslora": bool(portable and portable.rslora)}
     options |= {"dropout": 0.0}
     return config.model_copy(update={"adapter": config.adapter.model_copy(update=options)})
 

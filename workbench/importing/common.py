@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any, get_args
 
 from trainer import config as configs
+from trainer.adapters.kinds import KINDS
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
 from trainer.config import ScheduleTable
@@ -128,10 +129,11 @@ def ask_for_photos(draft: Draft, why: str) -> None:
 
 
 def set_type(draft: Draft, kind: str, why: str, dora: Line = (False, "")) -> None:
-    """Write adapter.type, or refuse a kind that is neither. dora: an option of its own that makes a LoRA a DoRA."""
-    known = other_trainers.value_for(kind, ("lora", "dora"))
+    """Write adapter.type, or refuse a kind that there is not. dora: an option of its own that makes a LoRA a DoRA."""
+    known = other_trainers.value_for(kind, KINDS)
     if known is None:
-        draft.cannot("adapter.type", f"{why}: there is none: an adapter is a LoRA or a DoRA")
+        words = " or ".join(f"a {each.word}" for each in KINDS.values())
+        draft.cannot("adapter.type", f"{why}: there is none: an adapter is {words}")
     draft.set("adapter.type", *(("dora", dora[1]) if dora[0] else (known or "lora", why)))
 
 

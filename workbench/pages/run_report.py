@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer import __version__, optim
 from trainer.adapters.export import About
+from trainer.adapters.kinds import kind_named
 from trainer.base.files import FileGroup
 from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
@@ -65,14 +66,13 @@ def page_of(
     config, adapter = plan.config, plan.config.adapter
     targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
     sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")
-    kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.type]
     run = ReportedRun(
         context.layout,
         name=config.run.name,
         total=plan.length.max_steps,
         begun=progress.step,
         levers=optim.levers(config.optimizer.name),
-        kicker=f"Training report: {kind} of {sizes}, {targets}, for {config.model.path}",
+        kicker=f"Training report: {kind_named(adapter.type).word} of {sizes}, {targets}, for {config.model.path}",
         lineage=_lineage(plan, progress, start, contents),
         environment={
             "trainer": __version__,

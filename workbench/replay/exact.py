@@ -71,14 +71,14 @@ def _adapted(kind: type) -> type:
     """A subclass of an adapted layer that computes exactly. It is never stale: it keeps nothing between two forwards."""
 
     def forward(self, x: Tensor) -> Tensor:
-        name, a, b, magnitude, dropout = self.active()
-        base, m = self.get_base_layer(), None if magnitude is None else magnitude.weight
+        name, *_, dropout = self.active()
+        base, (a, b, m) = self.get_base_layer(), self.effective(name)
         mask = None
         if self.training and dropout is not None:
             mask = dropout(torch.ones_like(x, dtype=base.compute_dtype)).double()  # the very mask of the run
-        rank = len(a.weight)
+        rank = self.r[name]
         scaling = self.lora_alpha[name] / (rank**0.5 if self.use_rslora[name] else rank)
-        given = base, scaling, self.now.rows, x.to(torch.float64), mask, a.weight, b.weight, m
+        given = base, scaling, self.now.rows, x.to(torch.float64), mask, a, b, m
         return checkpoint(_with_adapter, *given, use_reentrant=False)
 
     return type(f"Exact{kind.__name__}", (kind,), {"forward": forward, "stale": False})

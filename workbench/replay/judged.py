@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trainer.adapters import Adapter
+from trainer.adapters.kinds import KINDS, MAGNITUDE, A, B
 from trainer.base.types import Batch, Occurrence, each_tensor
 from trainer.engine.step import Losses, Step, StepResult, backward
 from workbench.replay.formulas import Update, sample_losses
@@ -29,7 +30,7 @@ from workbench.replay.rounding import InFp64, rounded_to
 
 REPETITIONS, FACTOR = 8, 8.0
 LOG_ROUNDOFF = 2.0**-24
-PARTS = {"A": ".lora_A.weight", "B": ".lora_B.weight", "m": ".lora_magnitude_vector"}  # how their names end
+LABELS = {A: "A", B: "B", MAGNITUDE: "m"}
 
 
 @dataclass(kw_only=True)
@@ -204,13 +205,13 @@ def _gradients(here: Mapping[str, Tensor], exact: Passed, rounded: Sequence[Pass
         off = [_errors(each.gradients[name], gradient) for each in rounded]
         error, along = (_rms([each for each in part if math.isfinite(each)]) for part in zip(*off, strict=True))
         roots[name] = error, along
-    for part, ending in PARTS.items():
-        names = [name for name in roots if name.endswith(ending)]
+    for end in dict.fromkeys(end for kind in KINDS.values() for end in kind.ends):
+        names = [name for name in roots if name.endswith(f".{end}")]
         least = [median(roots[name][place] for name in names) for place in (0, 1)] if names else []
         for name in names:
             bounds = [FACTOR * max(pair) for pair in zip(roots[name], least, strict=True)]
             size, own = _norm([exact.gradients[name]]), _errors(here[name], exact.gradients[name])
-            yield LayerGradient(name.removesuffix(ending), part, size, *own, (bounds[0], bounds[1]))
+            yield LayerGradient(name.removesuffix(f".{end}"), LABELS.get(end, end), size, *own, (bounds[0], bounds[1]))
 
 
 def _errors(found: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import torch
 from tests.numerics.test_adapted_layers import network, with_adapter
 from trainer.adapters import ADAPTER_NAME, Method, Rates, Target, inject
 from trainer.adapters.adapter import Adapter
+from trainer.adapters.kinds import KINDS
 from trainer.base.errors import UserError
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 
@@ -16,7 +17,7 @@ def stopping(*stops: int | None) -> Adapter:
     """Of three layers, each with its stop_step."""
     targets = [Target("net", name, 3, 2.0, stop_step=stop) for name, stop in zip(("0", "2", "3"), stops, strict=True)]
     adapter = inject(
-        {"net": network(FORMATS["fp32"])}, targets, bases=(FrozenLinear, FrozenConv2d), method=Method(dora=True), seed=0,
+        {"net": network(FORMATS["fp32"])}, targets, bases=(FrozenLinear, FrozenConv2d), method=Method(KINDS["dora"]), seed=0,
     )  # fmt: skip
     with torch.no_grad():
         for name, parameter in adapter.named_parameters().items():

@@ -16,7 +16,7 @@ from scripts import adapter as script
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.resume.adapter_file import open_adapter
-from workbench.adapters.convert import convert, dora_change
+from workbench.adapters.convert import change_of, convert
 
 ATTENTION = "mid_block.attentions.0.transformer_blocks.{}.attn1.to_q"
 LAYERS = {
@@ -93,7 +93,7 @@ def test_a_folder_of_pefts_has_pefts_strength(tmp_path: Path, case: str) -> None
         factors, w = opened.portable.layers[f"unet.{name}"], base[name].flatten(1)
         ours = factors.scaling * factors.b.make().flatten(1) @ factors.a.make().flatten(1)
         if factors.magnitude is not None:
-            ours = dora_change(base[name], factors, opened.portable.meaning)
+            ours = change_of(base[name], factors, opened.portable.meaning)
         assert (ours - change.flatten(1)).norm() <= 1e-12 * w.norm(), name
     convert(opened, out, "kohya")
     written = TensorFile(out).read_all()

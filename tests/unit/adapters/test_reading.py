@@ -163,7 +163,7 @@ def test_a_magnitude_is_of_the_axis_that_its_shape_says(tmp_path: Path) -> None:
     ):
         read = opened(tmp_path, {**FORMS["kohya"], key: m}).portable
         factors = read.layers[Q]
-        assert read.dora and factors.axis == axis and torch.equal(factors.magnitude.make(), torch.arange(1280.0))
+        assert read.kind.magnitudes and factors.axis == axis and torch.equal(factors.magnitude.make(), torch.arange(1280.0))
     conv = {"lora_unet_input_blocks_0_0.lora_down.weight": torch.ones(2, 4, 3, 3),
             "lora_unet_input_blocks_0_0.lora_up.weight": torch.ones(320, 2, 1, 1)}  # fmt: skip
     for shape, axis in (((320, 1, 1, 1), "output"), ((1, 4, 1, 1), "input")):

@@ -15,6 +15,7 @@ from tests.numerics.test_adapted_layers import jitter
 from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.adapters.change import change
 from trainer.adapters.export import diffusers_tensors, kohya_tensors
+from trainer.adapters.kinds import file_kind
 from trainer.adapters.norms import Norms, read_norms
 from trainer.adapters.portable import of_adapter
 from trainer.base.protocols import BaseLayer, Kernels
@@ -95,7 +96,7 @@ def everything(layers: list[nn.Module], *, dora: bool) -> dict[str, torch.Tensor
     model["norm"] = nn.LayerNorm(5)  # PEFT wants a model to have a parameter
     targets = [Target("unet", name, RANK, 3.0) for name in ("conv", "block.q", "block.k")]
     adapter = inject(
-        {"unet": model}, targets, bases=(type(one), type(conv)), method=Method(dora=dora), seed=0
+        {"unet": model}, targets, bases=(type(one), type(conv)), method=Method(file_kind(magnitudes=dora)), seed=0
     )  # fmt: skip
     norms = Norms(adapter, {"unet.beside": other}, {"unet": "int8"})
     adapter.share_inputs("unet", [("q", "k")])

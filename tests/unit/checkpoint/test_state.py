@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer import optim
 from trainer.adapters import Method, Target, inject
+from trainer.adapters.kinds import KINDS
 from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
@@ -134,7 +135,7 @@ def of_a_run(updates: int) -> dict[str, Any]:
         {"net": nn.Sequential(layer)},
         [Target("net", "0", 4, 8.0)],
         bases=(FrozenLinear, FrozenConv2d),
-        method=Method(dora=True),
+        method=Method(KINDS["dora"]),
         seed=0,
     )
     named = adapter.named_parameters()

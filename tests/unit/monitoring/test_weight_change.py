@@ -14,6 +14,7 @@ from tests.harness import Workbench
 from tests.numerics.test_adapted_layers import LargestAllocation, network, with_adapter
 from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.adapters.change import LayerChange, StartFactors, change
+from trainer.adapters.kinds import KINDS
 from trainer.base.progress import QUIET
 from trainer.kernels import decode, dora_torch
 from trainer.monitoring import weight_change
@@ -76,7 +77,7 @@ def test_the_change_is_that_of_the_dense_weights(format, dora: bool, sizes, drif
     if started:
         drawn(adapter, sizes[0], drifts[0], seed)
         state = {name: tensor.clone() for name, tensor in adapter.state_dict().items()}
-        starts = {name: weight_change.factors_of(state, name) for name in adapter.layers}
+        starts = {name: StartFactors(*adapter.kind.of_layer(state, name)) for name in adapter.layers}
     drawn(adapter, sizes[1], drifts[1], seed + 1)
     for name, layer in adapter.layers.items():
         right, ours = dense(layer, starts[name]), change(layer, starts[name])
@@ -110,7 +111,7 @@ def test_a_small_row_or_one_of_zeros_does_not_speak_for_its_layer() -> None:
         {"net": nn.Sequential(layer)},
         [Target("net", "0", 2, 2.0)],
         bases=(FrozenLinear, FrozenConv2d),
-        method=Method(dora=True),
+        method=Method(KINDS["dora"]),
         seed=0,
     )
     (adapted,) = adapter.layers.values()
@@ -195,7 +196,7 @@ def test_nothing_dense_is_made() -> None:
     assert n * k > 4 * decode.PIECE
     assert 0 < allocations.largest <= decode.PIECE
     (found,) = changes.values()
-    (row,) = weight_change.change_table(changes, dora=True)["rows"]
+    (row,) = weight_change.change_table(changes, drifts=True)["rows"]
     assert row[1:] == [1, f"{found.largest:.3%}", f"{found.largest:.3%}", f"{found.drift:.3%}"]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from trainer import config as configs
 from trainer.adapters import Adapter, Rates, Rule, Target
+from trainer.adapters.kinds import KINDS
 from trainer.base.errors import UserError
 from trainer.optim import OPTIMIZERS
 from trainer.plan import optimizer_rules, requirements
@@ -252,7 +253,7 @@ def test_the_rate_of_each_parameter(more: dict[str, float], expected: dict[tuple
 
 
 def test_lora_plus_makes_groups_and_its_default_makes_none() -> None:
-    adapter = Adapter({}, TARGETS, dora=True, rslora=False)
+    adapter = Adapter({}, TARGETS, kind=KINDS["dora"], rslora=False)
     names = [f"unet.a.{name}" for name in PARAMETERS.values()]
     adapter.named_parameters = lambda: dict.fromkeys(names)  # type: ignore[method-assign]
     assert list(adapter.groups(Rates(1e-4, 0.01)).values()) == [names[:2], names[2:]]

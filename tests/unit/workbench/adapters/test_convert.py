@@ -16,7 +16,7 @@ from trainer.adapters.reading import ReadAdapter
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.resume.adapter_file import OpenedAdapter, open_adapter, published
-from workbench.adapters.convert import Converted, convert, dora_change
+from workbench.adapters.convert import Converted, change_of, convert
 
 BLOCK = "transformer.transformer_blocks.0.attn"
 QKV = [f"{BLOCK}.to_q", f"{BLOCK}.to_k", f"{BLOCK}.to_v"]
@@ -126,7 +126,7 @@ def test_onetrainers_and_lycoris_doras_mean_what_these_programs_compute(tmp_path
     opened = open_adapter(file)
     factors = opened.portable.layers[layer]
     assert factors.axis == ("output" if on_output else "input") and opened.portable.meaning == "magnitude"
-    change = dora_change(w, factors, "magnitude").view(shape)
+    change = change_of(w, factors, "magnitude").view(shape)
     wanted = weight_decompose(w, tensors, stem, on_output)
     assert (w.double() + change - wanted).norm() <= 1e-12 * wanted.norm()
     other, _ = converted(file, "kohya")

@@ -112,4 +112,4 @@ def test_a_lora_made_of_a_dora_is_the_same_in_all(tmp_path: Path, files) -> None
     factors = done.portable.layers[LAYER]
     made = W + factors.scaling * factors.b.make().double() @ factors.a.make().double()
     lost = float((made - DEFINITION).norm() / (DEFINITION - W).norm())
-    assert not done.portable.dora and any(f"{lost:.2%} of the change" in note for note in done.notes)
+    assert not done.portable.kind.magnitudes and any(f"{lost:.2%} of the change" in note for note in done.notes)

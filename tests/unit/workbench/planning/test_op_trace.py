@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer import kernels
 from trainer.adapters import Method, Target, inject
+from trainer.adapters.kinds import KINDS
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear, freeze_layers, storage_of_layers
 from trainer.quantization import layers as frozen_layers
 from workbench.planning.dry_run import META, without_values
@@ -118,7 +119,7 @@ def test_every_product_of_an_adapted_layer_is_counted(
             layer.scaled_matmul = storage.endswith("scaled")
         targets = [Target("net", name, rank, 1.5) for name in ("0", "1")]
         bases = FrozenLinear, FrozenConv2d
-        adapted = inject({"net": model}, targets, bases=bases, method=Method(dora=adapter == "dora"), seed=0)
+        adapted = inject({"net": model}, targets, bases=bases, method=Method(KINDS[adapter]), seed=0)
         adapted.share_inputs("net", [("0", "1")])
         adapted.mark_stale()
         with Trace() as trace:
