@@ -82,7 +82,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "datasets": ("data/layouts/hf.py",),
     "fsspec": ("workbench/mirror/store.py",),
     "html": (),  # templates escape what is put into them
-    "jinja2": ("base/templates.py",),
+    "jinja2": ("workbench/pages/rendering.py",),
     "markupsafe": ("workbench/pages/rendering.py",),
     "diffusers": ("models/*",),
     "huggingface_hub": ("models/*", "workbench/adapters/push.py"),

@@ -4,8 +4,7 @@ The checkpoint is on the disk by then. So whoever does not wait for this work, a
 """
 
 from trainer.artifacts.exports import Artifacts
-from trainer.base.errors import Interrupted, PeerStopped
-from trainer.base.memory import is_out_of_memory
+from trainer.base.errors import Interrupted, PeerStopped, is_out_of_memory
 from trainer.base.signals import Signals
 
 # Of the time that whoever stops a process gives it: ten seconds (docker stop) or more, of which the step under way and the

@@ -9,6 +9,7 @@ environment is read by `number_in`, and what the system refuses is told by `endi
 import errno
 import os
 import signal
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -95,6 +96,14 @@ TOO_LARGE = (
 )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out: Python's, torch's allocator's, or an untyped one of a library's."""
+    untyped = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+    torch = sys.modules.get("torch")  # what was not loaded has raised nothing
+    kinds = (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or any(text in str(error) for text in untyped)
+
+
 def ending(error: BaseException) -> tuple[int, str]:
     """(exit status, what the user is told) where an exception ends the program; status 1 for what nobody foresaw."""
     said = str(error)
@@ -120,8 +129,6 @@ def ending(error: BaseException) -> tuple[int, str]:
             # A worker's death is told by a signal, in the middle of whatever was done.
             return 6, f"{said}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"
         case RuntimeError():
-            from trainer.base.memory import is_out_of_memory
-
             return (5, f"{said}\n{TOO_LARGE}") if is_out_of_memory(error) else (1, said)
     return 1, said
 

@@ -267,12 +267,6 @@ def put_back(tensors: Sequence[torch.Tensor], changed: Callable[[], object]) -> 
         changed()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out: Python's, torch's allocator's, or an untyped one of a library's."""
-    untyped = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in untyped)
-
-
 def give_back() -> None:
     """What the allocator keeps of freed memory goes back to the system, where the C library has a function for that (glibc).
 

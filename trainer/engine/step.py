@@ -11,8 +11,7 @@ import torch
 
 from trainer.base import draws
 from trainer.base.console import printable
-from trainer.base.errors import OutOfMemory
-from trainer.base.memory import is_out_of_memory
+from trainer.base.errors import OutOfMemory, is_out_of_memory
 from trainer.base.types import Batch, Conditioning, Occurrence, each_tensor
 from trainer.engine.draw_digest import Drawn, unheard
 from trainer.objectives import AtTime, Objective, stratified

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.base.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, UserError
-from trainer.base.memory import give_back, is_out_of_memory
+from trainer.base.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, UserError, is_out_of_memory
+from trainer.base.memory import give_back
 from trainer.runtime.processes import Processes
 
 Fields = dict[str, Any]  # of a step's line of the log

@@ -18,9 +18,9 @@ from trainer.adapters.kinds import file_kind, kind_named
 from trainer.base.files import FileGroup
 from trainer.base.pictures import asked_of, at_full_strength, is_sound, png, pngs
 from trainer.base.run_layout import AVERAGE, Layout
-from trainer.base.templates import environment
 from trainer.data.buckets import reference_bucket, show_reference
 from trainer.plan.run_plan import RunPlan
+from workbench.pages.rendering import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "BASE_MODEL"

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.base.pictures import data_uri
-from trainer.base.templates import environment
 from workbench.pages.blocks import percent, shade
 from workbench.pages.samples import peek, step_name
 from workbench.pages.settings import keyed_parts, toml
 from workbench.pages.tables import number_columns, place, shown, size
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 TEMPLATES = Path(__file__).parent / "templates"
 RELOAD_SECONDS = 15  # of a page whose run is alive
 INLINE = "'unsafe-inline'"  # a chart's labels have their places in their styles
+
+
+@cache
+def environment(folder: Path, **filters: Callable[..., Any]) -> Environment:
+    """The templates of a folder. Those of HTML escape every text that is put into them; a name that is not given is an
+    error, and no empty text. filters: what templates may ask of a value, by name."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+    made = Environment(
+        loader=FileSystemLoader(folder), autoescape=select_autoescape(("html",)), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, auto_reload=False,
+    )  # fmt: skip
+    made.filters |= filters
+    return made
 
 
 def render(template: str, **values: Any) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.tape import Taping
 from tests.unit.engine.test_step import OURS, batch
-from trainer.base.memory import is_out_of_memory
+from trainer.base.errors import is_out_of_memory
 from trainer.base.types import Batch
 from trainer.engine.graphs import WARM_UP, CudaGraphs, Graphs, shapes_of
 from trainer.engine.step import backward

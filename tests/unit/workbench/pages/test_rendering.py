@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from trainer.base.templates import environment
+from workbench.pages.rendering import environment
 
 NASTY = """<b>"it's" & more</b>"""
 
