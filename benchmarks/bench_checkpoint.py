@@ -74,10 +74,10 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
     from trainer import config as configs
     from trainer.checkpoint import state
     from trainer.checkpoint.saver import Saver
-    from trainer.run import run as runs
     from trainer.run.checkpointing import Saves
     from trainer.run.loop import Loop
     from workbench.commands import main as cli
+    from workbench.commands.launch import train
 
     started: tuple[float, float] | None = None
     took: dict[str, list[float]] = {"waited": [], "snapshot": [], "written": []}
@@ -133,7 +133,7 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
         patched(state, "pack", timed("snapshot")),
         patched(Saver, "_write", timed("written")),
     ):
-        runs.train(configs.parse(tree_of(folder, way, steps, every)), resume_from=None)
+        train(configs.parse(tree_of(folder, way, steps, every)), resume_from=None)
     import torch
 
     print(json.dumps(took | {"late": late, "threads": torch.get_num_threads()}), file=answers, flush=True)

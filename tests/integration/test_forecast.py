@@ -383,7 +383,7 @@ def attention_of(bench: Workbench) -> list:
 
 @pytest.mark.slow
 def test_memory_fit_chooses_and_changes_no_byte(bench: Workbench) -> None:
-    from trainer.run.run import train
+    from workbench.commands.launch import train
 
     def run(out: str, **more) -> bytes:
         train(bench.config(run__output_dir=str(bench.tmp / out), adapter__targets=FEW, **more), resume_from=None)

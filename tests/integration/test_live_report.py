@@ -8,6 +8,7 @@ import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,10 +47,11 @@ def at_step(monkeypatch, act, step: int = 3) -> None:
     """Do something while the line of a step is written."""
     real = Loop._count
 
-    def count(self, *arguments) -> None:
-        real(self, *arguments)
+    def count(self, *arguments) -> dict[str, Any]:
+        line = real(self, *arguments)
         if self.state.progress.step == step:
             act()
+        return line
 
     monkeypatch.setattr(Loop, "_count", count)
 

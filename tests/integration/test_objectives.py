@@ -11,7 +11,7 @@ from tests.proofs.forks import Server
 from trainer.config import Config, parse
 from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
-from trainer.run.run import train as train_one
+from workbench.commands.launch import train as train_one
 
 COMMON = {"loss": "huber", "huber_c": 0.2, "t_range": [0.1, 0.95], "stratified": True, "input_perturbation": 0.1}
 EVERYTHING = {

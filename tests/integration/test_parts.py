@@ -32,13 +32,12 @@ ALONE = """
 import sys
 sys.modules["workbench"] = None  # whoever imports it fails
 from trainer import config
-from trainer.resume.allowed_changes import Allowance
-from trainer.run.run import train
-from trainer.run.setup import Launch
+from trainer import Session
 
 for resume_from, stop in ((None, 2), ("auto", 3)):
     loaded = config.load(sys.argv[1], [f"run.stop_after={stop}"])
-    assert train(loaded, Launch(resume_from, Allowance(resume_from=resume_from or "auto"))) == (stop == 3)
+    with Session.open(loaded, resume_from=resume_from) as session:
+        assert session.train() == (stop == 3)
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -41,10 +42,11 @@ def signalled(patch, step: int, signum: int = signal.SIGTERM) -> None:
     """The signal comes while the step's line is written."""
     real = Loop._count
 
-    def count(self, *arguments) -> None:
-        real(self, *arguments)
+    def count(self, *arguments) -> dict[str, Any]:
+        line = real(self, *arguments)
         if self.state.progress.step == step:
             signal.raise_signal(signum)
+        return line
 
     patch.setattr(Loop, "_count", count)
 

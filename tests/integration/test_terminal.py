@@ -187,7 +187,7 @@ def test_with_logging_json_each_line_is_an_object(bench: Workbench) -> None:
     assert status == 2 and lines[-1]["level"] == "error" and "--resume_from auto" in lines[-1]["message"]
     assert errors == f"error: {lines[-1]['message']}\n"
 
-    fault = "; from trainer.run import run; run.make_loop = lambda *_: 1 / 0"
+    fault = "; from trainer.run import session; session.make_loop = lambda *_: 1 / 0"
     code = EAGER.replace("import runpy, sys", f"import runpy, sys{fault}")
     broken = [arguments[0], "-c", code, *arguments[1:], "--set", f"run.output_dir={output.parent / 'broken'}"]
     done = subprocess.run(broken, capture_output=True, text=True, env=environment)

@@ -26,7 +26,7 @@ from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import QUIET, Alive, Phases, Record
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
-from trainer.config import AdapterTable, Config, LoggingTable, load
+from trainer.config import Config, LoggingTable, load
 from trainer.config.reading import literal
 from trainer.data.sources import Scanned
 from trainer.engine.components import Components
@@ -56,12 +56,11 @@ def load_config(file: str | Path, changes: dict[str, Any] | None = None) -> Conf
     return load(str(file), [f"{key}={literal(value)}" for key, value in (changes or {}).items()])
 
 
-def measuring(config: Config, adapter: AdapterTable | None = None) -> Config:
+def measuring(config: Config) -> Config:
     """The config of a run that only measures its held-out loss: nothing is trained, compiled or written but caches of the
-    model's own. adapter: in place of the config's."""
+    model's own."""
     return config.model_copy(
         update={
-            "adapter": config.adapter if adapter is None else adapter,
             "data": config.data.model_copy(update={"cache": "memory"}),
             "step": config.step.model_copy(update={"compile": "none", "graphs": False}),
             "memory": config.memory.model_copy(update={"shard": False, "gradient_checkpointing": False}),
