@@ -26,7 +26,7 @@ from benchmarks.bench_step import BATCHES, SIZES, TEXT_TOKENS, Cell, Side, cells
 from benchmarks.pages import table  # noqa: E402
 from scripts.memory_table import Model, plan_of  # noqa: E402
 from trainer import kernels  # noqa: E402
-from trainer.base.templates import environment  # noqa: E402
+from workbench.pages.rendering import environment  # noqa: E402
 from workbench.planning.dry_run import without_values  # noqa: E402
 from workbench.planning.estimate import Forecaster  # noqa: E402
 

@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.cells import Bench, Results
-from trainer.base.templates import environment
+from workbench.pages.rendering import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 LIGHT = {"face": "#ffffff", "ink": "#1f2328", "grid": "#d8dee4"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from scripts import make_model
+from tests import tools
 from tests.harness import ROOT, Workbench
 from tests.proofs.forks import Server
 from tests.proofs.shared import STARTED
@@ -23,6 +25,8 @@ from trainer.plan import fixed_draws
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1735689600")
 
 UNDER_NOHUP = "TESTS_UNDER_NOHUP"  # for the workers of pytest-xdist
+QUICK = "not slow and not proof and not gpu"  # as pyproject.toml has it
+LEFT_OUT = pytest.StashKey[Counter[str]]()
 HANGS = 900  # seconds after which a test is ended: ten times what the longest takes
 
 # A machine that is busy with something else is no fault of a test.
@@ -52,6 +56,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     assert len(marks) == len({*marks}), f"{item.nodeid}: the mark of the test is the mark of a case, too; leave out one"
     if not {"proof", "gpu"} & {*marks}:
         item.add_marker(pytest.mark.timeout(HANGS))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The quick suite runs the tests of a tool where it, or what it imports, changed (tests/tools.py)."""
+    whole = [Path(argument).resolve() for argument in config.args] == [ROOT / "tests"]
+    if whole and config.option.markexpr == QUICK:
+        config.stash[LEFT_OUT] = tools.leave_out(config, items)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    """What was left out, by tool."""
+    counts = config.stash.get(LEFT_OUT, Counter())
+    named = ", ".join(f"{tool} {count}" for tool, count in sorted(counts.items()))
+    return f"tests of tools that nothing changed for are left out (--all runs them): {named}" if counts else ""
 
 
 @pytest.fixture(scope="session", autouse=True)

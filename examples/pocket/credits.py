@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import pages
 from examples.pocket import icons
-from trainer.base.templates import environment
+from workbench.pages.rendering import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 LINKS = {

@@ -28,6 +28,8 @@ from trainer.resume.adapter_file import models_at, open_adapter, published
 from trainer.resume.initial_adapter import Start, open_start
 from workbench.commands import main as cli
 
+pytestmark = pytest.mark.tool("adapters")
+
 KINDS = {
     "sdxl int8 dora": ("sdxl", {"adapter__type": "dora", "model__components__unet": {"dtype": "int8"}}),
     "sdxl dora": ("sdxl", {"adapter__type": "dora", "adapter__targets": "all"}),

@@ -19,6 +19,8 @@ from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.models.loading import ModelSource
 from trainer.plan.run_plan import make_plan, open_source, resolve
 
+pytestmark = pytest.mark.tool("audit")
+
 POCKET = ROOT / "examples" / "pocket_sdxl"
 FILE = "unet/diffusion_pytorch_model.safetensors"
 WILD = "up_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0"

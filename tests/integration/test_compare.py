@@ -21,7 +21,7 @@ from workbench.commands import launch
 from workbench.commands import main as cli
 from workbench.compare import comparison
 
-pytestmark = pytest.mark.usefixtures("few_draws")
+pytestmark = [pytest.mark.tool("compare"), pytest.mark.usefixtures("few_draws")]
 
 DEFAULT = {"one": {}, "two": {"optimizer": {"lr": 1e-2}}}
 

@@ -15,6 +15,8 @@ from trainer.base.tensorfile import write_tensors
 from trainer.resume.adapter_file import whole_model_at
 from workbench.adapters.base_weights import BaseWeights
 
+pytestmark = pytest.mark.tool("drawing")
+
 ENCODER = [{"component": "text_encoder", "match": "*q_proj", "rank": 2}]
 # A text encoder that is adapted encodes while it draws, else prompts are encoded first.
 KINDS = [pytest.param("lora", [], id="lora"), pytest.param("dora", ENCODER, id="dora-and-encoder", marks=pytest.mark.slow)]

@@ -13,6 +13,8 @@ from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
 from workbench.commands import main as cli
 
+pytestmark = pytest.mark.tool("importing")
+
 # By trainer: the model's folder, and the appearances of the folders' five photos each in an epoch, worked out by hand.
 MADE = {
     "sd-scripts": ("sdxl", 5 * 10 + 5 * 2),

@@ -22,6 +22,8 @@ from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from workbench.adapters.base_weights import BaseWeights
 
+pytestmark = pytest.mark.tool("adapters")
+
 LAYERS = {
     "sdxl": ["unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q", "unet.down_blocks.0.resnets.0.conv1",
              "unet.mid_block.attentions.0.transformer_blocks.0.ff.net.2", "text_encoder.encoder.layers.0.self_attn.q_proj",

@@ -23,6 +23,8 @@ from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import store
 from workbench.commands import main as cli
 
+pytestmark = pytest.mark.tool("mirror")
+
 TIMEOUT = 60  # seconds until a test that hangs fails
 
 

@@ -13,6 +13,8 @@ from tests.harness import Workbench
 from trainer.base.tensorfile import write_tensors
 from workbench.commands import main as cli
 
+pytestmark = pytest.mark.tool("adapters")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -25,6 +25,8 @@ from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from workbench.commands import main as cli
 
+pytestmark = pytest.mark.tool("replay")
+
 STEPS, BEGUN = 5, 2  # of a run, and at its first checkpoint
 
 

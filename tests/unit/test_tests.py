@@ -17,7 +17,7 @@ from tests.harness import ROOT, pairs
 
 TESTS = ROOT / "tests"
 # Of the trees as such, and of no room.
-OF_THE_WHOLE = {"test_rooms.py", "test_tests.py"}
+OF_THE_WHOLE = {"test_rooms.py", "test_tests.py", "test_tools.py"}
 # Beside trainer/, whose rooms are folders of unit/ itself: by folder of unit/, where what it tests lies.
 TOOLS = {
     "workbench": "workbench", "scripts": "scripts", "benchmarks": "benchmarks", "proofs": "tests/proofs",
@@ -161,7 +161,7 @@ def test_no_test_asserts_a_duration() -> None:
 def test_what_the_continuous_checks_leave_out_is_marked_so() -> None:
     """`--all` is the quick suite and `slow`: of the markers it leaves out `proof` and `gpu` alone."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
-    assert {marker.partition(":")[0] for marker in options["markers"]} == {"slow", "proof", "gpu"}
+    assert {marker.partition(":")[0] for marker in options["markers"]} == {"slow", "proof", "gpu", "tool(name)"}
     assert "-m 'not slow and not proof and not gpu'" in options["addopts"]
     assert '-m "not proof and not gpu"' in (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
     assert "exec bash scripts/test.sh --all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
