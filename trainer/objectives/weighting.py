@@ -18,15 +18,31 @@ from typing import Literal
 
 from torch import Tensor
 
-# The papers' gammas, where none is given.
-GAMMA = {"min_snr": 5.0, "soft_min_snr": 4.0}
+
+@dataclass(frozen=True)
+class Formula:
+    """W as a function of the chosen weighting and SNR, float64 [B]. words: for people, of the chosen one. gamma: the paper's,
+    where none is given."""
+
+    of_photo: Callable[[Weighting, Tensor], Tensor]
+    words: str
+    gamma: float | None = None
+
+
+# By name, beside "none". A new weighting is one entry, and its word in the config's table.
+FORMULAS = {
+    "min_snr": Formula(lambda by, snr: snr.clamp_max(by.gamma), "min-SNR gamma {0.gamma:g}", 5.0),
+    "soft_min_snr": Formula(lambda by, snr: snr * by.gamma / (snr + by.gamma), "soft min-SNR gamma {0.gamma:g}", 4.0),
+    "debiased": Formula(lambda by, snr: snr.sqrt(), "debiased weights"),
+    "p2": Formula(lambda by, snr: snr / (by.p2_k + snr) ** by.p2_gamma, "P2 weights (gamma {0.p2_gamma:g}, k {0.p2_k:g})"),
+}
 
 
 @dataclass(frozen=True)
 class Weighting:
     """Fields as in the config. min_snr_gamma alone means min_snr."""
 
-    weighting: Literal["none", "min_snr", "soft_min_snr", "debiased", "p2"] | None = None
+    weighting: str | None = None
     min_snr_gamma: float | None = None
     p2_gamma: float = 1.0
     p2_k: float = 1.0
@@ -39,29 +55,14 @@ class Weighting:
     @property
     def gamma(self) -> float:
         """gamma of the two weightings that have one beside p2."""
-        return GAMMA[self.name] if self.min_snr_gamma is None else self.min_snr_gamma
+        given = self.min_snr_gamma
+        return (FORMULAS[self.name].gamma or 1.0) if given is None else given
 
     def weight(self, snr: Tensor, prediction: Literal["epsilon", "v"]) -> Tensor:
         """fp32 [B], of float64 [B], by any name but "none". At zero SNR, where only v is defined, 0: the limit."""
-        of_photo = _OF_PHOTO[self.name](self, snr)
+        of_photo = FORMULAS[self.name].of_photo(self, snr)
         return (of_photo / (snr if prediction == "epsilon" else snr + 1)).float()
 
     def describe(self) -> str:
         """The weighting in words; begins with a comma, "" for none."""
-        says = {
-            "none": "",
-            "min_snr": ", min-SNR gamma {0.gamma:g}",
-            "soft_min_snr": ", soft min-SNR gamma {0.gamma:g}",
-            "debiased": ", debiased weights",
-            "p2": ", P2 weights (gamma {0.p2_gamma:g}, k {0.p2_k:g})",
-        }
-        return says[self.name].format(self)
-
-
-# W, by name.
-_OF_PHOTO: dict[str, Callable[[Weighting, Tensor], Tensor]] = {
-    "min_snr": lambda chosen, snr: snr.clamp_max(chosen.gamma),
-    "soft_min_snr": lambda chosen, snr: snr * chosen.gamma / (snr + chosen.gamma),
-    "debiased": lambda chosen, snr: snr.sqrt(),
-    "p2": lambda chosen, snr: snr / (chosen.p2_k + snr) ** chosen.p2_gamma,
-}
+        return "" if self.name == "none" else f", {FORMULAS[self.name].words.format(self)}"

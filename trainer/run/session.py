@@ -76,13 +76,13 @@ class Session:
     """A run that is open. `open` is how one is made; `with` lets it go.
 
     source: the model's files. config: with what the model and the libraries decide written out. only: "train", or "measure"
-    for a session that trains nothing, writes nothing and may stand beside others.
+    for a session that trains nothing, writes nothing and may stand beside others. quiet: it says nothing but warnings.
     """
 
     def __init__(self, config: Config, only: Literal["train", "measure"], launch: Launch) -> None:
         self.source = open_source(config)
         self.config = resolve(config, self.source)
-        self.only, self.launch = only, launch
+        self.only, self.launch, self.quiet = only, launch, False
         self.jobs: Sequence[Job] = ()
         self.errors: Errors | None = None
         self._open = ExitStack()
@@ -122,7 +122,7 @@ class Session:
     @cached_property
     def processes(self) -> Processes:
         """This process among its equals."""
-        return start_processes(self.config, quiet=self.only == "measure")
+        return start_processes(self.config, quiet=self.quiet)
 
     def components(
         self, model: ModelPlan, phases: Phases, *, attention: Attention | None = None, kind: Callable[..., Any] = Components

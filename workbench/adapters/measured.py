@@ -53,7 +53,7 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
     room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=own.targets, kernels=own.kernels, rules=rules)
     config = config.model_copy(update={"run": config.run.model_copy(update={"deterministic": False})})
     session = Session.open(measuring(config), only="measure")
-    session.config = session.config.model_copy(update={"adapter": room})
+    session.config, session.quiet = session.config.model_copy(update={"adapter": room}), True
     plan, source = session.plan(phases=phases), session.source
     for each in adapters:
         if each.model.family is not source.family:
