@@ -20,7 +20,7 @@ from workbench.commands import launch
 FOLDERS = {
     "importing": ("scripts/import_config.py", "their.toml"),
     "adapters": ("scripts/adapter.py", "show", "their.safetensors"),
-    "audit": ("scripts/audit.py", "--config", "run.toml", "--formats", "nf4", "--out", "audit"),
+    "audit": ("scripts/audit.py", "model", "--config", "run.toml", "--formats", "nf4", "--out", "audit"),
     "replay": ("scripts/replay.py", "checkpoint"),
     "compare": ("train.py", "--compare", "compare.toml"),
     "drawing": ("scripts/sample.py", "model", "--prompt", "a", "--out", "drawn"),
@@ -39,6 +39,14 @@ for resume_from, stop in ((None, 2), ("auto", 3)):
     with Session.open(loaded, resume_from=resume_from) as session:
         assert session.train() == (stop == 3)
 """
+
+
+# An editable installation would find what is not in the copy in the tree that it was made from.
+OF_THE_COPY = """
+import runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+"""
+PROGRAM = OF_THE_COPY + "sys.argv = sys.argv[1:]; sys.path.insert(0, ''); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def run(*words: str, folder: Path, code: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -85,13 +93,14 @@ def test_a_folder_of_the_workbench_can_be_deleted(bench: Workbench, copy: Path, 
         files = [path.relative_to(copy).with_suffix("") for path in copy.glob("*/**/*.py") if "aside" not in str(path)]
         modules = [".".join(file.parts).removesuffix(".__init__") for file in files if file.parts[0] != "scripts"]
         modules = [module for module in modules if not module.endswith("_triton")]
-        done = run("-c", f"from importlib import import_module\nfor name in {modules}: import_module(name)", folder=copy)
+        imports = f"{OF_THE_COPY}from importlib import import_module\nfor name in {modules}: import_module(name)"
+        done = run("-c", imports, folder=copy, code=copy)
         assert done.returncode == 0, done.stderr
         (bench.tmp / "run.toml").write_text(configs.dumps(bench.config()).replace("tensorboard = false\n", ""))
         for name in ("their.toml", "compare.toml"):
             (bench.tmp / name).write_text("")
         program, *words = FOLDERS[folder]
-        done = run(str(copy / program), *words, folder=bench.tmp, code=copy)
+        done = run("-c", PROGRAM, str(copy / program), *words, folder=bench.tmp, code=copy)
         named = "checkpoint.mirror = " if folder == "mirror" else f"workbench/{folder} is not here"
         assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr, done.stderr
     finally:
