@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -86,6 +89,24 @@ def test_one_session_trains_at_a_time_and_others_measure_beside_it(bench: Workbe
             _ = beside.run
     with opened(bench, "third") as session:  # the first one let go
         assert session.step == 0
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("in the body")])
+def test_the_model_goes_with_the_block(bench: Workbench, error: Exception | None) -> None:
+    """Though the session, and the error with its traceback, are still there, as in a notebook; so do the signal handlers."""
+    handlers = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    session, caught = opened(bench, "out"), None
+    try:
+        with session:
+            model = weakref.ref(session.run.components.load("unet"))
+            for _ in session:
+                if error is not None:
+                    raise error
+    except ZeroDivisionError as raised:
+        caught = raised
+    gc.collect()
+    assert model() is None and caught is error and session.config.run.max_steps == 4
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_a_mistake_is_an_exception_and_leaves_nothing(bench: Workbench) -> None:

@@ -165,6 +165,9 @@ class Session:
         except BaseException as raised:
             if not self._open.__exit__(type(raised), raised, raised.__traceback__):
                 raise
+        finally:
+            # The model goes with the block, though a name, or the traceback of an error, still holds on to the session.
+            self._built, self._steps = None, None
         return self._open.__exit__(kind, error, trace)
 
     @property
