@@ -43,7 +43,7 @@ def seconds(family: str, rounds: int, folder: Path) -> list[float]:
         told = [prompt_conditioning(run.components, run.reader, text) for text in (request.prompt, request.negative)]
         for _ in range(rounds + 1):
             started = time.process_time()
-            run.family.sample(run.model, request, *told)
+            run.family.images.draw(run.model, request, *told)
             found.append(time.process_time() - started)
     return found[1:]
 

@@ -328,7 +328,7 @@ def tflop(source: ModelSource, cell: Cell) -> float:
         {family.denoiser: torch.bfloat16}, meta, {"objective": None, "guidance": 1.0},
     )  # fmt: skip
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        family.predict(model, batch.latents.bfloat16(), torch.empty(1, device=meta), batch.conditioning, batch)
+        family.images.predict(model, batch.latents.bfloat16(), torch.empty(1, device=meta), batch.conditioning, batch)
     counts = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
     attention = sum(flops for name, flops in counts.items() if "bmm" in name or "attention" in name)
     forward = cell.batch * (sum(counts.values()) - attention) / 1e12, cell.batch * attention / 1e12

@@ -91,7 +91,7 @@ class Examiner:
     def __init__(self, run: Run, predict: Callable[..., torch.Tensor] | None = None) -> None:
         """predict: None for the run's own."""
         self.run = run
-        self.predict = predict or (lambda *inputs: run.family.predict(run.model, *inputs))
+        self.predict = predict or (lambda *inputs: run.family.images.predict(run.model, *inputs))
         self.used = list(run.state.weights_for_use().values())[-1]  # the average, where there is one
         # The plain loss at the demo's times, whatever the run weighs and draws.
         demo = configs.load(f"pocket_{run.family.name}.toml", [])
@@ -162,7 +162,7 @@ def drawn(run: Run) -> list[Any]:
         request = SampleRequest(photo.caption, "", 64, 64, number, shown.steps, shown.samples[0].guidance)
         told = [prompt_conditioning(run.components, run.reader, text) for text in (request.prompt, request.negative)]
         with torch.no_grad():
-            pictures.append(run.family.sample(run.model, request, *told))
+            pictures.append(run.family.images.draw(run.model, request, *told))
     return pictures
 
 
@@ -175,7 +175,7 @@ def distances(run: Run, pictures: Sequence[Any]) -> dict[str, list[float]]:
     others = truth.roll(1, 0)
 
     def encode(values: torch.Tensor) -> torch.Tensor:
-        return run.family.encode_images(run.model, values)
+        return run.family.images.encode(run.model, values)
 
     return {
         "pixels": draw.distances(made, truth).tolist(),

@@ -54,7 +54,7 @@ def run_losses(run: Run, batch: Any, predict: Callable[..., torch.Tensor], objec
         predict=predict,
         tokens=lambda texts: run.family.all_tokens(run.model, texts),
         encode=lambda tokens: run.family.encode_tokens(run.model, tokens),
-        image_tokens=run.family.image_tokens,
+        image_tokens=run.family.images.image_tokens,
         seed=seed,
         device=run.context.processes.device,
     )
@@ -82,7 +82,7 @@ def beside(run: Run, base: str = "bf16") -> tuple[Callable[[int, Sequence[Any]],
     counted = {key: optim.steps_of(getattr(falls, key), length) for key in ("warmup", "decay")}
     shape = {key: getattr(falls, key) for key in ("end", "cycles", "power")}
     schedule = optim.build_schedule(falls.name, optimizer, total_steps=length, **counted, **shape)
-    predict = under_autocast(lambda *inputs: family.predict(model, *inputs), device, dtype)
+    predict = under_autocast(lambda *inputs: family.images.predict(model, *inputs), device, dtype)
 
     def step(number: int, micro_batches: Sequence[Any]) -> None:
         (micro_batch,) = micro_batches

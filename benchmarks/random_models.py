@@ -62,7 +62,8 @@ class Bench:
         module = source.build(name)
         adaptable = [n for n, m in module.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
         targets = match_targets(
-            {name: adaptable}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=RANK, alpha=None
+            {name: adaptable}, denoiser=name, targets="attention+mlp", presets=family.adapters.presets, rules=(), rank=RANK,
+            alpha=None,
         )  # fmt: skip
         component.swap(module, kernels=chosen or kernels.choose("auto", device))
         self.streamer = None
@@ -78,24 +79,24 @@ class Bench:
             if isinstance(layer, FrozenLayer):
                 layer.stored()  # a compiled block does not look for tensors that took another's place
         self.base = dict(module.state_dict())
-        family.adjust(name, module)
+        family.images.adjust(name, module)
         self.adapter = inject(
             {name: module}, targets, bases=(FrozenLinear, FrozenConv2d), method=Method(file_kind(magnitudes=dora)), seed=0,
         )  # fmt: skip
         module.eval()
-        self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))
-        blocks = find_blocks(module, family.blocks)
+        self.adapter.share_inputs(name, family.memory.shared_inputs.get(name, ()))
+        blocks = find_blocks(module, family.memory.blocks)
         streamed = {} if self.streamer is None else self.streamer.blocks
         self.adapter.refresh_before({name: module} | {f"{name}.{n}": block for n, block in streamed.items()})
         if attention.kinds:  # else a CPU, which stands for a card, would get what is its own
-            attention.give(module, family.attention, device)
-        compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.compiled)}
-        checkpoint_blocks(blocks, recomputed, family.unread, family.skipped, compiled)
+            attention.give(module, family.memory.attention, device)
+        compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.memory.compiled)}
+        checkpoint_blocks(blocks, recomputed, family.memory.unread, family.memory.skipped, compiled)
         if compiler is not None:
             compiler.compile(compiled)
         built = optim.build_optimizer(optimizer, self.adapter.parameter_groups(Rates(lr=1e-4, weight_decay=0.01)))
         with unset_fake_temporarily():  # it reads its noise levels
-            self.objective = objective = family.objective(
+            self.objective = objective = family.images.objective(
                 source.scheduler, Markers(), prediction="auto", zero_terminal_snr="auto", min_snr_gamma=None,
                 timesteps="auto", shift="auto", logit_mean=0.0, logit_std=1.0,
             )  # fmt: skip
@@ -104,8 +105,9 @@ class Bench:
             {"objective": objective, "guidance": 1.0},
         )  # fmt: skip
         losses = Losses(
-            objective=objective, image_tokens=family.image_tokens, seed=0, device=device,
-            predict=lambda *inputs: family.predict(model, *inputs), tokens=lambda texts: {}, encode=lambda tokens: None,
+            objective=objective, image_tokens=family.images.image_tokens, seed=0, device=device,
+            predict=lambda *inputs: family.images.predict(model, *inputs),
+            tokens=lambda texts: {}, encode=lambda tokens: None,
         )  # fmt: skip
         stale, parameters = self.adapter.mark_stale, list(self.adapter.named_parameters().values())
         graphs = None
@@ -183,7 +185,7 @@ def plain_step(
     # A dense payload is the weight itself.
     weights = {name.replace("payload_weight", "weight"): tensor.to(dtype) for name, tensor in bench.base.items()}
     module.load_state_dict(weights, assign=True)
-    family.adjust(family.denoiser, module)
+    family.images.adjust(family.denoiser, module)
     names = [name.removeprefix(f"{family.denoiser}.") for name in bench.adapter.layers]
     parameters = plain_peft.adapt(module, names, rank=RANK, dora=dora)
     if recomputed:
@@ -191,12 +193,12 @@ def plain_step(
     module.train()  # else diffusers recomputes nothing
     optimizer = torch.optim.AdamW(parameters, fused=True)
     model = replace(bench.model, modules={family.denoiser: module})
-    predict = plain_peft.under_autocast(lambda *inputs: family.predict(model, *inputs), device, dtype)
+    predict = plain_peft.under_autocast(lambda *inputs: family.images.predict(model, *inputs), device, dtype)
 
     def step(batch: Batch) -> None:
         def loss() -> Tensor:
             losses = Losses(
-                objective=bench.objective, image_tokens=family.image_tokens, seed=0, device=device, predict=predict,
+                objective=bench.objective, image_tokens=family.images.image_tokens, seed=0, device=device, predict=predict,
                 tokens=lambda texts: {}, encode=lambda tokens: None,
             )  # fmt: skip
             return losses(batch).mean()

@@ -61,7 +61,9 @@ def export(chosen: argparse.Namespace) -> None:
             made = averaged.export(chosen.folder, group.write, opened.about.name + AVERAGE, opened.sample(AVERAGE))
     for format, path in written.items():
         write(f"{format}: {path}")
-    for sentence in not_loaded_by_diffusers(n for n in opened.layers if n.partition(".")[0] not in opened.model.family.peft):
+    for sentence in not_loaded_by_diffusers(
+        n for n in opened.layers if n.partition(".")[0] not in opened.model.family.adapters.peft
+    ):
         write(f"note: {sentence}")
     if (comfyui := written.get("comfyui")) and (said := TensorFile(comfyui).metadata.get(sd_scripts.ENTRY)):
         write(f"note: {sd_scripts.sentence(said)}")

@@ -79,7 +79,7 @@ def plan_of(model: Model, folder: Path) -> RunPlan:
         "run": {"name": "table", "output_dir": str(folder / "out"), "max_steps": 1},
         "model": {
             "family": model.family,
-            "path": next(iter(family.hub_ids)),
+            "path": next(iter(family.files.hub_ids)),
             "components": {family.denoiser: {"dtype": model.dtype}},
         },
         "adapter": {"type": model.adapter},

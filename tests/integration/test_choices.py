@@ -111,14 +111,14 @@ def gradients(training: Run) -> dict[str, torch.Tensor]:
 
 def checkpoint_every(training: Run, every: bool | int) -> int:
     """In place of what the run was built with. Returns how many blocks are recomputed."""
-    blocks = find_blocks(training.model.modules[training.family.denoiser], training.family.blocks)
+    blocks = find_blocks(training.model.modules[training.family.denoiser], training.family.memory.blocks)
     for block in blocks.values():
         block.__dict__.pop("forward", None)
-    return checkpoint_blocks(blocks, every, unread(training), training.family.skipped)
+    return checkpoint_blocks(blocks, every, unread(training), training.family.memory.skipped)
 
 
 def unread(training: Run) -> tuple[str, ...]:
-    return tuple(training.family.unread_beside(training.adapter.layers, half=training.plan.model.scales_loss))
+    return tuple(training.family.memory.unread_beside(training.adapter.layers, half=training.plan.model.scales_loss))
 
 
 # In fp16 the blocks of Flux clip what they give.
@@ -151,7 +151,7 @@ def test_gradient_checkpointing_changes_no_gradient(
         for kind in (FrozenLinear, FrozenConv2d):
             monkeypatch.setattr(kind, "product", counting(kind.product))
         second = gradients(training)
-        asked = sum("forward" in block.__dict__ for block in find_blocks(denoiser, training.family.blocks).values())
+        asked = sum("forward" in block.__dict__ for block in find_blocks(denoiser, training.family.memory.blocks).values())
         wrapped, every, plain = {}, {}, {}
         for kind, found in ((True, every), (False, plain)):
             wrapped[kind] = checkpoint_every(training, kind)
@@ -188,7 +188,7 @@ def test_a_recomputation_keeps_the_products_that_trained_gates_multiply(bench: W
 
 
 def test_a_product_that_something_reads_after_all_is_noticed(bench: Workbench, monkeypatch) -> None:
-    wrong = dataclasses.replace(flux.FAMILY, unread=("*.ff.net.0.proj",))
+    wrong = dataclasses.replace(flux.FAMILY, memory=dataclasses.replace(flux.FAMILY.memory, unread=("*.ff.net.0.proj",)))
     monkeypatch.setitem(models.FAMILIES, "flux", wrong)
     config = bench.config(
         "flux", memory__gradient_checkpointing=True, model__components={"transformer": {"dtype": "fp8_e4m3"}}

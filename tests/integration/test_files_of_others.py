@@ -123,7 +123,7 @@ def fault(change: Change, root: Path) -> str:
             if name not in said or (str(part) not in said and f"the {part.name}'s {name}" not in said):
                 return f"{change}: no file in {said!r}"
             # A value that the published model has, too: its weights are at fault.
-            usual = published_config(tuple(FAMILIES[change.family].hub_ids.values()), part.name).get(change.key)
+            usual = published_config(tuple(FAMILIES[change.family].files.hub_ids.values()), part.name).get(change.key)
             if not tokenizer and change.key not in said and (change.value is None or change.value != usual):
                 return f"{change}: no key in {said!r}"
             return ""

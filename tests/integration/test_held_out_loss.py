@@ -105,7 +105,7 @@ def test_it_is_the_plain_mean_squared_error_of_every_quarter(bench: Workbench, f
                 time = torch.tensor([share], dtype=torch.float32)
                 noised, target = (1 - share) * x + share * noise, noise - x
             with torch.no_grad():
-                told = made.family.predict(made.model, noised.float(), time, batch.conditioning, batch)
+                told = made.family.images.predict(made.model, noised.float(), time, batch.conditioning, batch)
             quarters[int(share * 4)].append(float((told.double() - target).square().mean()))
     means = [sum(quarter) / len(quarter) for quarter in quarters]
     assert [len(quarter) for quarter in quarters] == [count / 4] * 4

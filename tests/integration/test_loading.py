@@ -97,7 +97,7 @@ def test_v_prediction_markers_of_a_single_file(bench: Workbench) -> None:
     choices = dict(min_snr_gamma=None, timesteps="auto", shift="auto", logit_mean=0.0, logit_std=1.0)
 
     def resolve(**asked):
-        return FAMILIES["sdxl"].objective(source.scheduler, source.markers, **asked, **choices)
+        return FAMILIES["sdxl"].images.objective(source.scheduler, source.markers, **asked, **choices)
 
     auto = resolve(prediction="auto", zero_terminal_snr="auto")
     assert auto.prediction == "v" and auto.alphas_cumprod[-1] == 0

@@ -153,8 +153,8 @@ def test_the_published_models_are_accepted(variant: str) -> None:
     family = FAMILIES[variant.partition("-")[0]]
     read = lambda path: json.loads((config_files.PUBLISHED / variant / path).read_text())  # noqa: E731
     configs = {component.name: read(f"{component.name}/config.json") for component in family.components}
-    family.check(configs, configs[family.denoiser]["in_channels"])
-    assert family.objective(read("scheduler/scheduler_config.json"), Markers(), **CHOICES)
+    family.files.check(configs, configs[family.denoiser]["in_channels"])
+    assert family.images.objective(read("scheduler/scheduler_config.json"), Markers(), **CHOICES)
 
 
 def test_every_scheduler_that_is_accepted_samples_the_betas_that_are_trained() -> None:
@@ -169,23 +169,23 @@ def test_every_scheduler_that_is_accepted_samples_the_betas_that_are_trained() -
             continue
         scheduler = getattr(diffusers, name).from_config({**BETAS, "beta_start": 0.001})
         assert scheduler.config.prediction_type == "epsilon", "what a config that says nothing means"
-        ours = family.objective(dict(scheduler.config) | {"_class_name": name}, Markers(), **CHOICES)
+        ours = family.images.objective(dict(scheduler.config) | {"_class_name": name}, Markers(), **CHOICES)
         torch.testing.assert_close(ours.alphas_cumprod.float(), scheduler.alphas_cumprod, rtol=1e-4, atol=1e-6)
 
 
 def test_no_prediction_type_is_epsilon() -> None:
     scheduler = {**BETAS, "_class_name": "EulerDiscreteScheduler", "prediction_type": None}
-    assert FAMILIES["sdxl"].objective(scheduler, Markers(), **CHOICES).prediction == "epsilon"
+    assert FAMILIES["sdxl"].images.objective(scheduler, Markers(), **CHOICES).prediction == "epsilon"
 
 
 def test_a_flux_of_any_flow_matching_scheduler_is_not_told_that_it_is_one() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
 
     scheduler = dict(FlowMatchHeunDiscreteScheduler(shift=2.0).config) | {"_class_name": "FlowMatchHeunDiscreteScheduler"}
-    assert FAMILIES["flux"].objective(scheduler, Markers(), **CHOICES)
+    assert FAMILIES["flux"].images.objective(scheduler, Markers(), **CHOICES)
     assert FlowMatchEulerDiscreteScheduler.from_config(scheduler).config.shift == 2.0, "as a sample is drawn"
     with pytest.raises(UserError, match="'FlowMatchOtherScheduler', which is not trained as flux") as refusal:
-        FAMILIES["flux"].objective({"_class_name": "FlowMatchOtherScheduler"}, Markers(), **CHOICES)
+        FAMILIES["flux"].images.objective({"_class_name": "FlowMatchOtherScheduler"}, Markers(), **CHOICES)
     assert "flow-matching" not in str(refusal.value)
 
 
@@ -200,7 +200,7 @@ def test_what_a_config_leaves_out_is_as_the_library_has_it(bench: Workbench, lay
     assert source.config("vae")["latent_channels"] == source.config("unet")["in_channels"] == 4
     for component in FAMILIES["sdxl"].components:
         source.verify(component.name)
-    FAMILIES["sdxl"].check({c.name: source.config(c.name) for c in FAMILIES["sdxl"].components}, 4)
+    FAMILIES["sdxl"].files.check({c.name: source.config(c.name) for c in FAMILIES["sdxl"].components}, 4)
 
 
 def test_a_marker_in_the_denoisers_own_file_says_v_prediction(bench: Workbench) -> None:

@@ -82,7 +82,7 @@ def block(kind: str, **options: Any) -> tuple[nn.Module, Tensor]:
 
 
 def given_processors(kind: str, layers: nn.Module, device: torch.device = CPU) -> None:
-    attention.few_tokens_in_fp32(layers, FAMILIES[kind].attention, device)
+    attention.few_tokens_in_fp32(layers, FAMILIES[kind].memory.attention, device)
 
 
 def angles(tokens: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def test_our_processors_compute_what_diffusers_do(kind: str, options: dict, more
         (layer,), x = block(kind, **options)
         layer.to(dtype)
         x = x.detach().to(dtype).requires_grad_()
-        if ours and (processor := FAMILIES[kind].attention(layer, scaled_dot_product_attention)) is not None:
+        if ours and (processor := FAMILIES[kind].memory.attention(layer, scaled_dot_product_attention)) is not None:
             layer.set_processor(processor)
         out = layer(x, **given)
         outs = out if isinstance(out, tuple) else (out,)
@@ -128,7 +128,7 @@ def test_layers_with_more_than_products_keep_their_processor() -> None:
     for options, _ in CALLS["sdxl"]:
         (layer,), _ = block("sdxl", **options)
         plain = not options.keys() & {"residual_connection", "qk_norm"}
-        assert (FAMILIES["sdxl"].attention(layer, attention.attention) is not None) == plain
+        assert (FAMILIES["sdxl"].memory.attention(layer, attention.attention) is not None) == plain
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])

@@ -164,7 +164,7 @@ def test_tokens_are_counted_for_many_captions_as_for_one(loaded: dict[str, Model
     for family, model in loaded.items():
         model.options = {**model.options, "clip_chunks": 2}
         texts = [text_of(model.tokenizers["tokenizer"], count) for count in (0, 3, 75, 80)] * 300  # beyond one portion
-        for name, (counts, limit) in FAMILIES[family].count_tokens(model, texts).items():
+        for name, (counts, limit) in FAMILIES[family].text.count(model, texts).items():
             alone = [len(model.tokenizers[name](text, verbose=False).input_ids) for text in texts[:4]]
             assert counts == alone * 300
             if family == "sdxl":

@@ -99,7 +99,13 @@ def built(kind: str, adapter: str, storage: str) -> Built:
         for layer in linears.values():
             layer.load_weight(torch.randn(layer.weight_shape, generator=generator).mul_(layer.in_features**-0.5).bfloat16())
     targets = match_targets(
-        {name: list(linears)}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=RANK, alpha=8.0
+        {name: list(linears)},
+        denoiser=name,
+        targets="attention+mlp",
+        presets=family.adapters.presets,
+        rules=(),
+        rank=RANK,
+        alpha=8.0,
     )
     made = inject({name: denoiser}, targets, method=Method(KINDS[adapter]), bases=(FrozenLinear,), seed=0)
     denoiser.eval()
@@ -109,8 +115,8 @@ def built(kind: str, adapter: str, storage: str) -> Built:
                 parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
             else:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    made.share_inputs(name, family.shared_inputs[name])
-    few_tokens_in_fp32(denoiser, family.attention, CPU)
+    made.share_inputs(name, family.memory.shared_inputs[name])
+    few_tokens_in_fp32(denoiser, family.memory.attention, CPU)
     return Built(
         kind, denoiser.blocks[0], made.named_parameters(), torch.bfloat16, lambda: made.mark_stale() or made.refresh()
     )

@@ -27,7 +27,7 @@ def test_adapted_output_is_the_base_output(bench: Workbench, family: str, kind: 
         model, inputs = run.model.modules[denoiser], inputs_for(family, run)
         swap = partial(run.plan.model.storage[denoiser].swap, kernels=dora_torch)
         base = run.plan.model.source.load(denoiser, swap=swap, device=run.context.processes.device)
-        few_tokens_in_fp32(base, run.plan.model.family.attention, run.context.processes.device)
+        few_tokens_in_fp32(base, run.plan.model.family.memory.attention, run.context.processes.device)
         with torch.no_grad():
             expected, got = base(**inputs).sample, model(**inputs).sample
         assert torch.isfinite(expected).all() and expected.abs().max() > 0

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from trainer.base.types import Batch, Conditioning
-from trainer.models.base import Component, Family, Markers, Model, SampleRequest, collate
+from trainer.models import base
+from trainer.models.base import Markers, Model, SampleRequest, collate
 from trainer.objectives import AtTime, Objective
 
 TEMPLATE = "describe the picture : {}"
@@ -114,22 +115,16 @@ def no_gradient(component: str, config: dict) -> tuple[str, ...]:
 
 
 ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out")
-FAMILY = Family(
+FAMILY = base.Family(
     name="third",
     components=(
-        Component("text_encoder", "transformers", "Qwen2Model", "text_encoder"),
-        Component("transformer", "diffusers", "QwenImageTransformer2DModel", "denoiser", sensitive=("img_in", "txt_in")),
-        Component("vae", "diffusers", "AutoencoderKLQwenImage", "vae", sensitive=("*",)),
+        base.Component("text_encoder", "transformers", "Qwen2Model", "text_encoder"),
+        base.Component("transformer", "diffusers", "QwenImageTransformer2DModel", "denoiser", sensitive=("img_in", "txt_in")),
+        base.Component("vae", "diffusers", "AutoencoderKLQwenImage", "vae", sensitive=("*",)),
     ),
-    presets={"attention": ATTENTION, "attention+mlp": (*ATTENTION, "*_mlp.net.*")},
-    size_multiple=16,
-    objective=objective,
-    encode_images=encode_images,
-    tokens=tokens,
-    encode_text=encode_text,
-    predict=predict,
-    sample=sample,
+    text=base.TextPart(tokens, encode_text),
+    images=base.ImagePart(objective, encode_images, predict, sample),
+    adapters=base.AdapterPart({"attention": ATTENTION, "attention+mlp": (*ATTENTION, "*_mlp.net.*")}, no_gradient),
     reads=("validation.samples.*.negative",),
-    blocks=("transformer_blocks.*",),
-    no_gradient=no_gradient,
+    memory=base.MemoryPart(blocks=("transformer_blocks.*",)),
 )

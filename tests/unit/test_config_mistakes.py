@@ -293,7 +293,7 @@ def test_facts_of_other_trainers_are_of_names_that_there_are() -> None:
     for trainer, unlooked in facts.unlooked_defaults.items():
         assert {*unlooked.split()} <= facts.defaults[trainer].keys()
         for family, targets in facts.targets[trainer].items():
-            assert "*" in targets or targets in FAMILIES[family].presets
+            assert "*" in targets or targets in FAMILIES[family].adapters.presets
     assert facts.flavours.keys() == FAMILIES.keys() == facts.layer_presets.keys()
 
 

@@ -150,13 +150,8 @@ CLASS_NAME = r"[A-Z]+[a-z]"
 LINES = 400
 # Of a function its lines and arguments, of a dataclass its fields. Kernels have as many arguments as they have tensors.
 FUNCTION_LINES, ARGUMENTS, FIELDS = 60, 7, 12
-# What may be larger: a kernel's signature, rows of tables (of the optimizers, of [[data.sources]]), and a family.
-LARGE = {
-    "base/protocols.py:Kernels.adapter_gradients",
-    "data/sources.py:Source",
-    "models/base.py:Family",
-    "optim/table.py:OptimizerKind",
-}
+# What may be larger: a kernel's signature, and rows of tables (of the optimizers, of [[data.sources]]).
+LARGE = {"base/protocols.py:Kernels.adapter_gradients", "data/sources.py:Source", "optim/table.py:OptimizerKind"}
 
 
 # How no docstring begins: with what is no subject, and with an argument ("root: ...").

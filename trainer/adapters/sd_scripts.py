@@ -1,5 +1,5 @@
 """What sd-scripts leaves out of a LoRA file in kohya's keys: it builds modules for layers of some blocks alone, and drops the
-tensors of all others without a word. Which layers these are says the model family (`Family.not_in_sd_scripts`)."""
+tensors of all others without a word. Which layers these are says the model family (`AdapterPart.not_in_sd_scripts`)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase

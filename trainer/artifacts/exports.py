@@ -66,7 +66,7 @@ class Artifacts:
             # Around the encoding too: an adapted text encoder has a strength as well.
             with self.state.adapter.at_strength(request.strength):
                 told = [prompt_conditioning(components, self.reader, text) for text in (request.prompt, request.negative)]
-                return components.family.sample(components.model, request, *told)
+                return components.family.images.draw(components.model, request, *told)
 
         evaluations = len(weights) * sum(request.steps for request in requests)
         # An image may take longer than a spot machine gives.
@@ -98,7 +98,7 @@ class Artifacts:
     def _names(self, stem: str, formats: Sequence[str] = export.FORMATS) -> list[str]:
         """The adapter files of a stem, below their folder."""
         model = self.plan.model
-        return list(export.file_names(stem, formats, model.adapted, model.family.peft).values())
+        return list(export.file_names(stem, formats, model.adapted, model.family.adapters.peft).values())
 
     def export(self, stem: str, write: Write = write_atomic, folder: Path | None = None) -> dict[str, Path]:
         """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average".
@@ -116,8 +116,8 @@ class Artifacts:
             fused=plan.model.fused,
             prefixes=plan.model.family.kohya_prefixes(plan.model.source.config),
             rows=lambda name: components.layer(name).weight_shape[0],
-            not_in_sd_scripts=plan.model.family.not_in_sd_scripts,
-            peft=plan.model.family.peft,
+            not_in_sd_scripts=plan.model.family.adapters.not_in_sd_scripts,
+            peft=plan.model.family.adapters.peft,
             write=write,
         )
         written = {}
@@ -204,7 +204,7 @@ class Artifacts:
             else:
                 say(f"adapter ({kind}): load it with")
                 say(f'    pipe.load_lora_weights("{path}")', whole=True)
-        layers = [name for name in self.state.adapter.layers if name.partition(".")[0] not in self.plan.model.family.peft]
+        layers = [n for n in self.state.adapter.layers if n.partition(".")[0] not in self.plan.model.family.adapters.peft]
         for sentence in export.not_loaded_by_diffusers(layers) if "diffusers" in written else ():
             say(f"note: {sentence}")
 
@@ -276,7 +276,7 @@ class Artifacts:
                 continue
             with self.context.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
                 own = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
-                own, _ = own.parted(self.plan.model.family.peft)
+                own, _ = own.parted(self.plan.model.family.adapters.peft)
                 live = {name: tensor.make() for name, tensor in export.diffusers_tensors(own).items()}
                 read = weight_change.read_back(file, live, phase.advance)
             magnitudes = " (magnitudes: as made for the file's base)" if self.state.adapter.kind.magnitudes else ""

@@ -74,7 +74,7 @@ class Origin:
         plan, family, changes = self.plan, self.plan.model.family, self.progress.changes
         prediction = getattr(plan.model.objective, "prediction", "velocity")
         config = plan.model.source.config(family.denoiser) | {"_variant": plan.model.source.variant.name}
-        entries = {**family.metadata(config, prediction), **self._training}
+        entries = {**family.adapters.metadata(config, prediction), **self._training}
         if plan.config.export.license:
             entries["modelspec.license"] = plan.config.export.license
         if lineage := self.start.lineage():

@@ -84,14 +84,14 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     pieces.enter("adapter", adapter)
 
     for name in plan.adapted:
-        adapter.share_inputs(name, family.shared_inputs.get(name, ()))
-    blocks = find_blocks(modules[family.denoiser], family.blocks)
+        adapter.share_inputs(name, family.memory.shared_inputs.get(name, ()))
+    blocks = find_blocks(modules[family.denoiser], family.memory.blocks)
     # Norms of a streamed block are made as it passes by.
     adapter.refresh_before(adapted | components.streamed_blocks(adapted))
-    unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
-    components.attention.give(modules[family.denoiser], family.attention, components.model.device)
-    compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.compiled)}
-    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread, family.skipped, compiled)
+    unread = family.memory.unread_beside(adapter.layers, half=plan.scales_loss)
+    components.attention.give(modules[family.denoiser], family.memory.attention, components.model.device)
+    compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.memory.compiled)}
+    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread, family.memory.skipped, compiled)
     if recomputed:
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
     if compiler is not None:
@@ -203,10 +203,10 @@ def losses_of(components: Components, seed: int, drawn: Drawn = unheard) -> Loss
     family, model = components.family, components.model
     return Losses(
         objective=components.plan.objective,
-        predict=lambda *inputs: family.predict(model, *inputs),
+        predict=lambda *inputs: family.images.predict(model, *inputs),
         tokens=lambda texts: family.all_tokens(model, texts),
         encode=lambda tokens: family.encode_tokens(model, tokens),
-        image_tokens=family.image_tokens,
+        image_tokens=family.images.image_tokens,
         seed=seed,
         device=components.processes.device,
         # An update may have many micro-batches: each is a sign of life.

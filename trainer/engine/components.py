@@ -177,9 +177,9 @@ class Components:
 
     @torch.no_grad()
     def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Family.encode_images, under the VAE."""
+        """ImagePart.encode, under the VAE."""
         self.load(self.family.vae)
-        return self.family.encode_images(self.model, pixels)
+        return self.family.images.encode(self.model, pixels)
 
     @contextmanager
     def text_encoder(self, name: str) -> Iterator[Callable[[list[str]], Mapping[str, torch.Tensor]]]:
@@ -214,6 +214,6 @@ class Components:
     def text_fingerprint(self) -> str:
         """The digest of all that captions pass through: the text encoders and the tokenizers."""
         encoders = [self.fingerprint(name) for name in self.family.text_encoders]
-        counted = {name: (own[0], limit) for name, (own, limit) in self.family.count_tokens(self.model, [""]).items()}
+        counted = {name: (own[0], limit) for name, (own, limit) in self.family.text.count(self.model, [""]).items()}
         tokenizers = [self.source.tokenizer_fingerprint, str(counted)]
         return " ".join(encoders + tokenizers)

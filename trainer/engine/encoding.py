@@ -37,7 +37,7 @@ class Encodings:
         seed = plan.config.run.seed
         return Encodings(
             fill.latents_wanted(plan.data.encoded, seed=seed, fingerprint=latents),
-            fill.masks_wanted(plan.data.examples, seed=seed, side=plan.model.family.latent_side),
+            fill.masks_wanted(plan.data.examples, seed=seed, side=plan.model.family.images.latent_side),
             {} if texts is None else fill.texts_wanted(captions_of(plan), fingerprint=texts),
             {} if texts is None else fill.texts_wanted(prompts_of(plan), fingerprint=texts),
         )
@@ -90,10 +90,10 @@ def encode(
         examples={example.sample: example for example in plan.data.examples},
         cache=cache,
         seed=plan.config.run.seed,
-        latent_side=family.latent_side,
+        latent_side=family.images.latent_side,
         latent_fingerprint=latents,
         text_fingerprint=texts,
-        collate=family.collate,
+        collate=family.text.collate,
         encoders=live,
     )
 
@@ -117,7 +117,7 @@ def _fill(
             encode=partial(
                 one_after_another,
                 encoders={name: partial(components.text_encoder, name) for name in family.text_encoders},
-                join=family.join,
+                join=family.text.join,
                 together=captions_at_once(plan),
                 say=processes.say,
                 phases=phases,
@@ -129,7 +129,7 @@ def _fill(
     made = fill.fill_latents(
         cache, wanted.latents, encode=components.encode_images, on_non_finite=on_non_finite, phases=phases
     )
-    return made, encoded, fill.fill_masks(cache, wanted.masks, side=family.latent_side, phases=phases)
+    return made, encoded, fill.fill_masks(cache, wanted.masks, side=family.images.latent_side, phases=phases)
 
 
 def captions_at_once(plan: RunPlan) -> int:
@@ -177,16 +177,16 @@ def conditionings(components: Components, texts: list[str]) -> Callable[[str], C
     if not plan.cache_text:
         return lambda text: family.encode_prompts(components.model, [text])
     encoders = {name: partial(components.text_encoder, name) for name in family.text_encoders}
-    made = dict(one_after_another(list(dict.fromkeys(texts)), encoders, join=family.join, phases=components.phases))
-    return lambda text: family.collate([made[text]]).to(components.model.device)
+    made = dict(one_after_another(list(dict.fromkeys(texts)), encoders, join=family.text.join, phases=components.phases))
+    return lambda text: family.text.collate([made[text]]).to(components.model.device)
 
 
 def report_captions(data: DataPlan, family: Family, model: Model) -> captions.CaptionReport:
     """What is missing, empty or too long. Raises UserError where data.strict_captions refuses one. model: its tokenizers."""
     texts = list(dict.fromkeys(text for example in (*data.examples, *data.held_out) for text in example.captions))
     counted = {
-        family.tokenizers[name]: captions.Tokens(limit, dict(zip(texts, counts, strict=True)))
-        for name, (counts, limit) in family.count_tokens(model, texts).items()
+        family.files.tokenizers[name]: captions.Tokens(limit, dict(zip(texts, counts, strict=True)))
+        for name, (counts, limit) in family.text.count(model, texts).items()
     }
     report = captions.report(data.examples, tokens=counted)
     if data.config.strict_captions:

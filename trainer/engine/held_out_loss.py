@@ -48,7 +48,7 @@ def predictions(components: Components) -> Callable[[Batch, torch.Tensor, torch.
         told, time = batch.conditioning or family.encode_prompts(model, batch.captions), objective.time_at(shares)
         given = _repeated(replace(batch, conditioning=told), len(shares)), noise, time, objective.at(time)
         batch, noise, time, at = each_tensor(given, lambda tensor: tensor.to(model.device))
-        prediction = family.predict(model, objective.noised(batch.latents, noise, at), time, batch.conditioning, batch)
+        prediction = family.images.predict(model, objective.noised(batch.latents, noise, at), time, batch.conditioning, batch)
         return prediction.float(), objective.target(batch.latents, noise, at)
 
     return predict

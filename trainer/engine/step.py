@@ -32,7 +32,7 @@ def draw_time_and_noise(
     return objective.time(u, tokens), noise
 
 
-# Of each text encoder, by name, what it reads of each caption (Family.tokens).
+# Of each text encoder, by name, what it reads of each caption (TextPart.tokens).
 TokenIds = Mapping[str, Sequence[torch.Tensor]]
 
 

@@ -1,7 +1,7 @@
-"""The protocol every model family stands behind: data (components, names, presets) and a few functions.
+"""The protocol every model family stands behind: data and functions, in parts.
 
-A family is one folder here and one line in FAMILIES. It must give what has no default below; a field with a default is
-given where the family differs.
+A family is one folder here and one line in FAMILIES. It gives what has no default below: a name, its components, `TextPart`,
+`ImagePart`, `AdapterPart`. A field with a default is given where the family differs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,31 +24,25 @@ LATENT_SIDE = 8  # pixels to a side of one latent, in nearly every VAE
 
 @dataclass(frozen=True)
 class Component:
-    """One part of a pipeline, named as in diffusers.
-
-    sensitive: fnmatch patterns of layers that stay in 16 bit when the component is quantised.
-    names(config): the names of the original (single-file) layout; None where files have those of the library's module.
-    defaults: of config.json, what the family reads and a file may leave out, as the library's class takes it.
-    infer(shapes, config): what the shapes of a single file, by its names without prefix, say instead of the published config.
-      What they cannot say (activations, head counts, norm groups) is left out, and all of it where the names are others.
-      Raises UserError for a shape that no config can be read from.
-    prefixes: what stands before those names in a single file; without any of these, the names stand alone.
-    file: what a file of this component alone is usually called.
-    blocks: of a text encoder, fnmatch patterns of its blocks, which can be streamed; of the denoiser `Family.blocks`.
-    built(config): the config of the module that is built, where not all that files hold is read.
-    """
+    """One part of a pipeline, named as in diffusers."""
 
     name: str
     library: Literal["diffusers", "transformers"]
     class_name: str
     role: Literal["denoiser", "text_encoder", "vae"]
-    sensitive: tuple[str, ...] = ()
+    sensitive: tuple[str, ...] = ()  # fnmatch patterns of layers that stay in 16 bit when the component is quantised
+    # (config) -> the names of the original (single-file) layout; None where files have those of the library's module.
     names: Callable[[ComponentConfig], Names] | None = None
+    # Of config.json, what the family reads and a file may leave out, as the library's class takes it.
     defaults: ComponentConfig = field(default_factory=dict)
+    # (shapes, config) -> what the shapes of a single file, by its names without prefix, say instead of the published config.
+    # What they cannot say (activations, head counts, norm groups) is left out, and all of it where the names are others.
+    # Raises UserError for a shape that no config can be read from.
     infer: Callable[[Mapping[str, Shape], dict], dict] = lambda shapes, config: {}
-    prefixes: tuple[str, ...] = ()
-    file: str = "FILE.safetensors"
-    blocks: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()  # what stands before those names in a single file; without any of these, they stand alone
+    file: str = "FILE.safetensors"  # what a file of this component alone is usually called
+    blocks: tuple[str, ...] = ()  # of a text encoder, fnmatch patterns of its blocks, which can be streamed
+    # (config) -> that of the module that is built, where not all that files hold is read.
     built: Callable[[ComponentConfig], ComponentConfig] = lambda config: config
 
     def inferred(self, shapes: Mapping[str, Shape], config: dict) -> dict:
@@ -69,7 +63,7 @@ class Component:
 class Markers:
     """What a checkpoint's files themselves say of its objective: tensors that are no weights, by name.
 
-    edm: the tensor that says EDM, its model and its file, for a message. distillation: of `Family.distillations`.
+    edm: the tensor that says EDM, its model and its file, for a message. distillation: of `VariantPart.names`.
     """
 
     v_prediction: bool = False
@@ -155,113 +149,135 @@ def collate(parts: Sequence[Conditioning]) -> Conditioning:
 
 
 @dataclass(frozen=True)
-class Family:
-    """A model family. `components` in pipeline order; exactly one is the denoiser, one the vae.
+class TextPart:
+    """How captions become a conditioning."""
 
-    presets: of adapter.targets, by name: fnmatch patterns of the denoiser's layers.
-    size_multiple: image sizes in pixels are multiples of it: the side of what one token of the denoiser stands for.
-    latent_side: pixels to a side of one latent.
-    objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice, and for an objective
-      that is not this one.
-    encode_images(model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
-    tokens(model, text encoder, captions) -> of each caption what that encoder reads: int64 [rows, L], on the CPU.
-    encode_text(model, text encoder, these, on its device) -> what it gives of their conditioning: tensors [B, ...] by their
-      names there, with gradients where the encoder has any. What it computes follows from the shapes alone.
-    predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w]. All
-      tensors are on the model's device, the batch's too, of which nothing else is there.
-    sample(model, request, conditioning, negative) -> PIL image.
-    reads: of the config keys that not every family reads (trainer/plan/requirements.py), those that this one does.
-    `objective` gets
-      their values by their last names, and so does Model.options.
-    timesteps: what objective.timesteps may be, where it is read; the first is what "auto" is.
-    tokenizers: the name of a tokenizer's folder -> the text encoder it belongs to. chat_templates: those that need one.
-    input_layer: the denoiser's parameter [N, channels, ...] that reads the latents.
-    check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
-      trained for something else.
-    harmless: fnmatch patterns of tensors that files hold beside the weights and that say nothing a loader needs.
-    distillations: of a family that has a base model and a distilled one, their names, which `model.variant` takes.
-    distillation(name of a file or repository) -> which of them it is; None: the name does not say.
-    shown(the denoiser's config) -> which of them its tensors show; None: they do not.
-    presumed: the one that a model is taken for of which nothing says it; None: a base model where a pipeline's index says
-      nothing, and else the user is asked.
-    follows(one of them, values of the config keys in `reads`) -> what it decides, for people.
-    published(names of a single file's tensors, which of the distillations it is) -> the folder of embedded configs that it
-      takes; None: it needs its own.
-    hub_ids: the published models, by id -> the folder of their embedded configs.
-    count_tokens(model, captions) -> for every tokenizer (tokens of each caption, tokens it may have).
-    join(what each text encoder gave, in their order) -> the conditioning.
-    collate(conditionings of one caption each) -> theirs together.
-    attention(an attention layer of the denoiser, attend) -> a processor of diffusers for it that calls
-      attend(query, key, value, mask) as torch's scaled_dot_product_attention; None: the layer keeps its own.
-    adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
-    blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
-    block_order(a block's name) -> what sorts them as a forward pass has them, where the modules lie in another order.
-    unread: fnmatch patterns of layers in them whose output is only added, or multiplied by what needs no gradient. Nothing
-      needs its value in a backward pass, so a block that is recomputed leaves out these products.
-    skipped: fnmatch patterns of blocks whose input is read again outside of them.
-    compiled: fnmatch patterns of those that step.compile compiles: many of few shapes.
-    clips: whether, in fp16, the blocks clip what they give: a clip's backward reads what it clipped.
-    gates: fnmatch patterns of layers, by full name, that those multipliers come from: adapted, they need a gradient.
-    shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor,
-      which is not changed in between.
-    no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
-    kohya: component -> prefix of its keys in kohya files, where it is not the usual one, or a function of its config that
-      gives it. Behind one that ends in a dot, names keep their dots.
-    no_fp16: component that does not compute in fp16 -> why.
-    negative_text: whether its pipeline of diffusers takes the negative prompt as a text, and the prompt first.
-    peft: text encoder that diffusers' loader of adapters does not take -> what stands before its layers' names in the
-      pipeline's module. Its adapter goes into a folder of PEFT's, and not into the file for diffusers.
-    key_styles: of adapter files, beside the usual ones (`adapter_keys`).
-    not_in_sd_scripts: fnmatch patterns of full names of layers that sd-scripts builds no LoRA module for.
-    metadata(the denoiser's config, what is predicted) -> what adapter files say of the family.
-    """
+    # (model, text encoder, captions) -> of each caption what that encoder reads: int64 [rows, L], on the CPU.
+    tokens: Callable[[Model, str, Sequence[str]], Sequence[torch.Tensor]]
+    # (model, text encoder, these, on its device) -> what it gives of their conditioning: tensors [B, ...] by their names
+    # there, with gradients where the encoder has any. What it computes follows from the shapes alone.
+    encode: Callable[[Model, str, Sequence[torch.Tensor]], dict[str, torch.Tensor]]
+    # (model, captions) -> for every tokenizer (tokens of each caption, tokens it may have).
+    count: Callable[[Model, Sequence[str]], dict[str, tuple[list[int], int]]] = count_prompt_tokens
+    # (what each text encoder gave, in their order) -> the conditioning.
+    join: Callable[[Sequence[Mapping[str, torch.Tensor]]], Conditioning] = join
+    collate: Callable[[Sequence[Conditioning]], Conditioning] = collate  # of one caption each -> theirs together
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """How images become latents, what is learned of them, and how new ones are drawn."""
+
+    # (scheduler, markers, **values of `Family.reads`): raises UserError for an impossible choice, and for another objective.
+    objective: Callable[..., Objective]
+    # (model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
+    encode: Callable[[Model, torch.Tensor], torch.Tensor]
+    # (model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w]. All tensors
+    # are on the model's device, the batch's too, of which nothing else is there.
+    predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
+    draw: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]  # (..., negative) -> PIL image
+    timesteps: tuple[str, ...] = ()  # what objective.timesteps may be, where it is read; the first is what "auto" is
+    size_multiple: int = 16  # the side in pixels of what one token of the denoiser stands for: image sizes are multiples
+    latent_side: int = LATENT_SIDE
+    # (component, module): changes, in place, what the library's forward gets wrong for training.
+    adjust: Callable[[str, nn.Module], None] = lambda component, module: None
+    negative_text: bool = True  # whether its pipeline of diffusers takes the negative prompt as a text, and the prompt first
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """The tokens of an image of so many pixels, for shifts that depend on them."""
+        return (height // self.size_multiple) * (width // self.size_multiple)
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """The layers that an adapter may have, and what its files say, for those that read them."""
+
+    presets: Mapping[str, tuple[str, ...]]  # of adapter.targets, by name: fnmatch patterns of the denoiser's layers
+    # (component, config) -> fnmatch patterns of layers whose output never reaches the loss.
+    no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
+    # Component -> prefix of its keys in kohya files, where it is not the usual one, or a function of its config that gives
+    # it. Behind one that ends in a dot, names keep their dots.
+    kohya: Mapping[str, str | Callable[[ComponentConfig], str]] = field(default_factory=dict)
+    # Text encoder that diffusers' loader of adapters does not take -> what stands before its layers' names in the pipeline's
+    # module. Its adapter goes into a folder of PEFT's, and not into the file for diffusers.
+    peft: Mapping[str, str] = field(default_factory=dict)
+    key_styles: tuple[KeyStyle, ...] = ()  # of adapter files, beside the usual ones (`Family.adapter_keys`)
+    not_in_sd_scripts: tuple[str, ...] = ()  # fnmatch patterns of full names of layers that it builds no LoRA module for
+    metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}  # what adapter files say of the family
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """What a model's files hold beside the components' weights, and where they are published."""
+
+    # The name of a tokenizer's folder -> the text encoder it belongs to.
+    tokenizers: Mapping[str, str] = field(default_factory=lambda: {"tokenizer": "text_encoder"})
+    chat_templates: tuple[str, ...] = ()  # tokenizers that need one
+    input_layer: str = ""  # the denoiser's parameter [N, channels, ...] that reads the latents
+    # (configs by component, channels that `input_layer` reads): raises UserError for a model trained for something else.
+    check: Callable[[Mapping[str, dict], int | None], None] = lambda configs, inputs: None
+    harmless: tuple[str, ...] = ()  # fnmatch patterns of tensors beside the weights that say nothing a loader needs
+    # (names of a single file's tensors, its variant) -> the folder of embedded configs that it takes; None: it needs its own.
+    published: Callable[..., str | None] = lambda names, variant=None: None
+    hub_ids: Mapping[str, str] = field(default_factory=dict)  # the published models -> the folders of their embedded configs
+
+
+@dataclass(frozen=True)
+class VariantPart:
+    """The base model and the one distilled from it, of a family that has both."""
+
+    names: tuple[str, ...] = ()  # (the base model's, the distilled one's), which model.variant takes
+    of_name: Callable[[str], str | None] = lambda name: None  # which of them a file's or repository's name says, if any
+    of_config: Callable[[ComponentConfig], str | None] = lambda config: None  # which the denoiser's tensors show, if any
+    # The one taken where nothing says which; None: the base where a pipeline's index says nothing, else the user is asked.
+    presumed: str | None = None
+    effect: Callable[[str, Mapping[str, Any]], str] = lambda variant, options: ""  # what it decides, for people
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """What the denoiser's blocks and layers allow: to recompute, stream, compile, share, compute otherwise."""
+
+    blocks: tuple[str, ...] = ()  # fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing
+    block_order: Callable[[str], Any] = lambda name: 0  # what sorts them as a forward pass has them, where modules do not
+    # fnmatch patterns of layers in them whose output is only added, or multiplied by what needs no gradient. Nothing needs
+    # its value in a backward pass, so a block that is recomputed leaves out these products.
+    unread: tuple[str, ...] = ()
+    # fnmatch patterns of layers, by full name, that those multipliers come from: adapted, they need a gradient.
+    gates: tuple[str, ...] = ()
+    clips: bool = True  # whether, in fp16, the blocks clip what they give: a clip's backward reads what it clipped
+    skipped: tuple[str, ...] = ()  # fnmatch patterns of blocks whose input is read again outside of them
+    compiled: tuple[str, ...] = ("*",)  # fnmatch patterns of those that step.compile compiles: many of few shapes
+    # Component -> groups of endings of layer names: Linears that differ in nothing else read one unchanged tensor.
+    shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    # (an attention layer of the denoiser, attend) -> a processor of diffusers for it that calls attend(query, key, value,
+    # mask) as torch's scaled_dot_product_attention; None: the layer keeps its own.
+    attention: Callable[[nn.Module, Callable[..., torch.Tensor]], Any] = lambda layer, attend: None
+    no_fp16: Mapping[str, str] = field(default_factory=dict)  # component that does not compute in fp16 -> why
+
+    def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
+        """`unread`, as far as it holds where these layers are adapted.
+
+        half: whether gradients pass through fp16. Of NaN a clip's backward makes a gradient of zero, without a word.
+        """
+        gated = any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
+        return () if gated or (half and self.clips) else self.unread
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family, in parts. The values of `reads` reach `objective` by the keys' last names, and Model.options."""
 
     name: str
-    components: tuple[Component, ...]
-    presets: Mapping[str, tuple[str, ...]]
-    size_multiple: int
-    objective: Callable[..., Objective]
-    encode_images: Callable[[Model, torch.Tensor], torch.Tensor]
-    tokens: Callable[[Model, str, Sequence[str]], Sequence[torch.Tensor]]
-    encode_text: Callable[[Model, str, Sequence[torch.Tensor]], dict[str, torch.Tensor]]
-    predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
-    sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
-    latent_side: int = LATENT_SIDE
+    components: tuple[Component, ...]  # in pipeline order; exactly one is the denoiser, one the vae
+    text: TextPart
+    images: ImagePart
+    adapters: AdapterPart
+    # Of the config keys that not every family reads (trainer/plan/requirements.py), those that this one does.
     reads: tuple[str, ...] = ()
-    timesteps: tuple[str, ...] = ()
-    tokenizers: Mapping[str, str] = field(default_factory=lambda: {"tokenizer": "text_encoder"})
-    input_layer: str = ""
-    check: Callable[[Mapping[str, dict], int | None], None] = lambda configs, inputs: None
-    harmless: tuple[str, ...] = ()
-    distillations: tuple[str, ...] = ()
-    distillation: Callable[[str], str | None] = lambda name: None
-    shown: Callable[[ComponentConfig], str | None] = lambda config: None
-    presumed: str | None = None
-    follows: Callable[[str, Mapping[str, Any]], str] = lambda variant, options: ""
-    published: Callable[..., str | None] = lambda names, variant=None: None
-    hub_ids: Mapping[str, str] = field(default_factory=dict)
-    count_tokens: Callable[[Model, Sequence[str]], dict[str, tuple[list[int], int]]] = count_prompt_tokens
-    join: Callable[[Sequence[Mapping[str, torch.Tensor]]], Conditioning] = join
-    collate: Callable[[Sequence[Conditioning]], Conditioning] = collate
-    attention: Callable[[nn.Module, Callable[..., torch.Tensor]], Any] = lambda layer, attend: None
-    adjust: Callable[[str, nn.Module], None] = lambda component, module: None
-    blocks: tuple[str, ...] = ()
-    block_order: Callable[[str], Any] = lambda name: 0
-    unread: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    compiled: tuple[str, ...] = ("*",)
-    clips: bool = True
-    gates: tuple[str, ...] = ()
-    shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
-    kohya: Mapping[str, str | Callable[[ComponentConfig], str]] = field(default_factory=dict)
-    no_fp16: Mapping[str, str] = field(default_factory=dict)
-    negative_text: bool = True
-    chat_templates: tuple[str, ...] = ()
-    peft: Mapping[str, str] = field(default_factory=dict)
-    key_styles: tuple[KeyStyle, ...] = ()
-    not_in_sd_scripts: tuple[str, ...] = ()
-    metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}
+    files: FilePart = field(default_factory=FilePart)
+    variants: VariantPart = field(default_factory=VariantPart)
+    memory: MemoryPart = field(default_factory=MemoryPart)
 
     def component(self, name: str) -> Component:
         """The component of that name."""
@@ -271,12 +287,12 @@ class Family:
         """The blocks of a component by name, in the order of a forward pass."""
         blocks = find_blocks(module, self.blocks_of(name))
         if name == self.denoiser:
-            return {block: blocks[block] for block in sorted(blocks, key=self.block_order)}
+            return {block: blocks[block] for block in sorted(blocks, key=self.memory.block_order)}
         return blocks
 
     def blocks_of(self, name: str) -> tuple[str, ...]:
         """The fnmatch patterns of a component's blocks; none of one that has none."""
-        return self.blocks if name == self.denoiser else self.component(name).blocks
+        return self.memory.blocks if name == self.denoiser else self.component(name).blocks
 
     @property
     def denoiser(self) -> str:
@@ -294,34 +310,26 @@ class Family:
         return tuple(c.name for c in self.components if c.role == "text_encoder")
 
     def all_tokens(self, model: Model, captions: Sequence[str]) -> dict[str, Sequence[torch.Tensor]]:
-        """`tokens` of every text encoder, by name."""
-        return {name: self.tokens(model, name, captions) for name in self.text_encoders}
+        """`TextPart.tokens` of every text encoder, by name."""
+        return {name: self.text.tokens(model, name, captions) for name in self.text_encoders}
 
     def encode_tokens(self, model: Model, tokens: Mapping[str, Sequence[torch.Tensor]]) -> Conditioning:
         """The conditioning of `all_tokens` on the model's device, by all text encoders, which are in memory; with gradients
         where they have any."""
-        return self.join([self.encode_text(model, name, tokens[name]) for name in self.text_encoders])
+        return self.text.join([self.text.encode(model, name, tokens[name]) for name in self.text_encoders])
 
     def encode(self, model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What one text encoder gives of the captions' conditioning, as `encode_text`."""
-        return self.encode_text(model, encoder, [ids.to(model.device) for ids in self.tokens(model, encoder, captions)])
+        """What one text encoder gives of the captions' conditioning, as `TextPart.encode`."""
+        return self.text.encode(model, encoder, [ids.to(model.device) for ids in self.text.tokens(model, encoder, captions)])
 
     def encode_prompts(self, model: Model, captions: Sequence[str]) -> Conditioning:
         """The captions' conditioning, by all text encoders, which are in memory; with gradients where they have any."""
-        return self.join([self.encode(model, name, captions) for name in self.text_encoders])
-
-    def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
-        """`unread`, as far as it holds where these layers are adapted.
-
-        half: whether gradients pass through fp16. Of NaN a clip's backward makes a gradient of zero, without a word.
-        """
-        gated = any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
-        return () if gated or (half and self.clips) else self.unread
+        return self.text.join([self.encode(model, name, captions) for name in self.text_encoders])
 
     def kohya_prefixes(self, config: Callable[[str], ComponentConfig]) -> dict[str, str]:
         """Component -> what stands before its keys in kohya files. config: of a component."""
         encoders = {name: f"lora_te{number}" for number, name in enumerate(self.text_encoders, 1)}
-        own = {name: given if isinstance(given, str) else given(config(name)) for name, given in self.kohya.items()}
+        own = {name: given if isinstance(given, str) else given(config(name)) for name, given in self.adapters.kohya.items()}
         return {self.denoiser: "lora_unet", **encoders, **own}
 
     @property
@@ -349,9 +357,9 @@ class Family:
         ]
         for number, name in enumerate(self.text_encoders, 1):
             styles.append(KeyStyle("diffusers", name, f"{name}."))
-            if isinstance(prefix := self.kohya.get(name, f"lora_te{number}"), str):
+            if isinstance(prefix := self.adapters.kohya.get(name, f"lora_te{number}"), str):
                 styles.append(KeyStyle("kohya", name, f"{prefix}_", flat=True))
-        return (*styles, *self.key_styles)
+        return (*styles, *self.adapters.key_styles)
 
     def flat_prefix(self, component: str, convention: str) -> str:
         """What stands before a layer's name, with underscores for dots, in files of `convention`; if it has none of its own,
@@ -365,7 +373,3 @@ class Family:
         library's."""
         names = self.component(component).names
         return names(config).links if component == self.denoiser and names is not None else []
-
-    def image_tokens(self, height: int, width: int) -> int:
-        """The tokens of an image of so many pixels, for shifts that depend on them."""
-        return (height // self.size_multiple) * (width // self.size_multiple)

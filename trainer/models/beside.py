@@ -43,9 +43,9 @@ def complete(source: ModelSource) -> ModelSource:
         else:
             questions.append(_question(source, name, fitting))
     source = source.with_parts(found)
-    for name in source.family.tokenizers:
-        if not tokenizers.is_usable(source.tokenizer_folder(name), chat=name in source.family.chat_templates):
-            place = source.overrides.get(source.family.tokenizers[name], path).parent / name
+    for name in source.family.files.tokenizers:
+        if not tokenizers.is_usable(source.tokenizer_folder(name), chat=name in source.family.files.chat_templates):
+            place = source.overrides.get(source.family.files.tokenizers[name], path).parent / name
             questions.append(f"{name}: none in {place}; copy that folder of the model's repository there")
     if questions:
         there = ", ".join(component.name for component in source.family.components if component.name not in missing)

@@ -79,7 +79,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 def read_of(family: Family, repository: Repository) -> list[str]:
     """The files of a repository that are read besides weights."""
     configs = ["model_index.json", *(f"{component.name}/config.json" for component in family.components)]
-    folders = ("scheduler/", *(f"{name}/" for name in family.tokenizers))
+    folders = ("scheduler/", *(f"{name}/" for name in family.files.tokenizers))
     return [path for path in repository.files if path in configs or path.startswith(folders)]
 
 

@@ -190,8 +190,8 @@ class ModelSource:
         configs = {c.name: self.config(c.name) | {"_assumed": self.lacks(c.name)} for c in self.family.components}
         for name in (self.family.denoiser, self.family.vae):
             kinds.refuse_part(self.config_file(name), configs[name], self.family.component(name))
-        shape = self.shape(self.family.denoiser, self.family.input_layer)
-        self.family.check(configs, shape[1] if shape else configs[self.family.denoiser].get("in_channels"))
+        shape = self.shape(self.family.denoiser, self.family.files.input_layer)
+        self.family.files.check(configs, shape[1] if shape else configs[self.family.denoiser].get("in_channels"))
 
     def weight_choice(self, name: str) -> WeightChoice | None:
         """The files of the component's folder to read; None in a single file, and where a hub's listing could not be had.
@@ -306,7 +306,7 @@ class ModelSource:
     def tokenizer_fingerprint(self) -> str:
         """SHA-256 over the tokenizers' files, and how they are read."""
         digest = hashlib.sha256()
-        for name in self.family.tokenizers:
+        for name in self.family.files.tokenizers:
             digest.update(tokenizers.padding_rule(self.tokenizer_folder(name)))
             there = sorted(self.tokenizer_folder(name).glob("*"))
             for path in (path for path in there if path.is_file() and not path.name.startswith(".")):
@@ -316,12 +316,12 @@ class ModelSource:
     def tokenizer_folder(self, name: str) -> Path:
         """A tokenizer lies beside the text encoder it belongs to: in the model, or beside the encoder's own path. Where that
         has none, ComfyUI's own serves, in whose folder a file lies."""
-        encoder = self.family.tokenizers[name]
+        encoder = self.family.files.tokenizers[name]
         override, usual = self.overrides.get(encoder), self.beside(name)
         places = [override / name, override.parent / name] if override is not None else []
         first = next((place for place in places if place.is_dir()), usual)
         files = [file for file in (override, self.single_file and self.single_file.path) if file is not None]
-        chat = name in self.family.chat_templates
+        chat = name in self.family.files.chat_templates
         if not files or tokenizers.is_usable(first, chat=chat):
             return first
         return tokenizers.beside(files, name, self.family.component(encoder).class_name, chat=chat) or first
@@ -333,8 +333,8 @@ class ModelSource:
     def check_tokenizers(self) -> None:
         """Refuse a model that lacks a tokenizer. Of a hub id they are here with the configs, if it could be asked."""
         asked = self.repository is None or (self.embedded is None and self.repository.unreachable is None)
-        for name in self.family.tokenizers if self.fetched or asked else ():
-            tokenizers.check_tokenizer(self.tokenizer_folder(name), name, chat=name in self.family.chat_templates)
+        for name in self.family.files.tokenizers if self.fetched or asked else ():
+            tokenizers.check_tokenizer(self.tokenizer_folder(name), name, chat=name in self.family.files.chat_templates)
 
     def verify(self, name: str) -> None:
         """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""
@@ -373,22 +373,22 @@ class ModelSource:
         """The component once its tensors are there."""
         if hasattr(module, "tie_weights"):
             module.tie_weights()  # T5 lists its embedding table twice; two copies would be half a gigabyte
-        self.family.adjust(name, module)
+        self.family.images.adjust(name, module)
         return module
 
     def reads(self, name: str) -> list[Read]:
         """What fills the component. Reads headers only; raises UserError for a tensor that is missing or wrong."""
-        others = [
-            p for c in self.family.components if c.name != name and c.role != "denoiser" for p in (*c.prefixes, f"{c.name}.")
-        ]
+        others = [c for c in self.family.components if c.name != name and c.role != "denoiser"]
+        prefixes = [prefix for c in others for prefix in (*c.prefixes, f"{c.name}.")]
+        harmless = self.family.files.harmless
         try:
-            return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
+            return plan_reads(name, self.weights(name), self._expected(name), others=prefixes, harmless=harmless)
         except UserError as error:
             said = config_files.described(self.config_file(name), self.config(name), self._published(name))
             raise UserError(f"{error}{said}") from error
 
     def _published(self, name: str) -> dict[str, Any]:
-        return config_files.published_config(tuple(self.family.hub_ids.values()), name)
+        return config_files.published_config(tuple(self.family.files.hub_ids.values()), name)
 
 
 def _json_sha256(tree: dict[str, Any]) -> str:
@@ -397,4 +397,4 @@ def _json_sha256(tree: dict[str, Any]) -> str:
 
 def load_tokenizers(family: Family, source: ModelSource) -> dict[str, Any]:
     """Every tokenizer of the family, from the model's folder or, for a published model, the embedded one."""
-    return {name: tokenizers.load_tokenizer(source.tokenizer_folder(name), name) for name in family.tokenizers}
+    return {name: tokenizers.load_tokenizer(source.tokenizer_folder(name), name) for name in family.files.tokenizers}

@@ -43,7 +43,7 @@ def open_model(
         _refuse_file(f"model.components.{name}.path", override)
     local = Path(path)
     _refuse_file("model.path", local)
-    if wanted.variant in family.distillations:
+    if wanted.variant in family.variants.names:
         wanted = replace(wanted, variant=None, distillation=wanted.variant)
     opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, wanted=wanted)
     if config and not local.is_file():
@@ -79,7 +79,7 @@ def _of_file(opened: partial[ModelSource], family: Family, path: str, config: st
         raise UserError(f"model.config = {config!r} is not a folder")
     place = variants.place_of(root, root.name, None, file, embedded=not root.is_dir())
     variant = variants.variant_of(family, opened.keywords["wanted"].distillation, place)
-    embedded = None if config else family.published(set(file.entries), variant.name)
+    embedded = None if config else family.files.published(set(file.entries), variant.name)
     published = PUBLISHED / embedded if embedded else None
     if not root.is_dir() and published is None:
         raise UserError(f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config")
@@ -90,7 +90,7 @@ def _check_hub_id(path: str, family: Family) -> None:
     """Raises UserError for the path of a file or folder that is not there."""
     local = Path(path)
     no_id = is_safetensors(local) or path.count("/") != 1 or path.startswith((".", "/"))
-    if no_id or (local.parent.is_dir() and path not in family.hub_ids):
+    if no_id or (local.parent.is_dir() and path not in family.files.hub_ids):
         what = "give a diffusers folder, a .safetensors file or a hub id"
         if local.parent.is_dir() and local.parent != Path():
             beside = shortlist(sorted(entry.name for entry in local.parent.iterdir()), 5) or "nothing"
@@ -114,9 +114,9 @@ def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str
     try:
         root = repository.fetch(read_of(family, repository))
     except UserError as error:
-        if path not in family.hub_ids:
+        if path not in family.files.hub_ids:
             raise
-        root, embedded = PUBLISHED / family.hub_ids[path], str(error)
+        root, embedded = PUBLISHED / family.files.hub_ids[path], str(error)
     kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of_folder(root))
     source = opened(root=root, repository=repository, fetched=False, embedded=embedded)
     unlisted = any(source.unlisted(component.name) for component in family.components)

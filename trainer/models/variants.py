@@ -61,7 +61,7 @@ def place_of(root: Path, name: str, override: Path | None, file: TensorFile | No
 
 @dataclass(frozen=True)
 class Variant:
-    """One of `Family.distillations`. name: None where nothing says which. why: a phrase. certain: index, tensors or
+    """One of `VariantPart.names`. name: None where nothing says which. why: a phrase. certain: index, tensors or
     `model.variant` say it, and no name alone. unlike: whether tensors alone would say another. otherwise: a name that says
     another, with the words for it."""
 
@@ -75,28 +75,28 @@ class Variant:
 def variant_of(
     family: Family, asked: str | None, place: DenoiserOrigin, config: Mapping[str, Any] = MappingProxyType({})
 ) -> Variant:
-    """The one of `family.distillations` that the index of the denoiser's pipeline or its tensors tell, else that is asked
+    """The one of `family.variants.names` that the index of the denoiser's pipeline or its tensors tell, else that is asked
     for, else that a name tells. config: the denoiser's, where it is known. Raises UserError where index or tensors say
     otherwise than is asked for."""
-    if not family.distillations:
+    if not (known := family.variants).names:
         return Variant()
-    base, distilled = family.distillations
+    base, distilled = known.names
     path = None if place.folder is None else place.folder / "model_index.json"
     said = read_json(path).get("is_distilled") if path is not None and path.is_file() else None
-    shown, why = family.shown(config), "its tensors show"
+    shown, why = known.of_config(config), "its tensors show"
     if said is not None:
         shown, why = distilled if said else base, f"{path} says (is_distilled = {str(said).lower()})"
     words = [("name", name) for name in place.names]
-    words += [(key, place.metadata[key]) for key in NAMED_IN if family.presumed and key in place.metadata]
-    named = next(((found, f"its {what} says ({word})") for what, word in words if (found := family.distillation(word))), None)
+    words += [(key, place.metadata[key]) for key in NAMED_IN if known.presumed and key in place.metadata]
+    named = next(((found, f"its {what} says ({word})") for what, word in words if (found := known.of_name(word))), None)
     if shown is not None:
         if asked not in (None, shown):
             raise UserError(f"model.variant = {asked!r}: the model is {shown}, as {why}; leave it out")
         otherwise = f"{named[0]}, as {named[1]}" if named and named[0] != shown else ""
         return Variant(shown, why, certain=True, otherwise=otherwise)
-    usual = family.presumed or (base if place.whole else None)
+    usual = known.presumed or (base if place.whole else None)
     found, why = (asked, "model.variant says") if asked else named or (usual, "nothing says which it is")
-    return Variant(found, why, certain=bool(asked), unlike=family.presumed not in (None, found))
+    return Variant(found, why, certain=bool(asked), unlike=known.presumed not in (None, found))
 
 
 def check_latents(

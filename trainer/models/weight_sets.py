@@ -83,7 +83,7 @@ class Wanted:
     """The files that are wanted of a component that has several (`choose`).
 
     variant: as `model.variant` asks. stored: what a component is stored as, "fp32" also where it computes in fp32.
-    distillation: of `Family.distillations`, where it is asked for in place of a variant.
+    distillation: of `VariantPart.names`, where it is asked for in place of a variant.
     """
 
     variant: str | None = None

@@ -14,8 +14,8 @@ def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
     """The account of a model that was opened. options: of the config keys that the family reads, by their last names."""
     account, variant = Account(), source.variant
     if variant.name is not None:
-        follows = f": {decides}" if (decides := source.family.follows(variant.name, options)) else ""
-        other = next(name for name in source.family.distillations if name != variant.name)
+        follows = f": {decides}" if (decides := source.family.variants.effect(variant.name, options)) else ""
+        other = next(name for name in source.family.variants.names if name != variant.name)
         account.add(
             Heading.NOTE if variant.certain else Heading.ASSUMED,
             f"the model is {variant.name} or made of it, as {variant.why}{follows}",
@@ -55,7 +55,7 @@ def _add_parts(account: Account, source: ModelSource) -> None:
         remedy = "model.components.NAME.path gives another"
         account.add(Heading.NOTE, "found beside the model", found, noun="part", remedy=remedy)
     places = {"scheduler": source.beside("scheduler/scheduler_config.json")}
-    places |= {name: source.tokenizer_folder(name) for name in source.family.tokenizers}
+    places |= {name: source.tokenizer_folder(name) for name in source.family.files.tokenizers}
     places |= {component.name: source.config_file(component.name) for component in source.family.components}
     if parts := [name for name, place in places.items() if source.published in place.parents]:
         reason = f"configs of the published {source.published.name}"

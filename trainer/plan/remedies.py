@@ -44,12 +44,12 @@ class Remedy:
 
 def _checkpointing(plan: RunPlan) -> Sequence[Keys]:
     """The fastest first: no block, every fourth, ..., all."""
-    return [{"memory.gradient_checkpointing": every} for every in (False, 4, 3, 2, True) if plan.model.family.blocks]
+    return [{"memory.gradient_checkpointing": every} for every in (False, 4, 3, 2, True) if plan.model.family.memory.blocks]
 
 
 def _streaming(plan: RunPlan) -> Sequence[Keys]:
     family = plan.model.family
-    blocks = family.ordered_blocks(family.denoiser, plan.model.source.build(family.denoiser)) if family.blocks else ()
+    blocks = family.ordered_blocks(family.denoiser, plan.model.source.build(family.denoiser)) if family.memory.blocks else ()
     streamed = [{"memory.offload": "blocks", "memory.resident_blocks": stay} for stay in range(len(blocks))]
     return [{"memory.offload": "none", "memory.resident_blocks": "auto"}, *reversed(streamed)]
 
@@ -57,7 +57,7 @@ def _streaming(plan: RunPlan) -> Sequence[Keys]:
 def _more_streaming(plan: RunPlan) -> Iterator[Keys]:
     """That blocks are streamed at all, of which as many stay as fit; or that none stay."""
     memory, family = plan.config.memory, plan.model.family
-    if family.blocks and memory.offload == "none" and not memory.shard and not plan.config.step.graphs:
+    if family.memory.blocks and memory.offload == "none" and not memory.shard and not plan.config.step.graphs:
         yield {"memory.offload": "blocks"}
     if plan.model.resident.get(family.denoiser):
         yield {"memory.resident_blocks": 0}

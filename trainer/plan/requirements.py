@@ -72,9 +72,9 @@ def refuse_unread(config: Config, family: Family) -> None:
     """Raises UserError, a line for each key that is set and not read: by the family, or beside the other keys."""
     check_kind(config)
     named = config.objective.timesteps
-    if named != "auto" and "objective.timesteps" in family.reads and named not in family.timesteps:
+    if named != "auto" and "objective.timesteps" in family.reads and named not in family.images.timesteps:
         raise UserError(
-            f"objective.timesteps = {named!r} is not for {family.name}; use {', '.join(map(repr, family.timesteps))}"
+            f"objective.timesteps = {named!r} is not for {family.name}; use {', '.join(map(repr, family.images.timesteps))}"
         )
     _refuse(config, unread_keys(config, family))
 
@@ -85,7 +85,7 @@ def unread_keys(config: Config, family: Family) -> dict[str, str]:
     by_family = {key: f"on {family.name}; leave it out (only {FAMILY_KEYS[key]} read it)" for key in absent}
     if not any(rule.component in family.text_encoders for rule in config.adapter.rules):
         by_family["optimizer.text_encoder_lr"] = "where no rule of the adapter names a text encoder; leave it out, or add one"
-    if not family.blocks:
+    if not family.memory.blocks:
         by_family["memory.gradient_checkpointing"] = f"on {family.name}, which names no blocks to recompute; leave it out"
         by_family["memory.offload"] = f"on {family.name}, which names no blocks to stream; leave it out"
         by_family["memory.shard"] = f"on {family.name}, which names no blocks to share out; leave it out"
@@ -127,8 +127,8 @@ def _unread_of_optimizer(config: Config) -> dict[str, str]:
 
 
 def _unread_of_objective(objective: ObjectiveTable, family: Family) -> dict[str, str]:
-    unread = {}
-    timesteps = family.timesteps[0] if objective.timesteps == "auto" and family.timesteps else objective.timesteps
+    unread, choices = {}, family.images.timesteps
+    timesteps = choices[0] if objective.timesteps == "auto" and choices else objective.timesteps
     for key, names in TIMESTEPS_OF.items():
         if timesteps not in names:
             unread[f"objective.{key}"] = (

@@ -252,14 +252,14 @@ def plan_data(
         scanned = read_sources(config, phases)
         refuse_damaged(scanned)
     for resolution in {each for source in sources_of(data) for each in source.resolutions}:
-        if data.bucket_step % family.size_multiple or resolution < data.bucket_step:
+        if data.bucket_step % family.images.size_multiple or resolution < data.bucket_step:
             raise UserError(
                 f"data.bucket_step = {data.bucket_step} does not suit {family.name} at data.resolution = {resolution}; "
-                f"use a multiple of {family.size_multiple} that is at most the resolution"
+                f"use a multiple of {family.images.size_multiple} that is at most the resolution"
             )
     photos, apart = held_out.split(scanned.photos, data.held_out)
     sized = partial(
-        examples, step=data.bucket_step, enlarge=data.enlarge, seed=config.run.seed, multiple=family.size_multiple
+        examples, step=data.bucket_step, enlarge=data.enlarge, seed=config.run.seed, multiple=family.images.size_multiple
     )
     bucketed = sized(photos)
     if data.short_batches == "merge":
@@ -267,7 +267,7 @@ def plan_data(
     group = config.step.accumulation * processes
     steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
     kept = sized(apart)
-    requests = requests_of(config, bucketed, family.size_multiple)
+    requests = requests_of(config, bucketed, family.images.size_multiple)
     planned = DataPlan(
         config=data,
         scanned=scanned,
@@ -297,7 +297,7 @@ def fetched(plan: ModelPlan, peers: Processes, phases: Phases) -> ModelPlan:
 
 def find_objective(source: ModelSource, options: Mapping[str, Any]) -> Objective:
     """What is trained, by the model's own words and `family_options`. Raises UserError for a model of another kind."""
-    return source.family.objective(source.scheduler, source.markers, **options)
+    return source.family.images.objective(source.scheduler, source.markers, **options)
 
 
 def check_objective(name: str, source: ModelSource, options: Mapping[str, Any], planned: Objective) -> None:
@@ -333,7 +333,7 @@ def find_targets(
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     skipped = []
     for name in dict.fromkeys(named):
-        dead = family.no_gradient(name, source.config(name))
+        dead = family.adapters.no_gradient(name, source.config(name))
         layers[name] = []
         for layer, shape in adaptable_layers(source.build(name)).items():
             if any(fnmatchcase(layer, pattern) for pattern in dead):
@@ -347,7 +347,7 @@ def find_targets(
         layers,
         denoiser=family.denoiser,
         targets=config.adapter.targets,
-        presets=family.presets,
+        presets=family.adapters.presets,
         rules=[Rule(**rule.model_dump()) for rule in config.adapter.rules],
         rank=config.adapter.rank,
         alpha=config.adapter.alpha,

@@ -136,9 +136,9 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
                 "are a few hundred MB, and errors show in every image); use fp32, bf16 or fp16"
             )
         compute = precision.compute_dtype(chosen.compute)
-        if component.name in family.no_fp16 and chosen.compute == "fp16":
+        if (why := family.memory.no_fp16.get(component.name)) and chosen.compute == "fp16":
             raise UserError(
-                f"the {component.name} of {family.name} does not compute in fp16: {family.no_fp16[component.name]}; set "
+                f"the {component.name} of {family.name} does not compute in fp16: {why}; set "
                 f"precision.compute or model.components.{component.name}.compute to 'bf16' or 'fp32'"
             )
         scaled = config.precision.matmul == "fp8" and component.role == "denoiser"
@@ -159,7 +159,7 @@ def resident_blocks(config: Config, source: ModelSource, adapted: Collection[str
     if config.memory.offload == "none":
         return {}
     family, asked = source.family, config.memory.resident_blocks
-    count = len(find_blocks(source.build(family.denoiser), family.blocks))
+    count = len(find_blocks(source.build(family.denoiser), family.memory.blocks))
     if asked != "auto" and asked > count:
         raise UserError(
             f"memory.resident_blocks = {asked} is more than the {count} blocks of the {family.denoiser}; use at most "

@@ -107,14 +107,14 @@ class NamedModel:
     @cached_property
     def hints(self) -> dict[str, str]:
         """What this program writes of it into adapter files."""
-        return self.family.metadata(dict(self.config(self.family.denoiser)), "")
+        return self.family.adapters.metadata(dict(self.config(self.family.denoiser)), "")
 
 
 @cache
 def published(family: str) -> tuple[NamedModel, ...]:
     """The published models of a family, by its name, whose configs are embedded."""
     own = family_named(family)
-    labels = dict.fromkeys(own.hub_ids.values())
+    labels = dict.fromkeys(own.files.hub_ids.values())
     return tuple(_of_source(_published_source(own, label), label, here=False) for label in labels)
 
 
@@ -350,8 +350,8 @@ class OpenedCheckpoint:
             fused={name: self.model.modules(name) for name in self.components},
             prefixes=self.model.family.kohya_prefixes(self.model.config),
             rows=lambda name: shapes[name][0],
-            not_in_sd_scripts=self.model.family.not_in_sd_scripts,
-            peft=self.model.family.peft,
+            not_in_sd_scripts=self.model.family.adapters.not_in_sd_scripts,
+            peft=self.model.family.adapters.peft,
             write=write,
         )
         picture = thumbnail(sample, THUMBNAIL) if sample else ""

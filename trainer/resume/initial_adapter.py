@@ -181,7 +181,7 @@ def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable
     """The adapter without layers that this run does not adapt and that change nothing: they are entered in the account. Reads
     B of the layers that are not adapted."""
     family, adapted = plan.model.family, {f"{target.component}.{target.name}" for target in plan.model.targets}
-    unread = {name: family.no_gradient(name, plan.model.source.config(name)) for name in family.text_encoders}
+    unread = {name: family.adapters.no_gradient(name, plan.model.source.config(name)) for name in family.text_encoders}
     kept = {}
     for name, factors in portable.layers.items():
         component, _, layer = name.partition(".")
@@ -226,7 +226,7 @@ def _lines_for(beyond: list[str], portable: Portable, plan: RunPlan) -> list[str
     """The lines of the config that adapt the layers `beyond`, by full name, beside the others of the file."""
     names, family = dict.fromkeys(name.partition(".")[0] for name in beyond), plan.model.family
     layers = [target.name for target in portable.targets if target.component == family.denoiser]
-    fit = {preset: all(any(fnmatchcase(n, p) for p in own) for n in layers) for preset, own in family.presets.items()}
-    wide = next((preset for preset, fits in fit.items() if fits), "all")
+    fit = (word for word, own in family.adapters.presets.items() if all(any(fnmatchcase(n, p) for p in own) for n in layers))
+    wide = next(fit, "all")
     rule = '[[adapter.rules]] component = "{}", match = "*" (a line each)'
     return [f'adapter.targets = "{wide}"' if name == family.denoiser else rule.format(name) for name in names]

@@ -248,7 +248,7 @@ class Session:
         components.load(plan.model.family.vae)
         with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength):
             conditioning = conditionings(components, [prompt, negative])
-            return components.family.sample(components.model, asked, conditioning(prompt), conditioning(negative))
+            return components.family.images.draw(components.model, asked, conditioning(prompt), conditioning(negative))
 
     def export(self, path: str | Path) -> list[Path]:
         """Write the adapter as it is, in the config's formats: diffusers' file at the path, the others beside it. Returns the

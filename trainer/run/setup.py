@@ -238,7 +238,7 @@ def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], N
     asked, source, denoiser = plan.config.step.attention, plan.model.source, plan.model.family.denoiser
     dtype = plan.model.storage[denoiser].compute
     layouts = {example.layout for example in plan.data.examples}
-    tokens = max(sum(plan.model.family.image_tokens(height, width) for width, height in layout) for layout in layouts)
+    tokens = max(sum(plan.model.family.images.image_tokens(height, width) for width, height in layout) for layout in layouts)
     chosen = choose(asked, device, dtype, lambda: head_sizes(source.build(denoiser)), tokens)
     if device.type != "cpu" or asked != "auto":
         say(f"attention: {chosen} (step.attention = {asked!r}{'; ' if chosen.note else ''}{chosen.note})")

@@ -67,7 +67,7 @@ class Attention:
         """Have a denoiser compute so: for training, for samples, for a loss. A block that runs again in a backward pass is
         not inside its forward: that pass has to be made in `used`.
 
-        processor: as `Family.attention` of the models. device: where the denoiser computes.
+        processor: as `MemoryPart.attention` of the models. device: where the denoiser computes.
         """
         if not self.kinds:
             few_tokens_in_fp32(denoiser, processor, device)
@@ -193,7 +193,7 @@ def few_tokens_in_fp32(denoiser: nn.Module, processor: Callable[[nn.Module, Call
     """Give the attention layers of a denoiser on a CPU a processor that computes so: for training, for samples, and in a
     recomputation.
 
-    processor: as `Family.attention` of the models. device: where the denoiser computes; on any but a CPU nothing is done.
+    processor: as `MemoryPart.attention` of the models. device: where the denoiser computes; on any but a CPU nothing is done.
     """
     if device.type != "cpu":
         return

@@ -79,7 +79,7 @@ def write_as(
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
         notes.append(f"{count} modules of several layers were {form}: each layer gets {how}, which is exact")
     if to == "diffusers":
-        portable, apart = portable.parted(opened.model.family.peft)
+        portable, apart = portable.parted(opened.model.family.adapters.peft)
         if apart and not portable.layers:
             raise UserError(
                 f"{opened.path} adapts {', '.join(apart)} alone, which diffusers does not load for this model; --to comfyui "
@@ -93,7 +93,7 @@ def write_as(
         notes += export.not_loaded_by_diffusers(portable.layers)
     tensors = tensors_of(portable, opened.model, to, weight, notes)
     fields = _metadata(opened, portable, to)
-    if to in KOHYA and (said := sd_scripts.left_out_phrase(portable, opened.model.family.not_in_sd_scripts)):
+    if to in KOHYA and (said := sd_scripts.left_out_phrase(portable, opened.model.family.adapters.not_in_sd_scripts)):
         fields[sd_scripts.ENTRY] = said
         notes.append(sd_scripts.sentence(said))
     with FileGroup(keep=True) as group:
@@ -106,7 +106,7 @@ def _without_left_out(portable: Portable, opened: OpenedAdapter, to: str, notes:
         raise UserError(f"--for_sd_scripts belongs to --to {', '.join(KOHYA)}; --to {to} has other keys")
     if (kind := portable.kind).module:
         raise UserError(f"{opened.path} is a {kind.word}, which sd-scripts has not: take --to lora, which makes a LoRA of it")
-    patterns = opened.model.family.not_in_sd_scripts
+    patterns = opened.model.family.adapters.not_in_sd_scripts
     names = sd_scripts.left_out(portable.layers, patterns)
     if len(names) == len(portable.layers):
         raise UserError(f"{opened.path} has no layer that sd-scripts builds a module for: {some(names)}")

@@ -84,7 +84,7 @@ class Bench:
         """The denoiser, ready to compute as in a run."""
         family = components.family
         denoiser = components.load(family.denoiser).eval()
-        components.attention.give(denoiser, family.attention, components.model.device)
+        components.attention.give(denoiser, family.memory.attention, components.model.device)
         return denoiser
 
     def held_out(self, components: Components) -> HeldOutLoss:
@@ -128,7 +128,7 @@ def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phase
     bench = replace(bench, reader=encode(run, components, MemoryCache(), on_non_finite=_refuse))
     denoiser, held_out = bench.load(components), bench.held_out(components)
     base = predict(held_out, components, "held-out loss of the base")
-    blocks = find_blocks(denoiser, run.model.family.blocks)
+    blocks = find_blocks(denoiser, run.model.family.memory.blocks)
     terms = estimate(held_out, components, denoiser, blocks, layers)
     single: list[dict[str, Effect]] = []
     for storage, formats_of, own in zip(plan.stored, layers, terms, strict=True):

@@ -102,7 +102,7 @@ def draw(
         shown = " ".join(drawing.references)
         raise UserError(f"--references {shown}: {source.family.name} is shown no images; leave it out")
     requests = drawing.requests(config, adapters)
-    check_sizes(requests, source.family.size_multiple)
+    check_sizes(requests, source.family.images.size_multiple)
     model = NamedModel(source.family, config.model.path, source.config, source)
     opened = [(open_adapter(path, [model]), strength) for path, strength in adapters]
     portable, strength = as_one(opened)
@@ -119,9 +119,9 @@ def draw(
 
     def sample(asked: AskedSample):
         if adapter is None:
-            return plan.family.sample(components.model, asked, told(asked.prompt), told(asked.negative))
+            return plan.family.images.draw(components.model, asked, told(asked.prompt), told(asked.negative))
         with adapter.at_strength(asked.strength * strength):
-            return plan.family.sample(components.model, asked, told(asked.prompt), told(asked.negative))
+            return plan.family.images.draw(components.model, asked, told(asked.prompt), told(asked.negative))
 
     with (
         phases("drawing", sum(asked.steps for asked in requests), "evaluation") as phase,
@@ -207,7 +207,7 @@ def _loaded(config: Config, components: Components, portable: Portable | None) -
     if portable is None:
         for module in components.model.modules.values():
             module.eval()
-        few_tokens_in_fp32(components.model.modules[family.denoiser], family.attention, components.model.device)
+        few_tokens_in_fp32(components.model.modules[family.denoiser], family.memory.attention, components.model.device)
         return None
     adapter, norms = build_adapter(config, components, Pieces(None))
     Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)

@@ -92,7 +92,7 @@ def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequenc
         unread=not_loaded_by_diffusers(
             f"{target.component}.{target.name}"
             for target in plan.model.targets
-            if target.component not in plan.model.family.peft
+            if target.component not in plan.model.family.adapters.peft
         ),
         apart={
             form.removeprefix("peft "): name for form, name in files.items() if form.startswith("peft ") and ", " not in form
@@ -126,12 +126,12 @@ def _number(asked: Mapping[str, Any], key: str) -> str:
 def _arguments(plan: RunPlan, about: About) -> list[str]:
     """What a pipeline takes to draw the first sample at full strength, in Python."""
     index, request = next(((at, one) for at, one in enumerate(plan.data.requests) if one.strength == 1), (0, None))
-    named = "" if plan.model.family.negative_text else "prompt="  # its first argument is a picture
+    named = "" if plan.model.family.images.negative_text else "prompt="  # its first argument is a picture
     if request is None:
         return [named + repr(about.trigger_phrase or "a photo")]
     # The negative is given where it is empty, too: a pipeline may take none for something else than the empty text.
     negative = f"negative_prompt={request.negative!r}"
-    if not plan.model.family.negative_text:
+    if not plan.model.family.images.negative_text:
         negative = f"negative_prompt_embeds=pipe.encode_prompt({request.negative!r})[0]"
     shown = ", ".join(f'load_image("images/{_shown(index, number)}")' for number, _ in enumerate(request.images))
     return [

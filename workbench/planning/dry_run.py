@@ -131,7 +131,7 @@ class Unread(Components):
     def tokenizers(self) -> dict[str, Any]:
         """The tokenizers that are here. In place of one of a hub id that is not, CLIP's, with room for as many tokens as T5
         reads: how many are read is all that counts."""
-        folders = {name: self.source.tokenizer_folder(name) for name in self.family.tokenizers}
+        folders = {name: self.source.tokenizer_folder(name) for name in self.family.files.tokenizers}
         found = {name: load_tokenizer(folder, name) for name, folder in folders.items() if folder.is_dir()}
         if missing := folders.keys() - found:
             any_texts = build_clip_tokenizer(None)
@@ -144,7 +144,7 @@ class Unread(Components):
             module = self.source.empty(name, swap=partial(self.swap, name), device=self.model.device)
             self.model.modules[name] = self.source.finished(name, module)
             if name == self.family.denoiser:
-                for block in find_blocks(module, self.family.blocks).values():
+                for block in find_blocks(module, self.family.memory.blocks).values():
                     block.forward = self.with_its_own_mode(block.forward)
         return self.model.modules[name]
 
@@ -225,7 +225,7 @@ class Rehearsal:
             adapter, norms = build_adapter(plan.config, components, pieces)
             if self.on_cpu:
                 family = plan.model.family
-                components.attention.give(components.load(family.denoiser), family.attention, torch.device("cpu"))
+                components.attention.give(components.load(family.denoiser), family.memory.attention, torch.device("cpu"))
             progress = start_point.first_progress(plan)
             state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=None)
             adapter.refresh()
@@ -237,7 +237,7 @@ class Rehearsal:
 
         conditioning: of as many captions; None where the run encodes them live.
         """
-        side, (width, height) = self.plan.model.family.latent_side, layout[0]
+        side, (width, height) = self.plan.model.family.images.latent_side, layout[0]
         with unset_fake_temporarily():
             size = torch.tensor([[height, width]] * count)
             corner = torch.zeros_like(size)
@@ -272,4 +272,4 @@ class Rehearsal:
         self.components.load(self.plan.model.family.vae)
         told = (each.to(self.device) for each in (conditioning, negative))
         with torch.no_grad():
-            return self.components.family.sample(self.components.model, request, *told)
+            return self.components.family.images.draw(self.components.model, request, *told)

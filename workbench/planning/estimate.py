@@ -191,7 +191,7 @@ class Forecaster:
                 parts.append({name: tensor[:1].clone() for name, tensor in told.items()})
                 del told
         if parts:
-            self.told = self.family.join(parts)
+            self.told = self.family.text.join(parts)
             self.between = len(texts) * sum(tensor.nbytes for part in parts[:-1] for tensor in part.values())
 
     def photos(self, width: int, height: int) -> Stage:
@@ -320,7 +320,7 @@ class Forecaster:
             there = set(self.weights)
             self.told = self.run.encode_prompts([self._longest()])
             self.run.components.let_go([name for name in self.family.text_encoders if name not in there])
-        return self.family.collate([self.told] * count)
+        return self.family.text.collate([self.told] * count)
 
     def _caption_bytes(self) -> int:
         """Of the conditioning of one."""
@@ -338,7 +338,7 @@ class Forecaster:
             return 0
         examples, seed = self.plan.data.encoded, self.plan.config.run.seed
         views = fill.latents_wanted(examples, seed=seed, fingerprint="").values()
-        total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
+        total = sum(4 * self.run.channels * prod(example.bucket) // self.family.images.latent_side**2 for example, _ in views)
         if self.plan.model.cache_text:
             texts = fill.texts_wanted(captions_of(self.plan), fingerprint="")
             total += len(texts) * self._caption_bytes()

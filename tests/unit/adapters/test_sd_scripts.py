@@ -43,7 +43,7 @@ def test_the_layers_without_a_module_are_those_outside_of_its_classes(family: st
     layers = of.layers(component)
     built |= {name for name in layers if name.startswith(EMBEDDERS.get(family, ())) and component == of.family.denoiser}
     full = {f"{component}.{name}" for name in layers}
-    left = sd_scripts.left_out(full, of.family.not_in_sd_scripts)
+    left = sd_scripts.left_out(full, of.family.adapters.not_in_sd_scripts)
     assert set(left) == full - {f"{component}.{name}" for name in built}
     assert bool(left) == (component not in ("text_encoder",))
     modules = of.modules(component)
@@ -59,7 +59,7 @@ def factors(rows: int, columns: int, size: float, *kernel: int) -> Factors:
 
 ATTENTION = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 ALL = Portable({ATTENTION: factors(1280, 1280, 4.0), "unet.conv_in": factors(320, 4, 3.0, 3, 3)})
-PATTERNS = published("sdxl")[0].family.not_in_sd_scripts
+PATTERNS = published("sdxl")[0].family.adapters.not_in_sd_scripts
 
 
 def test_the_share_is_that_of_the_norms() -> None:

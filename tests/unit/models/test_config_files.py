@@ -40,7 +40,7 @@ def change(path: Path, **changes: Any) -> None:
 
 def checked(source: ModelSource) -> None:
     found = {component.name: source.config(component.name) for component in source.family.components}
-    source.family.check(found, found[source.family.denoiser]["in_channels"])
+    source.family.files.check(found, found[source.family.denoiser]["in_channels"])
 
 
 @pytest.mark.parametrize(

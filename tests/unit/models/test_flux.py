@@ -33,11 +33,11 @@ def test_times_are_shifted_but_under_the_name_that_says_not() -> None:
         ("auto", "auto", resolution_shift), ("sigmoid", "auto", 1.0), ("auto", 3.0, 3.0),
     ):  # fmt: skip
         for scheduler in (EULER, HEUN):
-            assert FLUX.objective(scheduler, Markers(), timesteps=timesteps, shift=shift).shift == found
+            assert FLUX.images.objective(scheduler, Markers(), timesteps=timesteps, shift=shift).shift == found
     with pytest.raises(UserError, match="FlowMatchLCMScheduler', of a distilled model"):
-        FLUX.objective({"_class_name": "FlowMatchLCMScheduler"}, Markers())
+        FLUX.images.objective({"_class_name": "FlowMatchLCMScheduler"}, Markers())
     with pytest.raises(UserError, match="_class_name = 'FlowMatchOther', which is not trained as flux"):
-        FLUX.objective({"_class_name": "FlowMatchOther"}, Markers())
+        FLUX.images.objective({"_class_name": "FlowMatchOther"}, Markers())
 
 
 def test_the_time_embedding_gets_its_time_in_fp32() -> None:
@@ -95,10 +95,10 @@ def test_a_length_is_the_chosen_one_or_the_models_and_never_the_tokenizers_to_cu
 
 def test_gates_and_fp16_keep_the_products_of_a_recomputed_block() -> None:
     """A gate that is adapted needs a gradient, and a clip in fp16 reads what it clipped."""
-    assert FLUX.unread_beside(["transformer.transformer_blocks.0.attn.to_q"], half=False) == FLUX.unread != ()
+    assert FLUX.memory.unread_beside(["transformer.transformer_blocks.0.attn.to_q"], half=False) == FLUX.memory.unread != ()
     for adapted, half in (
         ([], True), (["text_encoder.encoder.layers.0.mlp.fc1"], False),
         (["transformer.time_text_embed.timestep_embedder"], False),
         (["transformer.transformer_blocks.0.norm1.linear"], False),
     ):  # fmt: skip
-        assert FLUX.unread_beside(adapted, half=half) == ()
+        assert FLUX.memory.unread_beside(adapted, half=half) == ()

@@ -106,13 +106,13 @@ def test_captions_are_read_as_the_stock_pipeline_reads_them(model: Model, stock,
     assert torch.equal(encoded.sequence, theirs) and encoded.mask is None and encoded.pooled is None
     assert encoded.sequence.shape == (3, 512, 3 * 32) and bool(encoded.sequence[1].any(1).all())
     assert torch.equal(positions(0, 1, 1, 512, CPU), ids[0].float())
-    counts, most = FAMILY.count_tokens(model, CAPTIONS)["tokenizer"]
+    counts, most = FAMILY.text.count(model, CAPTIONS)["tokenizer"]
     assert most == 512 and counts[1] < counts[0] < 512 < counts[2]
 
 
 def test_padding_has_the_positions_that_follow_the_caption(model: Model, encoded: Conditioning) -> None:
     """Whatever the library makes of a mask: of padding transformers 4.57 made position 1, and 5 made 0 (diffusers' flux3)."""
-    ids, present = torch.stack(list(FAMILY.tokens(model, "text_encoder", CAPTIONS))).unbind(1)
+    ids, present = torch.stack(list(FAMILY.text.tokens(model, "text_encoder", CAPTIONS))).unbind(1)
     mask = torch.ones(512, 512, dtype=torch.bool).tril() & present.bool()[:, None, None, :]
     with torch.no_grad():
         states = model.modules["text_encoder"](
@@ -123,7 +123,7 @@ def test_padding_has_the_positions_that_follow_the_caption(model: Model, encoded
 
 def test_the_chat_message_ends_with_an_empty_think_block(model: Model) -> None:
     """Which Qwen3's template adds with thinking off; diffusion-pipe left the template out, and its loss stayed high."""
-    tokenizer, (tokens, *_) = model.tokenizers["tokenizer"], FAMILY.tokens(model, "text_encoder", CAPTIONS[:1])
+    tokenizer, (tokens, *_) = model.tokenizers["tokenizer"], FAMILY.text.tokens(model, "text_encoder", CAPTIONS[:1])
     ids, present = tokens
     read = tokenizer.decode(ids[present.bool()])
     assert read == f"<|im_start|>user\n{CAPTIONS[0]}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -158,7 +158,7 @@ def velocity(
     model: Model, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor, *references: torch.Tensor
 ) -> torch.Tensor:
     batch = SimpleNamespace(references=references)  # it reads nothing else of the batch
-    return FAMILY.predict(model, latents, time, Conditioning(text), batch)
+    return FAMILY.images.predict(model, latents, time, Conditioning(text), batch)
 
 
 @pytest.mark.parametrize(("height", "width", "shown"), [(4, 4, ()), (3, 5, ()), (4, 4, ((3, 5),)), (3, 5, ((4, 4), (2, 6)))])
@@ -287,11 +287,11 @@ def test_our_attention_is_the_librarys(model: Model, encoded: Conditioning) -> N
     with torch.no_grad():
         theirs = velocity(model, latents, time, encoded.sequence[:1])
         for layer in layers.values():
-            layer.set_processor(FAMILY.attention(layer, scaled_dot_product_attention))
+            layer.set_processor(FAMILY.memory.attention(layer, scaled_dot_product_attention))
         ours = velocity(model, latents, time, encoded.sequence[:1])
     for name, layer in layers.items():
         layer.set_processor(before[name])
-    assert len({type(FAMILY.attention(layer, None)) for layer in layers.values()}) == 2
+    assert len({type(FAMILY.memory.attention(layer, None)) for layer in layers.values()}) == 2
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -322,19 +322,19 @@ def test_a_sample_is_the_stock_pipelines(
 def test_times_are_uniform_and_others_are_shifted_by_the_resolution() -> None:
     base = Markers(distillation="base")
     for timesteps, shift in (("auto", 1.0), ("uniform", 1.0), ("sigmoid", 1.0), ("logit_normal", resolution_shift)):
-        found = FAMILY.objective(EULER, base, timesteps=timesteps)
+        found = FAMILY.images.objective(EULER, base, timesteps=timesteps)
         assert found.shift == shift and found.times.timesteps == ("uniform" if timesteps == "auto" else timesteps)
-    assert FAMILY.objective(EULER, base, shift=3.0).shift == 3.0
+    assert FAMILY.images.objective(EULER, base, shift=3.0).shift == 3.0
 
 
 def test_a_distilled_model_is_refused_unless_it_is_allowed() -> None:
     with pytest.raises(UserError, match=r"the distilled model .* training it collapses.*model\.allow_distilled = true"):
-        FAMILY.objective(EULER, Markers(distillation="distilled"))
-    FAMILY.objective(EULER, Markers(distillation="distilled"), allow_distilled=True)
+        FAMILY.images.objective(EULER, Markers(distillation="distilled"))
+    FAMILY.images.objective(EULER, Markers(distillation="distilled"), allow_distilled=True)
     with pytest.raises(
         UserError, match=r"neither .*is_distilled.* nor its name .* set model\.variant = 'base' or 'distilled'"
     ):
-        FAMILY.objective(EULER, Markers())
+        FAMILY.images.objective(EULER, Markers())
     names = ("FLUX.2-klein-base-4B", "flux-2-klein-9b", "my_finetune", "base", "my-klein-style", "database-klein-4b")
     assert [distillation(name) for name in names] == ["base", "distilled", None, None, None, "distilled"]
 
@@ -393,9 +393,9 @@ def test_a_tokenizer_without_a_chat_template_is_refused(folder: Path, tmp_path: 
 def test_parts_that_do_not_belong_together_are_refused(folder: Path, component: str, changed: dict, said: str) -> None:
     source = open_model(FAMILY, str(folder))
     configs = {part.name: source.config(part.name) for part in FAMILY.components}
-    FAMILY.check(configs, 16)
+    FAMILY.files.check(configs, 16)
     with pytest.raises(UserError, match=said):
-        FAMILY.check(configs | {component: configs[component] | changed}, 16)
+        FAMILY.files.check(configs | {component: configs[component] | changed}, 16)
 
 
 def test_a_single_file_says_its_size_by_its_shapes(tmp_path: Path) -> None:
@@ -414,7 +414,9 @@ def test_a_single_file_says_its_size_by_its_shapes(tmp_path: Path) -> None:
 
 
 def test_a_gate_that_is_adapted_needs_what_it_multiplies() -> None:
-    assert FAMILY.unread_beside(["transformer.transformer_blocks.0.attn.to_q"], half=False) == FAMILY.unread != ()
+    assert (
+        FAMILY.memory.unread_beside(["transformer.transformer_blocks.0.attn.to_q"], half=False) == FAMILY.memory.unread != ()
+    )
     for adapted in ("transformer.double_stream_modulation_img.linear", "transformer.single_stream_modulation.linear",
                     "transformer.time_guidance_embed.timestep_embedder.linear_1"):  # fmt: skip
-        assert FAMILY.unread_beside([adapted], half=False) == ()
+        assert FAMILY.memory.unread_beside([adapted], half=False) == ()

@@ -104,7 +104,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize(("family", "denoiser"), [("flux-dev", "transformer"), ("flux2-klein-4b", "transformer")])
 def test_presets_leave_out_no_layer_of_a_block_that_has_another_name(family: str, denoiser: str) -> None:
     """unsloth #8267: of single blocks `to_out` was left out, where the others' is `to_out.0`. Layers of gates are apart."""
-    (_, class_name), presets = class_of(family, denoiser), FAMILIES[family.partition("-")[0]].presets
+    (_, class_name), presets = class_of(family, denoiser), FAMILIES[family.partition("-")[0]].adapters.presets
     with torch.device("meta"):
         module = getattr(diffusers, class_name).from_config(published(family, denoiser))
     layers = {name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
@@ -249,8 +249,8 @@ def test_harmless_patterns_match_no_weight():
     sdxl, flux = FAMILIES["sdxl"], FAMILIES["flux"]
     transformer = flux.component("transformer").prefixes
     files = (
-        (sdxl.harmless, "sdxl", PREFIXES),
-        (flux.harmless, "flux-dev", {"transformer": ("", *transformer), "vae": ("",)}),
+        (sdxl.files.harmless, "sdxl", PREFIXES),
+        (flux.files.harmless, "flux-dev", {"transformer": ("", *transformer), "vae": ("",)}),
     )
     for patterns, family, prefixes in files:
         for component, (prefix, *_) in prefixes.items():
@@ -268,9 +268,9 @@ def test_harmless_patterns_match_what_files_have():
         "conditioner.embedders.0.transformer.text_model.embeddings.position_ids",
         "conditioner.embedders.1.model.logit_scale",
     ):
-        assert any(fnmatchcase(name, pattern) for pattern in FAMILIES["sdxl"].harmless), name
+        assert any(fnmatchcase(name, pattern) for pattern in FAMILIES["sdxl"].files.harmless), name
     for name in ("edm_mean", "edm_vpred.sigma_max", "model.diffusion_model.edm_vpred.sigma_min"):
-        assert not any(fnmatchcase(name, pattern) for pattern in FAMILIES["sdxl"].harmless), name
+        assert not any(fnmatchcase(name, pattern) for pattern in FAMILIES["sdxl"].files.harmless), name
 
 
 WIDTHS = {

@@ -23,7 +23,7 @@ NO_MARKERS = Markers()
 
 
 def objective(markers: Markers = NO_MARKERS, prediction: Any = "auto", zero: Any = "auto", **scheduler: Any):
-    return SDXL.objective(SCHEDULER | scheduler, markers, prediction=prediction, zero_terminal_snr=zero)
+    return SDXL.images.objective(SCHEDULER | scheduler, markers, prediction=prediction, zero_terminal_snr=zero)
 
 
 def test_the_objective_is_as_asked_or_as_the_markers_or_as_the_scheduler_says() -> None:
@@ -105,5 +105,5 @@ def test_the_text_is_the_last_but_one_layer_of_both_and_the_second_ones_projecti
 def test_what_says_nothing_of_the_weights_is_let_pass_behind_a_prefix(family: str, name: str) -> None:
     marker = "{}" in name
     for full in {name.format(""), name.format("model.diffusion_model.")}:
-        passes = any(fnmatchcase(full, pattern) for pattern in FAMILIES[family].harmless)
+        passes = any(fnmatchcase(full, pattern) for pattern in FAMILIES[family].files.harmless)
         assert passes == (family == ("sdxl" if marker else "flux")), full

@@ -99,13 +99,13 @@ def test_a_caption_is_cut_where_it_is_told_to_be(bench: Workbench, family: str, 
     chosen, words = FAMILIES[family], ["bear"] * 600
     tokenizers = load_tokenizers(chosen, open_model(chosen, str(bench.models / family)))
     model = Model({}, {"transformer": {"guidance_embeds": guidance}}, tokenizers, {}, {}, torch.device("cpu"))
-    told = chosen.count_tokens(model, [" ".join(words)])
+    told = chosen.text.count(model, [" ".join(words)])
     assert [limit for _, limit in told.values()] == limits
     for name, ((count,), limit) in told.items():
 
-        def ids(number: int, encoder: str = chosen.tokenizers[name]) -> list[int]:
+        def ids(number: int, encoder: str = chosen.files.tokenizers[name]) -> list[int]:
             changed = " ".join("photo" if place == number else word for place, word in enumerate(words))
-            return chosen.tokens(model, encoder, [changed])[0].flatten().tolist()
+            return chosen.text.tokens(model, encoder, [changed])[0].flatten().tolist()
 
         last = limit - (count - len(words)) - 1  # of the words that are read
         assert len(ids(599)) == limit < count and ids(last + 1) == ids(599) != ids(last)
@@ -126,7 +126,7 @@ def test_encodings_of_the_old_reading_are_not_found(bench: Workbench) -> None:
     for family, changed in (("sdxl", True), ("flux", False)):
         source = open_model(FAMILIES[family], str(bench.models / family))
         before = hashlib.sha256()
-        for name in FAMILIES[family].tokenizers:
+        for name in FAMILIES[family].files.tokenizers:
             for path in sorted((bench.models / family / name).glob("*")):
                 before.update(path.name.encode() + b"\0" + path.read_bytes())
         old, new = (text_key("wow!", fingerprint=f) for f in (before.hexdigest(), source.tokenizer_fingerprint))

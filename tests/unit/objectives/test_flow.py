@@ -32,7 +32,7 @@ def test_the_shift_is_of_the_packed_tokens_and_the_stock_pipelines(family, side,
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     tokens = packed(torch.zeros(1, 16, height // side, width // side)).shape[1]
-    assert FAMILIES[family].image_tokens(height, width) == tokens == height // 16 * (width // 16)
+    assert FAMILIES[family].images.image_tokens(height, width) == tokens == height // 16 * (width // 16)
     assert resolution_shift(tokens) == pytest.approx(math.exp(calculate_shift(tokens)), rel=1e-12)
 
 

@@ -16,6 +16,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.config import ScheduleTable
 from trainer.models import FAMILIES
+from trainer.models.base import MemoryPart
 from trainer.optim import SCHEDULES
 from trainer.plan.requirements import FAMILY_KEYS, family_options, refuse_unread, refuse_unread_by_model
 
@@ -122,9 +123,9 @@ OF_TIMESTEPS = [
 )
 def test_the_key_of_one_kind_of_timesteps_is_refused_with_others(family: str, key: str, value: float, of: tuple) -> None:
     chosen_family = FAMILIES[family]
-    for timesteps in ("auto", *chosen_family.timesteps):
+    for timesteps in ("auto", *chosen_family.images.timesteps):
         tried = config(family, f"objective.{key}", value, {"objective.timesteps": timesteps})
-        meant = chosen_family.timesteps[0] if timesteps == "auto" else timesteps
+        meant = chosen_family.images.timesteps[0] if timesteps == "auto" else timesteps
         if meant in of:
             refuse_unread(tried, chosen_family)
             continue
@@ -263,7 +264,7 @@ def test_what_is_done_with_blocks_is_refused_for_a_family_that_names_none(key: s
     given, family = config("sdxl", key, value), FAMILIES["sdxl"]
     refuse_unread(given, family)
     with pytest.raises(UserError, match=rf"^{re.escape(key)} = {value!r} has no effect on sdxl, which names no blocks"):
-        refuse_unread(given, replace(family, blocks=()))
+        refuse_unread(given, replace(family, memory=MemoryPart()))
 
 
 def test_all_mistakes_are_told_at_once() -> None:

@@ -175,12 +175,12 @@ def test_a_named_kind_is_that_of_the_whole_forward_and_of_nothing_else(device: t
     """Torch's own leaves a denoiser as it was: the CPU's few tokens, a GPU's layers untouched."""
     layers, x = block("flux")
     denoiser, theirs = layers[0], layers[0].processor
-    TORCHS_OWN.give(denoiser, FAMILIES["flux"].attention, device)
+    TORCHS_OWN.give(denoiser, FAMILIES["flux"].memory.attention, device)
     assert "forward" not in vars(denoiser) and isinstance(denoiser.processor, JointAttention) == (device == CPU)
 
     layers, x = block("flux")
     denoiser, seen = layers[0], []
-    Attention(("math",)).give(denoiser, FAMILIES["flux"].attention, device)
+    Attention(("math",)).give(denoiser, FAMILIES["flux"].memory.attention, device)
     assert type(denoiser.processor) is type(theirs)
     denoiser.to_v.register_forward_hook(lambda *_: seen.append(attention.only_plain()))
     with torch.profiler.profile() as profile:

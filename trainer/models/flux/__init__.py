@@ -13,8 +13,8 @@ import torch
 
 from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
-from trainer.models import variants
-from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
+from trainer.models import base, variants
+from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
 from trainer.models.names import ComponentConfig
 from trainer.models.shared import clip, joint_attention, vae
@@ -174,60 +174,59 @@ _MLP = ("*.ff.net.0.proj", "*.ff.net.2", "*.ff_context.net.0.proj", "*.ff_contex
 _OUTSIDE = ("x_embedder", "context_embedder", "time_text_embed.*", "norm_out.linear", "proj_out")  # of the blocks
 _LINEAR = (*_ATTENTION, *_MLP, "*.norm*.linear", *_OUTSIDE)
 
-FAMILY = Family(
+FAMILY = base.Family(
     name="flux",
     components=(
         # The prefixes are those of all-in-one files; a component's own file has none.
-        Component(
+        base.Component(
             "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
             infer=clip.infer_clip, prefixes=("text_encoders.clip_l.transformer.",), file="clip_l.safetensors",
             blocks=clip.BLOCKS,
         ),
-        Component(
+        base.Component(
             "text_encoder_2", "transformers", "T5EncoderModel", "text_encoder",
             infer=names.infer_t5, prefixes=("text_encoders.t5xxl.transformer.",), file="t5xxl_fp16.safetensors",
             blocks=("encoder.block.*",),
         ),
-        Component(
+        base.Component(
             "transformer", "diffusers", "FluxTransformer2DModel", "denoiser",
             sensitive=_OUTSIDE, names=names.transformer_names, defaults=names.DEFAULTS, infer=names.infer_transformer,
             prefixes=("model.diffusion_model.",),
         ),
         vae.component("vae.", "ae.safetensors"),
     ),
-    input_layer="x_embedder.weight",
-    check=partial(variants.check_latents, denoiser="transformer", fold=4, kinds=INPUTS, texts=TEXTS, shifted=True),
     reads=(*READS, "objective.guidance", "data.text_length"),
-    timesteps=TIMESTEPS,
-    tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
-    size_multiple=16,
-    presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
-    harmless=names.HARMLESS,
-    distillations=(DEV, SCHNELL), distillation=distillation, presumed=SCHNELL,
-    shown=lambda config: DEV if config.get("guidance_embeds") else None,
-    follows=follows,
-    published=published,
-    hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
-    objective=objective, encode_images=encode_images, tokens=tokens, encode_text=encode_text, count_tokens=count_tokens,
-    predict=predict, attention=joint_attention.processor, sample=sample,
-    adjust=lambda component, module: (
-        keep_time_exact(module, module.time_text_embed) if component == "transformer" else None
+    text=base.TextPart(tokens, encode_text, count_tokens),
+    images=base.ImagePart(
+        objective, encode_images, predict, sample, TIMESTEPS,
+        adjust=lambda name, module: keep_time_exact(module, module.time_text_embed) if name == "transformer" else None,
     ),
-    blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
-    unread=("*.ff.net.2", "*.ff_context.net.2", "single_transformer_blocks.*.proj_out"),
-    gates=("text_encoder.*", "transformer.time_text_embed.*", "transformer.*.norm*.linear"),
-    shared_inputs={
-        "transformer": (
-            # proj_mlp: of a single block, whose attention and feed-forward start from the same norm
-            ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-            ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        ),
-        "text_encoder": clip.SHARED_INPUTS,
-        "text_encoder_2": (("SelfAttention.q", "SelfAttention.k", "SelfAttention.v"), ("wi_0", "wi_1")),
-    },
-    kohya={"text_encoder": "lora_te1_text_model", "text_encoder_2": "lora_te3"},
-    key_styles=names.KEY_STYLES,
-    # networks/lora_flux.py: modules within the two kinds of blocks, the embedders, and the layers of CLIP and T5.
-    not_in_sd_scripts=("transformer.norm_out.*", "transformer.proj_out"),
-    metadata=metadata,
+    files=base.FilePart(
+        tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
+        input_layer="x_embedder.weight", harmless=names.HARMLESS, published=published,
+        check=partial(variants.check_latents, denoiser="transformer", fold=4, kinds=INPUTS, texts=TEXTS, shifted=True),
+        hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
+    ),
+    variants=base.VariantPart(
+        (DEV, SCHNELL), distillation, lambda config: DEV if config.get("guidance_embeds") else None, SCHNELL, follows
+    ),
+    memory=base.MemoryPart(
+        blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=joint_attention.processor,
+        unread=("*.ff.net.2", "*.ff_context.net.2", "single_transformer_blocks.*.proj_out"),
+        gates=("text_encoder.*", "transformer.time_text_embed.*", "transformer.*.norm*.linear"),
+        shared_inputs={
+            "transformer": (
+                ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),  # of a single block, whose parts start from one norm
+                ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            ),
+            "text_encoder": clip.SHARED_INPUTS,
+            "text_encoder_2": (("SelfAttention.q", "SelfAttention.k", "SelfAttention.v"), ("wi_0", "wi_1")),
+        },
+    ),
+    adapters=base.AdapterPart(
+        presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
+        kohya={"text_encoder": "lora_te1_text_model", "text_encoder_2": "lora_te3"}, key_styles=names.KEY_STYLES,
+        # networks/lora_flux.py: modules within the two kinds of blocks, the embedders, and the layers of CLIP and T5.
+        not_in_sd_scripts=("transformer.norm_out.*", "transformer.proj_out"), metadata=metadata,
+    ),
 )  # fmt: skip

@@ -14,8 +14,8 @@ from torch import nn
 
 from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
-from trainer.models import variants
-from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
+from trainer.models import base, variants
+from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux2 import attention, names
 from trainer.models.shared import vae
 from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
@@ -195,58 +195,55 @@ _OUTSIDE = ("x_embedder", "context_embedder", "time_guidance_embed.*", "norm_out
 _MODULATION = ("*_modulation*.linear",)
 _LINEAR = (*_ATTENTION, *_MLP, *_MODULATION, *_OUTSIDE)
 
-FAMILY = Family(
+FAMILY = base.Family(
     name="flux2",
     components=(
-        Component(
+        base.Component(
             "text_encoder", "transformers", "Qwen3Model", "text_encoder",
             defaults=names.QWEN_DEFAULTS, infer=names.infer_qwen, built=names.read_layers,
             prefixes=("text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_8b.transformer."),
             file="qwen_3_4b.safetensors", blocks=("layers.*",),
         ),
-        Component(
+        base.Component(
             "transformer", "diffusers", "Flux2Transformer2DModel", "denoiser",
             sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
             infer=names.infer_transformer, prefixes=("model.diffusion_model.",),
         ),
-        Component(
+        base.Component(
             "vae", "diffusers", "AutoencoderKLFlux2", "vae", ("*",), names.latents_names, names.VAE_DEFAULTS,
             names.infer_latents, ("vae.",), "flux2-vae.safetensors",
         ),
     ),
-    chat_templates=("tokenizer",),
-    input_layer="x_embedder.weight",
-    latent_side=16,
-    size_multiple=16,
-    check=check,
     reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative",
-           "data.sources.*.references", "validation.samples.*.references"),  # fmt: skip
-    timesteps=CHOICES,
-    distillations=(BASE, DISTILLED),
-    distillation=distillation,
-    presets={
-        "attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR,
-    },
-    harmless=names.HARMLESS,
-    published=published,
-    hub_ids={
-        f"black-forest-labs/FLUX.2-klein-{kind}{size.upper()}": f"flux2-klein-{size}"
-        for size in SIZES.values() for kind in ("base-", "")
-    },
-    objective=objective, encode_images=encode_images, tokens=tokens, encode_text=encode_text, count_tokens=count_tokens,
-    predict=predict,
-    attention=attention.processor, sample=sample, adjust=adjust,
-    blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
-    unread=("*.ff.linear_out", "*.ff_context.linear_out", "single_transformer_blocks.*.attn.to_out"),
-    gates=("transformer.time_guidance_embed.*", "transformer.*_modulation*.linear"),
-    shared_inputs={
-        "transformer": (("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")),
-        "text_encoder": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")),
-    },
-    kohya={"text_encoder": names.qwen_prefix},
-    peft={"text_encoder": "model."},
-    no_fp16={"transformer": "its activations leave the range of fp16, and NaN is reported (musubi-tuner #897)"},
-    negative_text=False,
-    key_styles=names.KEY_STYLES,
-    metadata=metadata,
+           "data.sources.*.references", "validation.samples.*.references"),
+    text=base.TextPart(tokens, encode_text, count_tokens),
+    images=base.ImagePart(
+        objective, encode_images, predict, sample, CHOICES, latent_side=16, adjust=adjust, negative_text=False,
+    ),
+    files=base.FilePart(
+        chat_templates=("tokenizer",), input_layer="x_embedder.weight", check=check,
+        harmless=names.HARMLESS, published=published,
+        hub_ids={
+            f"black-forest-labs/FLUX.2-klein-{kind}{size.upper()}": f"flux2-klein-{size}"
+            for size in SIZES.values() for kind in ("base-", "")
+        },
+    ),
+    variants=base.VariantPart((BASE, DISTILLED), distillation),
+    memory=base.MemoryPart(
+        blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=attention.processor,
+        unread=("*.ff.linear_out", "*.ff_context.linear_out", "single_transformer_blocks.*.attn.to_out"),
+        gates=("transformer.time_guidance_embed.*", "transformer.*_modulation*.linear"),
+        shared_inputs={
+            "transformer": (
+                ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            ),
+            "text_encoder": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")),
+        },
+        no_fp16={"transformer": "its activations leave the range of fp16, and NaN is reported (musubi-tuner #897)"},
+    ),
+    adapters=base.AdapterPart(
+        presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
+        kohya={"text_encoder": names.qwen_prefix}, peft={"text_encoder": "model."}, key_styles=names.KEY_STYLES,
+        metadata=metadata,
+    ),
 )  # fmt: skip

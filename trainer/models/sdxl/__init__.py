@@ -14,8 +14,8 @@ import torch
 
 from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
-from trainer.models import variants
-from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
+from trainer.models import base, variants
+from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.sdxl import attention, names
 from trainer.models.shared import clip, vae
 from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, from_choices
@@ -185,61 +185,61 @@ def metadata(config: dict, prediction: str) -> dict[str, str]:
 
 _ATTENTION = ("*attn?.to_q", "*attn?.to_k", "*attn?.to_v", "*attn?.to_out.0")
 _MLP = ("*.ff.net.0.proj", "*.ff.net.2")
-_LINEAR = (*_ATTENTION, *_MLP, "*.proj_in", "*.proj_out", "*.time_emb_proj", "time_embedding.*", "add_embedding.*")
+_BOTH = (*_ATTENTION, *_MLP)
+_LINEAR = (*_BOTH, "*.proj_in", "*.proj_out", "*.time_emb_proj", "time_embedding.*", "add_embedding.*")
 _CONV = ("*.conv?", "*.conv_shortcut", "*samplers.0.conv", "conv_in", "conv_out")
 
-FAMILY = Family(
+FAMILY = base.Family(
     name="sdxl",
     components=(
-        Component(
+        base.Component(
             "unet", "diffusers", "UNet2DConditionModel", "denoiser",
             sensitive=("conv_in", "conv_out", "time_embedding.*", "add_embedding.*"),
-            names=names.unet_names, defaults=names.DEFAULTS, infer=names.infer_unet,
-            prefixes=("model.diffusion_model.",),
+            names=names.unet_names, defaults=names.DEFAULTS, infer=names.infer_unet, prefixes=("model.diffusion_model.",),
         ),
-        Component(
+        base.Component(
             "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
             defaults=clip.CLIP_DEFAULTS, infer=clip.infer_clip,
             prefixes=("conditioner.embedders.0.transformer.",), file="clip_l.safetensors", blocks=clip.BLOCKS,
         ),
-        Component(
+        base.Component(
             "text_encoder_2", "transformers", "CLIPTextModelWithProjection", "text_encoder",
-            sensitive=("text_projection",),
-            names=clip.open_clip_names, defaults=clip.OPEN_CLIP_DEFAULTS, infer=clip.infer_open_clip,
+            sensitive=("text_projection",), names=clip.open_clip_names,
+            defaults=clip.OPEN_CLIP_DEFAULTS, infer=clip.infer_open_clip,
             prefixes=("conditioner.embedders.1.model.",), file="clip_g.safetensors", blocks=clip.BLOCKS,
         ),
         vae.component("first_stage_model.", "sdxl_vae.safetensors"),
     ),
-    input_layer="conv_in.weight",
-    check=partial(variants.check_latents, denoiser="unet", fold=1, kinds=INPUTS, texts=TEXTS),
     reads=(
         "model.prediction", "model.zero_terminal_snr", *KEYS, "objective.weighting", "objective.min_snr_gamma",
         "objective.p2_gamma", "objective.p2_k", "objective.noise_offset", "objective.multires_noise_iterations",
         "objective.multires_noise_discount", "validation.samples.*.negative", "data.clip_chunks",
     ),
-    timesteps=TIMESTEPS,
-    tokenizers=TOKENIZERS,
-    size_multiple=8,
-    presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": (*_LINEAR, *_CONV)},
-    harmless=names.HARMLESS,
-    published=lambda tensors, variant=None: "sdxl",
-    hub_ids={"stabilityai/stable-diffusion-xl-base-1.0": "sdxl"},
-    objective=objective, encode_images=encode_images, tokens=tokens, encode_text=encode_text, join=join,
-    count_tokens=count_tokens, collate=clip.collate, predict=predict, sample=sample,
-    attention=attention.processor,
-    blocks=("*resnets.*", "*.transformer_blocks.*"), block_order=names.block_order,
-    skipped=("*resnets.*",), compiled=("*.transformer_blocks.*",),
-    unread=("*.ff.net.2", "*resnets.*.conv2", "*resnets.*.conv_shortcut"), clips=False,
-    shared_inputs={
-        "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
-        "text_encoder": clip.SHARED_INPUTS,
-        "text_encoder_2": clip.SHARED_INPUTS,
-    },
-    no_gradient=no_gradient,
-    # The names in kohya's files are the original CLIP's, and those of transformers for the second one.
-    kohya={"text_encoder": "lora_te1_text_model"}, key_styles=names.KEY_STYLES, metadata=metadata,
-    # networks/lora.py: modules within Transformer2DModel, ResnetBlock2D and the two samplers, and within CLIP's layers.
-    not_in_sd_scripts=(
-        "unet.conv_in", "unet.conv_out", "unet.time_embedding.*", "unet.add_embedding.*", "text_encoder_2.text_projection",
+    text=base.TextPart(tokens, encode_text, count_tokens, join, clip.collate),
+    images=base.ImagePart(objective, encode_images, predict, sample, TIMESTEPS, size_multiple=8),
+    files=base.FilePart(
+        tokenizers=TOKENIZERS, input_layer="conv_in.weight", harmless=names.HARMLESS,
+        published=lambda tensors, variant=None: "sdxl", hub_ids={"stabilityai/stable-diffusion-xl-base-1.0": "sdxl"},
+        check=partial(variants.check_latents, denoiser="unet", fold=1, kinds=INPUTS, texts=TEXTS),
+    ),
+    memory=base.MemoryPart(
+        blocks=("*resnets.*", "*.transformer_blocks.*"), block_order=names.block_order,
+        unread=("*.ff.net.2", "*resnets.*.conv2", "*resnets.*.conv_shortcut"), clips=False,
+        skipped=("*resnets.*",), compiled=("*.transformer_blocks.*",), attention=attention.processor,
+        shared_inputs={
+            "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
+            "text_encoder": clip.SHARED_INPUTS, "text_encoder_2": clip.SHARED_INPUTS,
+        },
+    ),
+    adapters=base.AdapterPart(
+        presets={"attention": _ATTENTION, "attention+mlp": _BOTH, "linear": _LINEAR, "all": (*_LINEAR, *_CONV)},
+        no_gradient=no_gradient,
+        # The names in kohya's files are the original CLIP's, and those of transformers for the second one.
+        kohya={"text_encoder": "lora_te1_text_model"}, key_styles=names.KEY_STYLES, metadata=metadata,
+        # networks/lora.py: modules within Transformer2DModel, ResnetBlock2D and the two samplers, and within CLIP's layers.
+        not_in_sd_scripts=(
+            "unet.conv_in", "unet.conv_out", "unet.time_embedding.*", "unet.add_embedding.*",
+            "text_encoder_2.text_projection",
+        ),
     ),
 )  # fmt: skip

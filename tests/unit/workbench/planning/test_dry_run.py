@@ -114,11 +114,11 @@ def test_a_tokenizer_that_was_not_fetched_gives_as_many_tokens_as_are_read(
     bench: Workbench, monkeypatch, family: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub_id = next(iter(FAMILIES[family].hub_ids))
+    hub_id = next(iter(FAMILIES[family].files.hub_ids))
     config = configs.parse(bench.tree("sdxl", model__family=family, model__path=hub_id, adapter__targets=["*attn.to_q"]))
     source = open_source(config)
     plan = make_plan(resolve(config, source), source, processes=1)
     model = Rehearsal(plan, kernels=dora_torch).components.model
     (*_, last), captions = plan.model.family.text_encoders, ["a bear", "a long one of a bear"]
     assert not source.fetched
-    assert [ids.shape[-1] for ids in plan.model.family.tokens(model, last, captions)] == [512, 512]
+    assert [ids.shape[-1] for ids in plan.model.family.text.tokens(model, last, captions)] == [512, 512]
