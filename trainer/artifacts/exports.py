@@ -158,7 +158,7 @@ class Artifacts:
 
     def leave_files(self) -> None:
         """Write the adapter files and their card of the present step, where the training was stopped. The next stop, or
-        the end, writes them anew."""
+        the end, overwrites them."""
         say, step = self.context.processes.say, self.state.progress.step
         if not self.context.processes.is_main:
             return
@@ -167,7 +167,7 @@ class Artifacts:
         except NotTrained as error:
             say(f"warning: {error}")
             return
-        say(f"left as of step {step}, the next stop or the end writes them anew:")
+        say(f"adapter files of step {step} (overwritten at the next stop or at the end):")
         self._say_where(written)
 
     def leave_report(self) -> None:

@@ -25,7 +25,7 @@ except ModuleNotFoundError:  # Windows
     fcntl = None
 
 
-# Is told every number of units (bytes, layers) that were done; may raise, which ends the work.
+# Progress callback: called with the count of units (bytes, layers) just done. Raising cancels the work.
 Advance = Callable[[int], object]
 
 # As `write_atomic`, or `FileGroup.write`.

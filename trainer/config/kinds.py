@@ -24,7 +24,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 QUANTISED = tuple(dtype for dtype in get_args(Dtype) if dtype not in get_args(Compute))
-# For the page of all keys: a count, or a share. A check says what is wrong with others.
+# The schema that docs/keys.md words: a count, or a share. The key's validator explains what is wrong with other values.
 CountOrShare = WithJsonSchema(
     {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
 )

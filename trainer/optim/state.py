@@ -16,8 +16,8 @@ from trainer.optim.table import OPTIMIZERS
 
 
 class OptimizerState:
-    """What the optimizer `name` of the table keeps, as NAME|KEY, where NAME is
-    group.INDEX of a flat parameter, group.INDEX.PLACE of one with its own shape, param_groups.INDEX of what a group keeps.
+    """The state of the optimizer `name` as flat keys `NAME|KEY`. NAME: `group.INDEX` (a flat parameter),
+    `group.INDEX.PLACE` (a parameter with its own shape), `param_groups.INDEX` (values of a group).
 
     Set directly: torch's `load_state_dict` would cast 8-bit states and step counters to the parameters' dtype.
     regrouping: where the groups of what is loaded may be others.

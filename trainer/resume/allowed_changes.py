@@ -11,7 +11,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.optim import OPTIMIZERS
 
-# By pattern, why a key never can; where the first pattern that matches has no reason, the key can.
+# Key pattern -> why the key must not change on resume. The first match wins; an empty reason, or no match, allows it.
 SHAPE, MODEL = "the saved adapter would not fit, or would mean another change", "the adapter was trained on that model"
 NEVER = {
     "adapter.dropout": "",

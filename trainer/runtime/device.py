@@ -27,7 +27,7 @@ def check_device(config: Config) -> torch.device:
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device = 'cuda', but no CUDA device is visible; check nvidia-smi, or use 'auto'")
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    # As accelerate gives them out: not the first for all.
+    # One device per local rank, as accelerate assigns them.
     device = torch.device("cpu") if on_cpu else torch.device("cuda", number_in("LOCAL_RANK", 0))
     precision.prepare_device(device, {component.compute for component in config.model.components.values()})
     if config.step.compile == "blocks":

@@ -93,8 +93,8 @@ def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def base_of(path: Path) -> Base:
-    """The digests of the frozen weights of the run that an adapter is of: of a checkpoint its own, of a file that lies where
-    its run wrote it those of the newest checkpoint there. Empty where nothing tells."""
+    """The digests of the frozen weights that an adapter was trained on. A checkpoint records them. A file in its run's folder
+    has those of the run's newest checkpoint. Otherwise empty: unknown."""
     folder: Path | None = path
     if not path.is_dir():
         layout = Layout(path.absolute().parent.parent)

@@ -244,7 +244,7 @@ def _metadata(opened: OpenedAdapter, portable: Portable, to: str) -> dict[str, s
     ranks, alphas = ({f"{getattr(target, key):g}" for target in portable.targets} for key in ("rank", "alpha"))
     numbers = {"ss_network_dim": f"{fields['r']:g}", "ss_network_alpha": f"{fields['lora_alpha']:g}"}
     for key, known in (("ss_network_dim", ranks), ("ss_network_alpha", alphas)):
-        # Of several that are as common the file's own stays.
+        # The file's own number stays where a layer has it; else the most common one.
         kept[key] = kept[key] if kept.get(key) in known else numbers[key]
     before = network_args(portable.metadata)
     args = {k: v for k, v in before.items() if k not in export.DORA_ARGS}

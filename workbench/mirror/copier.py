@@ -140,8 +140,8 @@ class Asker:
 
 
 class Copier:
-    """Copies a run's files to its mirror in a thread. The newest checkpoint goes first; of older ones those that `keep_last`
-    would keep follow.
+    """Copies a run's files to its mirror in a thread. The newest checkpoint goes first, then older ones, newest
+    first, up to `keep_last` in all.
 
     owner: as Mirror.claim. there: the steps that a start found there. say: prints a line of the run. clock: gives seconds.
     """

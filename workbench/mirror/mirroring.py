@@ -55,7 +55,7 @@ class Mirroring:
         self._finish(signals, None)
 
     def _finish(self, signals: Signals, ended: BaseException | None) -> None:
-        """ended: by what the run did, where it was stopped: only another signal ends the waiting then."""
+        """ended: the exception that ended the run, or None. After a signal, only a second one cuts the wait short."""
         copier, context, processes, wait = self.copier, self.context, self.context.processes, self.wait
         stopped: Interrupted | PeerStopped | None = None
         if copier is not None:

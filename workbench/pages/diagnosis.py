@@ -53,8 +53,8 @@ class Verdict:
     """What a run is called.
 
     kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither.
-    sound: of one that has diverged the last step that surely has no part in it. measured: of one that has learned, the
-    beginning of the sentence, which says what was measured. doubt: whether something speaks against it.
+    sound: after a divergence, the last step known to be good. measured: after learning, the opening clause of the sentence,
+    which names what was measured. doubt: whether something speaks against it.
     """
 
     kind: Kind

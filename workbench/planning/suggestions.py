@@ -18,7 +18,7 @@ ACTIVATIONS = ("saved", "transient")  # parts of a phase
 # A change counts that saves so many bytes, and such a share of what is missing.
 LEAST, LEAST_SHARE = 2**20, 0.005
 
-# What is left of a phase, by its name: shares of its parts and of components' weights; all of what is not named.
+# Phase name -> the share that stays of each part and of each component's weights; 1 for what is not named.
 Shares = Callable[[str], Mapping[str, float]]
 
 
@@ -99,7 +99,7 @@ def share_in(dtype: str, plan: RunPlan, name: str) -> float:
 
 
 def _instead(shares: Shares, earlier: Shares) -> Shares:
-    """The shares of what those earlier ones left."""
+    """The shares relative to a forecast that `earlier` has lowered already."""
     return lambda phase: {what: share / earlier(phase)[what] for what, share in shares(phase).items()}
 
 
@@ -128,7 +128,7 @@ def _encoded(bucket: Bucket) -> int:
 
 
 def lowered(found: Forecast, shares: Shares) -> Forecast:
-    """The forecast with those shares, whatever was changed before."""
+    """The forecast after each phase's parts and weights shrink to these shares."""
     phases = []
     for phase in found.phases:
         left = shares(phase.name)

@@ -80,7 +80,7 @@ class _Header(NamedTuple):
 
 
 def _header(block: bytes, at: int) -> _Header | None:
-    """None at the end mark."""
+    """The header in one block of 512 bytes; None for the end-of-archive block."""
     if block == bytes(BLOCK):
         return None
     if not at:
