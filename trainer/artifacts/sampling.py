@@ -70,7 +70,7 @@ def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder:
     """Write what the samples ought to look like, beside them: a PNG for every request whose truth is known, described as they
     are.
 
-    A file is named by its request: those of prompts that were asked for earlier stay.
+    A file is named by its request: files of earlier prompts stay.
     """
     for request, truth in zip(requests, truths, strict=True):
         if truth is not None:

@@ -132,8 +132,8 @@ def broken(line: str, columns: int) -> list[str]:
 
 
 def fitted(fields: Sequence[tuple[int, str]], columns: int) -> str:
-    """One line of as many of (rank, text) as fit side by side, each whole and in this order; those of the highest rank go
-    first. What has rank 0 stays in any case."""
+    """One line of as many of (rank, text) as fit side by side, each whole and in this order; the highest rank is dropped
+    first. Rank 0 stays in any case."""
     shown = list(fields)
     while len(line := ", ".join(text for _, text in shown)) > columns and any(rank for rank, _ in shown):
         shown.remove(max(shown, key=lambda field: field[0]))

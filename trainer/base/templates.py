@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @cache
 def environment(folder: Path, **filters: Callable[..., Any]) -> Environment:
-    """The templates of a folder. Those of HTML escape every text that is put into them; a name that is not given is an
+    """The templates of a folder. HTML templates escape every text that is put into them; a name that is not given is an
     error, and no empty text. filters: what templates may ask of a value, by name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 

@@ -189,7 +189,7 @@ def _is_shape(sizes: object) -> bool:
 @dataclass(frozen=True)
 class Recipe:
     """A tensor that is made when it is written: `make` returns one of this dtype and shape. So a file may be larger than the
-    memory; of what is made, two tensors are held at most."""
+    memory; two made tensors are held at most."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

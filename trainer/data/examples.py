@@ -37,7 +37,7 @@ class Example:
 def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, multiple: int = 16) -> tuple[Example, ...]:
     """One example for each photo and resolution of its source.
 
-    step: the sides of buckets are multiples of it, in pixels. multiple: those of references are. enlarge: scale a photo up if
+    step: the sides of buckets are multiples of it, in pixels. multiple: the same for references. enlarge: scale a photo up if
     it is smaller than the bucket of its shape.
     seed: the run's, of the captions' variants.
     Raises UserError for a resolution without a bucket, and for photos that are too small for every bucket, naming all.

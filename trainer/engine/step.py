@@ -42,7 +42,7 @@ class Inputs:
     """All that the losses of a micro-batch follow from, beside the weights: tensors alone, on the device.
 
     batch: without occurrences and captions. time [B]: as the model takes it. at: what else follows from it. noise: fp32 like
-    the latents. perturbation: of what the model sees of it; None: none. tokens: of captions that are encoded live, or empty.
+    the latents. perturbation: added to the noise that the model sees; None: none. tokens: of captions encoded live, or empty.
     """
 
     batch: Batch

@@ -122,7 +122,7 @@ class Tracker(Protocol):
     """A program that shows the numbers of a run."""
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """A whole line of the log; that of a step may come again, with more in it."""
+        """A whole line of the log; a step's line may come again, with more in it."""
         ...
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class Regrouping:
 
 
 def _split(value: Any, sizes: Sequence[int], name: str) -> list[torch.Tensor]:
-    """Of what a flat parameter of parts of these sizes has, as many values to each of its blocks."""
+    """A flat parameter's state, split into its parts of these sizes: each block has equally many values."""
     blocks = [size // ALIGNMENT for size in sizes]
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.numel() % sum(blocks):
         raise UserError(f"the checkpoint's optimizer state {name} is not what {sum(sizes)} parameters need")

@@ -57,7 +57,7 @@ REPORT_COLUMNS = ["stored as", "layers", "size before", "size", "relative error 
 
 
 def stored_as(module: nn.Module) -> Stored | None:
-    """What of a loaded component, not adapted yet, is quantised; None where nothing is."""
+    """The quantised layers of a loaded component that is not adapted yet; None where there are none."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
     quantised = {name: layer for name, layer in layers.items() if layer.format.quantised}
     if not quantised:

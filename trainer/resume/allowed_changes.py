@@ -98,7 +98,7 @@ def never(key: str, optimizer: str | None = None) -> str:
 
 
 def noted(changes: Iterable[Mapping[str, Any]], patterns: Sequence[str], after: int | None = None) -> list[str]:
-    """Lines of what --allow changed of these keys. changes: those of a Progress. after: this step; None: whenever."""
+    """Lines of what --allow changed of these keys. changes: Progress.changes. after: this step; None: whenever."""
     lines = [line for change in changes if after in (None, change["step"]) for line in change["what"]]
     return [line for line in lines if any(fnmatchcase(line.partition(":")[0], pattern) for pattern in patterns)]
 

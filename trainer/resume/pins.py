@@ -186,8 +186,8 @@ def _some(names: list[str], count: int) -> list[str]:
 
 
 def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
-    """The pin of the model. digests: of what the model's files decide besides the tensors in `pin_quantization`
-    (ModelSource.contents).
+    """The pin of the model. digests: ModelSource.contents, what the model's files decide besides the tensors in
+    `pin_quantization`.
 
     cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
     """
@@ -232,7 +232,7 @@ def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None
 
 
 def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
-    """Of one tensor's record, in words; "" for none. Another version of a library is none, where it gives the same bytes."""
+    """The change of a tensor's record, in words; "" for none. Another library version is none where it gives equal bytes."""
     if now is None:
         return "is not there now"
     if saved is None:

@@ -82,7 +82,7 @@ class Processes:
     # --- what must be the same in all of them ---------------------------------------------------------------------------
 
     def differences(self, own: Mapping[str, str]) -> dict[str, list[str | None]]:
-        """What of a table is not the same in all processes: by key, its value in each; None where it has none.
+        """The keys of a table that differ between processes: by key, its value in each; None where it has none.
 
         The tables are sent where their digests differ. Raises what `check` raises.
         """

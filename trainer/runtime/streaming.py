@@ -46,7 +46,7 @@ class Transfers(Protocol):
 
 
 class MemoryCopies:
-    """Copies from memory to memory, at once: those of a CPU."""
+    """Copies from memory to memory, at once, for a CPU."""
 
     def copy(self, into: Tensor, master: Tensor) -> None:
         """Copy it."""
@@ -57,7 +57,7 @@ class MemoryCopies:
 
 
 class CudaCopies:
-    """Copies on a stream of their own, beside the one that computes: those of a GPU."""
+    """Copies on a stream of their own, beside the one that computes, for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -118,7 +118,7 @@ class Streamer:
     blocks: in the order of a forward pass; what they hold of payloads has no memory yet (meta device). device: that computes.
 
     blocks: the streamed ones by name. sizes: bytes of payload in each of all blocks. copies: that were started. kept: bytes
-    that this process has of the streamed ones. copied: bytes that one step copies. host: of those kept, the ones in the
+    that this process has of the streamed ones. copied: bytes that one step copies. host: the part of `kept` in the
     memory of a device's host.
     """
 
@@ -272,7 +272,7 @@ def stays(place: int, count: int, resident: int) -> bool:
 
 
 def device_bytes(blocks: Sequence[int], resident: int) -> int:
-    """What the payloads of all blocks take on the device: of those that stay, and the slots. blocks: bytes of each."""
+    """What the payloads of all blocks take on the device: the resident blocks and the slots. blocks: bytes of each."""
     staying = [size for place, size in enumerate(blocks) if stays(place, len(blocks), resident)]
     passing = [size for place, size in enumerate(blocks) if not stays(place, len(blocks), resident)]
     return sum(staying) + len(passing[:SLOTS]) * max(passing, default=0)

@@ -63,8 +63,8 @@ class Averaged:
 
 @dataclass
 class Mean:
-    """A mean that was written. lost, change: norms over all layers: of what its rank leaves out of the mean, and of the
-    mean's change of the weights. tails: lost by change, of each layer."""
+    """A mean that was written. lost, change: norms over all layers. lost: what its rank leaves out of the mean. change:
+    the mean's change of the weights. tails: lost by change, of each layer."""
 
     converted: Converted
     lost: float

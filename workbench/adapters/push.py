@@ -34,7 +34,7 @@ class Pushed:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """What of a folder is sent, by its path in the repository. Raises UserError where no adapter file is there."""
+    """The files of a folder that are sent, by path in the repository. Raises UserError where no adapter file is there."""
     adapters = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob(f"*/{WEIGHTS}"))]
     if not adapters:
         raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")

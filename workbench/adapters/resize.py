@@ -46,8 +46,8 @@ def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | No
 
 @dataclass
 class Extracted:
-    """A LoRA made of the difference of two models. lost, change: norms, of all layers: of what no LoRA of that rank has, and
-    of the difference.
+    """A LoRA made of the difference of two models. lost, change: norms over all layers. lost: what no LoRA of that rank
+    has. change: the difference.
 
     tails: by layer, the error relative to its difference. beside: other parameters that differ, which no LoRA can hold.
     """

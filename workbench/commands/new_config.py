@@ -254,7 +254,7 @@ def _name(photos: str) -> str:
 def common_phrase(captions: Sequence[str]) -> str:
     """The longest phrase that nearly all captions hold, as most of them write it; "" where there is none.
 
-    Of one caption alone that is all of it: nothing tells which of its words are the subject's.
+    For a single caption it is the whole caption: nothing tells which of its words are the subject's.
     """
     told = [re.findall(r"[\w'-]+", caption) for caption in captions]
     if len(told) == 1 and len(told[0]) > WORDS:

@@ -43,8 +43,8 @@ OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys
 @dataclass(frozen=True)
 class Seen:
     """A run as its files tell it. name: unique on the page. config: the resolved one, by full key. kept: steps whose adapter
-    can be taken. variant: what a comparison calls its setting; "" where none does. sign: of life, if it left one. stamp: that
-    of the history when it was read."""
+    can be taken. variant: what a comparison calls its setting; "" where none does. sign: of life, if it left one. stamp: the
+    history's when it was read."""
 
     name: str
     config: Mapping[str, Any]
@@ -101,7 +101,7 @@ class Seen:
 
 
 def seen(name: str, layout: Layout, history: History | None = None, thumbnails: Thumbnails | None = None) -> Seen:
-    """The run in a folder. history, thumbnails: those of an earlier reading, which go on."""
+    """The run in a folder. history, thumbnails: from an earlier reading, continued."""
     config, history = values(layout.config), history or History(layout.metrics)
     kept = layout.adapter_steps(str(config.get("run.name", name)))
     samples = read_samples(layout.samples, thumbnails)

@@ -128,7 +128,7 @@ class Pair:
 
     @property
     def last(self) -> Difference:
-        """That of the last step."""
+        """The difference at the last step."""
         return self.by_step[-1]
 
     @property

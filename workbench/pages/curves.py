@@ -37,7 +37,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axes:
-    """The way from values to places in the viewBox. Ticks enclose the values; those of a logarithmic axis lie between
+    """The way from values to places in the viewBox. Ticks enclose the values; ticks of a logarithmic axis lie between
     them."""
 
     first: float

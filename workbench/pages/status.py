@@ -34,8 +34,8 @@ KINDS: Mapping[Kind, str] = {"learned": "good", "memorising": "care", "recovered
 class State:
     """What a run is doing, or how it ended. total: its length in steps. begun: the step after which this start began.
 
-    why: of one that has "ended", what ended it, in a few words. said: its message, "" where it is not known. finite: False
-    where it was a value that is not finite.
+    why: after "ended", what ended it, in a few words. said: its message, "" where it is not known. finite: False where it
+    was a value that is not finite.
     """
 
     kind: Literal["training", "stopped", "finished", "ended"]

@@ -112,7 +112,7 @@ class Forecast:
 
 
 def forecast(plan: RunPlan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
-    """What the planned run would take. kernels: those of the device that is planned for. base: of a CPU, what the process
+    """What the planned run would take. kernels: of the device that is planned for. base: on a CPU, what the process
     itself takes; None: an accelerator.
 
     It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules. So is what the
@@ -291,7 +291,7 @@ class Forecaster:
                 self.widest = max(self.widest, *map(_weight, module.modules()))
 
     def _in_device_memory(self, name: str, module: nn.Module) -> Iterator[Tensor]:
-        """What of a loaded component takes the device's memory: of streamed blocks the slots, and what it keeps of them."""
+        """The tensors of a loaded component in the device's memory; for streamed blocks the slots and what is kept."""
         streamer = self.run.components.streamers.get(name)
         if streamer is None:
             yield from _tensors(module)

@@ -235,5 +235,5 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of its elements; of one that was expanded, of those that are there."""
+    """The bytes of its elements; an expanded tensor counts only the elements that are stored."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

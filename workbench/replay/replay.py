@@ -243,7 +243,7 @@ def _updates(span: Span, plan: RunPlan) -> Iterator[tuple[list[MicroBatch], list
 
 
 def _again(span: Span, rebuilt: Rebuilt) -> Iterator[tuple[int, StepResult, tuple[Made, Update] | None]]:
-    """The steps in the run's own precision; of those that are judged all of them, and what each did with its gradients."""
+    """The steps in the run's own precision. A judged step has what it made, and what it did with its gradients."""
     state, progress, config = rebuilt.state, rebuilt.state.progress, rebuilt.plan.config
     chosen = config.optimizer
     updates = Updates(

@@ -86,7 +86,7 @@ class Reader:
         )
 
     def _latents(self, example: Example, view: View) -> torch.Tensor:
-        """Of one view: from the cache; without one its pixels."""
+        """The latents of one view from the cache; without a cache, its pixels."""
         if self.cache is None:
             return _as_scanned(example.photo.image, lambda: pixels(example, view))
         return self.cache.get(latent_key(example, view, fingerprint=self.latent_fingerprint))["latents"]

@@ -138,7 +138,7 @@ def fill_latents(
 
 
 def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """fp32 [C, h, w] on the CPU: those of one photo, encoded as `fill_latents` does."""
+    """The latents of one photo, fp32 [C, h, w] on the CPU, encoded as `fill_latents` does."""
     return encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)
 
 

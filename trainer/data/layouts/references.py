@@ -65,7 +65,7 @@ class References:
         return set() if self.root else every
 
     def take(self, image: str) -> tuple[Place, ...]:
-        """Those of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
+        """The references of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
         stem = os.path.splitext(image)[0]
         found: dict[int, list[str]] = {}
         for key in ((stem, True), (folded(stem), False)):

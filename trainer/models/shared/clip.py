@@ -84,7 +84,7 @@ def repeated(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:
-    """Several captions' conditioning side by side; those of fewer rows `repeated`."""
+    """Several captions' conditioning side by side; sequences of fewer rows are `repeated`."""
     pooled = None if parts[0].pooled is None else torch.cat([part.pooled for part in parts])
     return Conditioning(repeated([part.sequence for part in parts]), pooled=pooled)
 
