@@ -94,12 +94,12 @@ def by_request(folder: Path) -> dict[str, Path]:
     """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order. Damaged ones are none."""
     from PIL import Image
 
-    found = {}
+    files = {}
     for path in filter(is_sound, pngs(folder)):
         with Image.open(path) as image:
             if "request" in image.info:
-                found[image.info["request"]] = path
-    return found
+                files[image.info["request"]] = path
+    return files
 
 
 def compared(before: Path, after: Path, truths: Path) -> list[tuple[Path, Path, Path | None]]:

@@ -250,8 +250,8 @@ class Sign:
 def last_sign(path: Path) -> Sign | None:
     """The sign in an alive.json; None where there is none that can be read."""
     try:
-        said = json.loads(path.read_bytes())
-        return Sign(path.stat().st_mtime, float(said["silence"]), str(said["doing"]))
+        entry = json.loads(path.read_bytes())
+        return Sign(path.stat().st_mtime, float(entry["silence"]), str(entry["doing"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -214,6 +214,6 @@ class Components:
     def text_fingerprint(self) -> str:
         """The digest of all that captions pass through: the text encoders and the tokenizers."""
         encoders = [self.fingerprint(name) for name in self.family.text_encoders]
-        counted = {name: (own[0], limit) for name, (own, limit) in self.family.count_tokens(self.model, [""]).items()}
+        counted = {name: (counts[0], limit) for name, (counts, limit) in self.family.count_tokens(self.model, [""]).items()}
         tokenizers = [self.source.tokenizer_fingerprint, str(counted)]
         return " ".join(encoders + tokenizers)

@@ -100,13 +100,13 @@ class Course:
         if step == 1:
             self.first_rate = rate
         self._hear_start(row.get("at_start", {}))
-        said = self.measured(step, row)
+        warning = self.measured(step, row)
         # A step that is left out has no loss: the loss scaler looks for its scale, or the policy left it out.
         if "loss" in row and not row.get("skipped", False) and not is_finite(row["loss"]):
-            return self._met(step, "the loss of the step is not finite") or said
+            return self._met(step, "the loss of the step is not finite") or warning
         if what := self._out_of_range(row, images):
-            return self._spoils(step, what, step - len(self._window)) or said
-        return said
+            return self._spoils(step, what, step - len(self._window)) or warning
+        return warning
 
     def _begin_level(self) -> None:
         """Losses and gradient norms before are of another kind: neither a level, nor an alarm that another one could end."""

@@ -92,8 +92,8 @@ def run_jobs(jobs: Iterable[Job], at: Position, processes: Processes) -> tuple[F
     failure = None
     for job in (job for job in jobs if job.due(at)):
         if job.shared or (processes.is_main and failure is None):
-            found, failed = guarded(job, at)
-            fields, failure = fields | found, failure or failed
+            values, failed = guarded(job, at)
+            fields, failure = fields | values, failure or failed
         if not job.shared:
             processes.wait()
     return fields, failure

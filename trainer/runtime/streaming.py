@@ -130,7 +130,7 @@ class Streamer:
         self.count, self.copies, self.device = len(blocks), 0, device
         self.blocks = {name: b for p, (name, b) in enumerate(blocks.items()) if not stays(p, len(blocks), resident)}
         layers = [[e for e in block.modules() if isinstance(e, FrozenLayer)] for block in blocks.values()]
-        self.sizes = [-(-_size(own) // self.unit) * self.unit for own in layers]
+        self.sizes = [-(-_size(mine) // self.unit) * self.unit for mine in layers]
         places = [place for place in range(self.count) if not stays(place, self.count, resident)]
         sizes = [self.sizes[place] for place in places]
         # A compiled block saves what it computes with for its backward pass, before which it is entered again: that the slot
@@ -138,10 +138,10 @@ class Streamer:
         self.slots = [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in sizes[:SLOTS]]
         self.streamed: dict[int, Streamed] = {}
         for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
-            slot, own = number % SLOTS, layers[place]
-            kept = torch.empty(self.kept_of(size), dtype=torch.uint8, device=self.keeps_on())
-            block = self.streamed[place] = Streamed(place, own, size, kept, slot)
-            for layer, home, passing in zip(own, self.homes(block), views_of(own, self.slots[slot]), strict=True):
+            slot, mine = number % SLOTS, layers[place]
+            memory = torch.empty(self.kept_of(size), dtype=torch.uint8, device=self.keeps_on())
+            block = self.streamed[place] = Streamed(place, mine, size, memory, slot)
+            for layer, home, passing in zip(mine, self.homes(block), views_of(mine, self.slots[slot]), strict=True):
                 layer.stream(home, passing)
         self.transfers = transfers or self.way()
         self.kept = self.host = sum(block.kept.nbytes for block in self.streamed.values())
@@ -290,11 +290,11 @@ def places_of(layers: Sequence[FrozenLayer]) -> tuple[list[dict[str, int]], int]
     """(where each tensor of each layer begins in a flat buffer, the bytes of that buffer)."""
     starts, end = [], 0
     for layer in layers:
-        own = {}
+        places = {}
         for name, tensor in layer.payload().items():
-            own[name] = end
+            places[name] = end
             end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-        starts.append(own)
+        starts.append(places)
     return starts, end
 
 
@@ -306,11 +306,11 @@ def views_of(layers: Sequence[FrozenLayer], flat: Tensor) -> list[dict[str, Tens
     """Each layer's payload in a flat buffer, by name."""
     views = []
     for layer, starts in zip(layers, places_of(layers)[0], strict=True):
-        own = {}
+        pieces = {}
         for name, like in layer.payload().items():
             size = prod(like.shape) * like.itemsize
-            own[name] = flat[starts[name] : starts[name] + size].view(like.dtype).view(like.shape)
-        views.append(own)
+            pieces[name] = flat[starts[name] : starts[name] + size].view(like.dtype).view(like.shape)
+        views.append(pieces)
     return views
 
 

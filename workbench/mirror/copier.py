@@ -35,8 +35,8 @@ def may_pass(error: Exception) -> bool:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one line, without keys."""
-    said = without_keys(one_line(error))
-    return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
+    text = without_keys(one_line(error))
+    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 
 class Troubles:

@@ -25,11 +25,11 @@ def render(template: str, **values: Any) -> str:
     """The text of a template, which another one takes as it is."""
     from markupsafe import Markup
 
-    own = environment(
+    templates = environment(
         TEMPLATES, clock=clock, data_uri=data_uri, keyed_parts=keyed_parts, number_columns=number_columns, peek=peek,
         percent=percent, place=place, shade=shade, shown=shown, size=size, step_name=step_name, toml=toml,
     )  # fmt: skip
-    return Markup(own.get_template(template).render(values))
+    return Markup(templates.get_template(template).render(values))
 
 
 def document(template: str, *, watched: tuple[float, float] | None = None, scripted: bool = True, **values: Any) -> str:

@@ -202,15 +202,15 @@ def _next(batches: Iterator[Sent | Batch]) -> Batch:
         return batch.batch() if isinstance(batch, Sent) else batch  # unpacked already where it was pinned
     except RuntimeError as error:
         if isinstance(error, DataError):
-            said = str(error).splitlines()[-1].partition(": ")[2]
+            reason = str(error).splitlines()[-1].partition(": ")[2]
         elif str(error).startswith("DataLoader worker"):
-            said = f"{error}; if memory ran out, lower data.num_workers"
+            reason = f"{error}; if memory ran out, lower data.num_workers"
         else:
             raise
         # The frames would keep the loader, and so its workers: they ignore signals, and the program waits for their end.
         del batches
         traceback.clear_frames(error.__traceback__)
-        raise DataError(said) from None
+        raise DataError(reason) from None
 
 
 def _start_worker(worker: int) -> None:
