@@ -56,7 +56,7 @@ def test_a_stopped_run_leaves_files_and_ends_as_one_that_never_was(bench: Workbe
     out = bench.tmp / "parts"
     assert start(bench, "whole", export__formats=["diffusers"]) == 0
     assert start(bench, "parts", run__stop_after=1) == 0
-    assert "left as of step 1, " in (said := capsys.readouterr().out) and "adapter (comfyui): " in said
+    assert "adapter files of step 1 (" in (said := capsys.readouterr().out) and "adapter (comfyui): " in said
     assert len(files(bench, "parts")) == 5 and "Stopped at step 1 of 4" in (out / "report.html").read_text()
     with monkeypatch.context() as patch:
         signalled(patch, 2)
@@ -66,7 +66,7 @@ def test_a_stopped_run_leaves_files_and_ends_as_one_that_never_was(bench: Workbe
         assert TensorFile(out / "adapters" / name).metadata["ss_steps"] == "2", name
     said = capsys.readouterr()
     assert (
-        "left as of step 2, " in said.out
+        "adapter files of step 2 (" in said.out
         and "adapter (diffusers, average): " in said.out
         and "after step 2, which is saved" in said.err
     )

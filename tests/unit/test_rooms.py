@@ -159,6 +159,10 @@ NO_SUBJECT = re.compile(
     r"(Of|As|By|To|In|With|Where|Until|From|For|After|Before|On|At|Around|Beside|Under|Inside|Without|And|Which|While|When|Once"
     r"|If|Within|Not|Only|Also|So|Such|Then|Through|Between|Because)\b|\w+(, \w+)*: "
 )
+# A genitive without its noun, where a sentence or a part of one begins.
+RIDDLE = re.compile(r"(?:^|[.:;!?] )((?:of (?:one|those|what)|that of|those of|what of)\b)", re.IGNORECASE)
+# Participles are no names: say what is held (text, lines, rows, matches). At most so many are bound as such in all.
+PARTICIPLES, BOUND = {"told", "said", "found", "own", "kept", "chosen", "shown", "met"}, 147
 # What sends the reader to another definition.
 ELSEWHERE = re.compile(r"\bas (of|in) (`|\w+\.\w)")
 # Classes that do what a protocol says, or another class, without naming it as theirs.
@@ -554,6 +558,33 @@ def docstrings(house: Sources) -> Iterator[str]:
             yield source.at(node, f"{name}: {other[0]!r}: say it here, so that the docstring can stand alone")
 
 
+def riddles(house: Sources) -> Iterator[str]:
+    """No sentence of a docstring, and no part behind a colon or semicolon, begins with a genitive without its noun."""
+    for source in house.values():
+        for node in source.nodes:
+            if isinstance(node, ast.Expr) and is_string(node.value):
+                text = " ".join(node.value.value.split())
+                yield from (
+                    source.at(node, f"{match[1]!r} begins a sentence: name the thing") for match in RIDDLE.finditer(text)
+                )
+
+
+def participles(house: Sources) -> Iterator[str]:
+    """Few bindings (parameters and whatever else is assigned to) have a participle as their name."""
+    names = [(source, node, bound(node)) for source in house.values() for node in source.nodes]
+    places = [(source, node, name) for source, node, name in names if name in PARTICIPLES]
+    if len(places) > BOUND:
+        source, node, name = places[-1]
+        yield source.at(node, f"{name} is one of {len(places)} participles, more than {BOUND}: name what it holds")
+
+
+def bound(node: ast.AST) -> str:
+    """The name that a node binds; "" for others."""
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else ""
+
+
 def methods(house: Sources) -> Iterator[tuple[Source, ast.ClassDef, ast.FunctionDef]]:
     for source in house.values():
         for owner in (node for node in source.nodes if isinstance(node, ast.ClassDef)):
@@ -640,7 +671,7 @@ RULES: dict[str, Rule] = {
     for rule in (
         places, crowds, imports_between_rooms, imports_within_rooms, circles,
         libraries, mocks, foreign_attributes, calls, dtypes, families, private_names, second_names, paths, lengths,
-        sizes, docstrings,
+        sizes, docstrings, riddles, participles,
         class_names, attributes,
     )
 }  # fmt: skip
@@ -803,6 +834,9 @@ BREAKS = [
     ("docstrings", "base/a.py", "def f():\n    'Of a file.'", 1),
     ("docstrings", "base/a.py", "class A:\n    'root, step: of a run.'", 1),
     ("docstrings", "base/a.py", "def f():\n    'A file. path: as of other.read.'", 1),
+    ("riddles", "base/a.py", "def f():\n    'A page. time: of one that is read again.'", 2),
+    ("riddles", "base/a.py", "x: int = 1\n'That of the last step.'", 2),
+    ("participles", "base/a.py", "found = 1\n" * BOUND + "def f(told): pass", BOUND + 1),
     ("class_names", "engine/step.py", "class Loop:\n    pass", 1),
     ("class_names", "engine/step.py", "Loop = Mapping[str, int]", 1),
     ("attributes", "base/a.py", "class A:\n    def open(self):\n        self.file = 1", 3),
@@ -881,6 +915,8 @@ def test_a_circle_is_found_wherever_its_imports_stand(place: str, late: str) -> 
         ("sizes", "kernels/dora_torch.py", "def f(a, b, c, d, e, f, g, h):\n    pass"),
         ("docstrings", "base/a.py", "def _f(): pass\ndef g():\n    'Offers a file.'\n    def h(): pass"),
         ("docstrings", "base/a.py", "class A:\n 'A.'\n def f(self):\n  'A file.'\nclass B(A):\n 'B.'\n def f(self): pass"),
+        ("riddles", "base/a.py", "def f():\n    'The mean of those of one, if that of it.'"),
+        ("participles", "base/a.py", "a.said = a['told'] = f(found=1)\n" * 2 * BOUND),
         ("class_names", "engine/step.py", "Tensors = dict"),
         ("attributes", "base/a.py", "@dataclass\nclass A:\n x: int\n def f(self): self.x = 1"),
         ("attributes", "base/a.py", "class A:\n x: int = 1\n def __init__(self): self.y = 1\n def f(self): self.x = self.y"),

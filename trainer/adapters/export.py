@@ -325,7 +325,7 @@ def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], 
 
 
 def _module_scale(portable: Portable, module: Link, norms: AllNorms) -> Recipe | None:
-    """Of one module; None where none of its parts has a magnitude."""
+    """The scale of one module; None where none of its parts has a magnitude."""
     parts = {name: portable.layers.get(name) for name in module.parts}
     present = {name: factors for name, factors in parts.items() if factors is not None}
     with_m = {name: factors for name, factors in present.items() if factors.magnitude is not None}

@@ -49,8 +49,8 @@ class Artifacts:
         if self.page is None:
             return
         config = self.plan.config
-        shown = config.validation.every_steps, config.validation.loss_every_steps, config.checkpoint.every_steps
-        self.page.after_step(news=not at.fresh or any(map(at.due, (*shown, config.export.every_steps))))
+        cadences = config.validation.every_steps, config.validation.loss_every_steps, config.checkpoint.every_steps
+        self.page.after_step(news=not at.fresh or any(map(at.due, (*cadences, config.export.every_steps))))
 
     def draw_samples(self, at: Position) -> None:
         """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
@@ -65,8 +65,8 @@ class Artifacts:
         def sample(request):
             # Around the encoding too: an adapted text encoder has a strength as well.
             with self.state.adapter.at_strength(request.strength):
-                told = [prompt_conditioning(components, self.reader, text) for text in (request.prompt, request.negative)]
-                return components.family.images.draw(components.model, request, *told)
+                prompts = [prompt_conditioning(components, self.reader, text) for text in (request.prompt, request.negative)]
+                return components.family.images.draw(components.model, request, *prompts)
 
         evaluations = len(weights) * sum(request.steps for request in requests)
         # An image may take longer than a spot machine gives.
@@ -127,12 +127,12 @@ class Artifacts:
                 drawn = config.export.thumbnail and first_sample(layout.samples_of(state.progress.step), ending)
                 with used():
                     norms = state.norms.now(phase.advance)
-                    own = partial(of_adapter, adapter, norms, advance=lambda count: phase.check())
+                    write_as = partial(of_adapter, adapter, norms, advance=lambda count: phase.check())
                     made = export.write_files(
                         files,
                         stem + ending,
                         replace(about, average=described(config.ema.decay) if ending else ""),
-                        own,
+                        write_as,
                         norms,
                         thumbnail=thumbnail(drawn, THUMBNAIL) if drawn else "",
                         advance=phase.advance,
@@ -143,7 +143,7 @@ class Artifacts:
     def export_newest(self) -> dict[str, Path]:
         """Write the files that have no step in their names, with the model card: all of one step, or all stay as they
         were. Files that an earlier stop or end left in a format that is not asked for any more are deleted."""
-        name, said = self.plan.config.run.name, ""
+        name, note = self.plan.config.run.name, ""
         with FileGroup() as group:
             written = self.export(name, group.write)
             for ending in self.state.weights_for_use() if written else ():
@@ -151,14 +151,14 @@ class Artifacts:
                     if (path := self.context.layout.adapters / file) not in written.values():
                         group.remove(path)
             if written and self.page is not None:
-                said = self.page.write_card(self.origin.about(), written, group)
-        if said:
-            self.context.processes.say(f"note: {said}")
+                note = self.page.write_card(self.origin.about(), written, group)
+        if note:
+            self.context.processes.say(f"note: {note}")
         return written
 
     def leave_files(self) -> None:
         """Write the adapter files and their card of the present step, where the training was stopped. The next stop, or
-        the end, writes them anew."""
+        the end, overwrites them."""
         say, step = self.context.processes.say, self.state.progress.step
         if not self.context.processes.is_main:
             return
@@ -167,7 +167,7 @@ class Artifacts:
         except NotTrained as error:
             say(f"warning: {error}")
             return
-        say(f"left as of step {step}, the next stop or the end writes them anew:")
+        say(f"adapter files of step {step} (overwritten at the next stop or at the end):")
         self._say_where(written)
 
     def leave_report(self) -> None:
@@ -192,11 +192,11 @@ class Artifacts:
                 say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
                 say(f"    {path}", whole=True)
                 fields = TensorFile(path).metadata
-                if own := [each.word for each in KINDS.values() if each.module == fields.get("ss_network_module")]:
+                if words := [each.word for each in KINDS.values() if each.module == fields.get("ss_network_module")]:
                     beside = "not for A1111, InvokeAI, sd-scripts"
-                    say(f"    as a {own[0]} {beside}: merge or convert --to lora (scripts/adapter.py)")
-                if said := fields.get(sd_scripts.ENTRY):
-                    say(f"note: {sd_scripts.sentence(said)}")
+                    say(f"    as a {words[0]} {beside}: merge or convert --to lora (scripts/adapter.py)")
+                if phrase := fields.get(sd_scripts.ENTRY):
+                    say(f"note: {sd_scripts.sentence(phrase)}")
             elif kind.startswith("peft"):
                 component = kind.removeprefix("peft ").partition(",")[0]
                 say(f"adapter ({kind}): diffusers does not load it from a file of its own for this model; load it with")
@@ -275,9 +275,9 @@ class Artifacts:
             if file is None:
                 continue
             with self.context.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
-                own = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
-                own, _ = own.parted(self.plan.model.family.adapters.peft)
-                live = {name: tensor.make() for name, tensor in export.diffusers_tensors(own).items()}
+                layers = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
+                layers, _ = layers.parted(self.plan.model.family.adapters.peft)
+                live = {name: tensor.make() for name, tensor in export.diffusers_tensors(layers).items()}
                 read = weight_change.read_back(file, live, phase.advance)
             magnitudes = " (magnitudes: as made for the file's base)" if self.state.adapter.kind.magnitudes else ""
             rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])

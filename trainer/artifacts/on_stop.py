@@ -32,8 +32,8 @@ def leave_in_time(artifacts: Artifacts, signals: Signals) -> None:
         why = "a second signal, or too little time"
     except (OSError, MemoryError, RuntimeError, ValueError) as error:
         # Of them are UserError and NonFiniteError, what torch says of memory, and what Pillow says of a picture.
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        why = f"out of memory: {said}" if is_out_of_memory(error) else said
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        why = f"out of memory: {reason}" if is_out_of_memory(error) else reason
     if why is not None:
         old = f"{', '.join(earlier)} are still those of an earlier step" if earlier else "there are none"
         left = (

@@ -133,8 +133,8 @@ class Origin:
             "reg_dataset_dirs": json.dumps(folders[True]),
         }
         tags = {"captions": dict(sorted(captions.frequency(plan.data.examples).items()))}
-        told = {f"ss_{key}": str(value) for key, value in entries.items() if value is not SEVERAL}
-        return told | {"ss_tag_frequency": json.dumps(tags, ensure_ascii=False)}
+        texts = {f"ss_{key}": str(value) for key, value in entries.items() if value is not SEVERAL}
+        return texts | {"ss_tag_frequency": json.dumps(tags, ensure_ascii=False)}
 
     def state_dict(self) -> Mapping[str, Any]:
         """The origin, for whoever makes adapter files of the checkpoint. about: of its files. family, configs: of the

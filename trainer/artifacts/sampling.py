@@ -70,7 +70,7 @@ def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder:
     """Write what the samples ought to look like, beside them: a PNG for every request whose truth is known, described as they
     are.
 
-    A file is named by its request: those of prompts that were asked for earlier stay.
+    A file is named by its request: files of earlier prompts stay.
     """
     for request, truth in zip(requests, truths, strict=True):
         if truth is not None:
@@ -94,12 +94,12 @@ def by_request(folder: Path) -> dict[str, Path]:
     """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order. Damaged ones are none."""
     from PIL import Image
 
-    found = {}
+    files = {}
     for path in filter(is_sound, pngs(folder)):
         with Image.open(path) as image:
             if "request" in image.info:
-                found[image.info["request"]] = path
-    return found
+                files[image.info["request"]] = path
+    return files
 
 
 def compared(before: Path, after: Path, truths: Path) -> list[tuple[Path, Path, Path | None]]:

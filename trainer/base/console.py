@@ -109,16 +109,16 @@ def write(text: str, stream: TextIO | None = None, *, whole: bool = False, field
     if not whole:
         columns = width(stream)
         lines = [part for line in lines for part in broken(line, columns)]
-    said = "\n".join(lines)
+    output = "\n".join(lines)
     if LIVE.text and stream.isatty():
         # In one piece: a terminal shows no state in between.
-        said = f"\r{REST}{said}\n{LIVE.text}"
+        output = f"\r{REST}{output}\n{LIVE.text}"
         end = ""
     else:
         LIVE.hide()
         end = "\n"
     with read_or_not(stream):
-        print(said, end=end, file=stream, flush=True)
+        print(output, end=end, file=stream, flush=True)
 
 
 def broken(line: str, columns: int) -> list[str]:
@@ -132,11 +132,11 @@ def broken(line: str, columns: int) -> list[str]:
 
 
 def fitted(fields: Sequence[tuple[int, str]], columns: int) -> str:
-    """One line of as many of (rank, text) as fit side by side, each whole and in this order; those of the highest rank go
-    first. What has rank 0 stays in any case."""
-    shown = list(fields)
-    while len(line := ", ".join(text for _, text in shown)) > columns and any(rank for rank, _ in shown):
-        shown.remove(max(shown, key=lambda field: field[0]))
+    """One line of as many of (rank, text) as fit side by side, each whole and in this order; the highest rank is dropped
+    first. Rank 0 stays in any case."""
+    parts = list(fields)
+    while len(line := ", ".join(text for _, text in parts)) > columns and any(rank for rank, _ in parts):
+        parts.remove(max(parts, key=lambda field: field[0]))
     return line
 
 
@@ -186,8 +186,8 @@ def cause_first() -> Iterator[None]:
     except (Interrupted, PeerStopped):  # told when the signal came; told by the process that ended
         raise
     except Exception as error:
-        status, said = ending(error)
-        line = said.partition("\n")[0]
+        status, message = ending(error)
+        line = message.partition("\n")[0]
         if status == 1:  # nobody foresaw it, and its traceback is printed last
             place = traceback.extract_tb(error.__traceback__)[-1]
             line = f"{type(error).__name__}: {line} ({place.filename}, line {place.lineno})"

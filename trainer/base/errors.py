@@ -106,31 +106,31 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def ending(error: BaseException) -> tuple[int, str]:
     """(exit status, what the user is told) where an exception ends the program; status 1 for what nobody foresaw."""
-    said = str(error)
+    text = str(error)
     match error:
         case NotWritten():
-            return ending(error.reason) if isinstance(error.reason, OSError) else (6, said)
+            return ending(error.reason) if isinstance(error.reason, OSError) else (6, text)
         case UserError() | NonFiniteError() | OutOfMemory() | DataError() | Interrupted() | PeerStopped():
-            return error.status, said
+            return error.status, text
         case KeyboardInterrupt():
             return 128 + signal.SIGINT, "stopped at once"
         case PermissionError() | NotADirectoryError() | FileExistsError() | IsADirectoryError():
             return 2, f"{error.filename}: {error.strerror}; give a path that this user may write to"
         case OSError() if error.errno in REMEDIES:
             return 2, f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}; {REMEDIES[error.errno]}"
-        case FileNotFoundError() if error.filename is None and "temporary directory" in said:
+        case FileNotFoundError() if error.filename is None and "temporary directory" in text:
             return 2, f"{error.strerror}; let TMPDIR name a folder that this user may write to"
         case MemoryError():
             return 5, TOO_LARGE
         case OSError() if error.errno in STORAGE_ERRORS:
             remedy = "give a folder that can be written to" if error.errno == errno.EROFS else "free space or mend the disk"
             return 6, f"storage: {error}; {remedy}, then start again with --resume_from auto"
-        case RuntimeError() if said.startswith("DataLoader worker"):
+        case RuntimeError() if text.startswith("DataLoader worker"):
             # A worker's death is told by a signal, in the middle of whatever was done.
-            return 6, f"{said}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"
+            return 6, f"{text}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"
         case RuntimeError():
-            return (5, f"{said}\n{TOO_LARGE}") if is_out_of_memory(error) else (1, said)
-    return 1, said
+            return (5, f"{text}\n{TOO_LARGE}") if is_out_of_memory(error) else (1, text)
+    return 1, text
 
 
 def told(error: BaseException, said: str) -> str:
@@ -157,15 +157,15 @@ def reading(file: Path | str, what: str = "", *, remedy: str = AGAIN) -> Iterato
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None or not raised_by_file(error):
             raise
-        said = f"{file}: {f'{what}: ' if what else ''}{reason_of(error)}"
-        raise UserError(f"{said}; {remedy}" if remedy else said) from error
+        line = f"{file}: {f'{what}: ' if what else ''}{reason_of(error)}"
+        raise UserError(f"{line}; {remedy}" if remedy else line) from error
 
 
 def reason_of(error: BaseException) -> str:
     """What an exception of a library says, in one line of at most 300 characters, with its kind where that is needed."""
-    said = one_line(error)[:300]
-    plain = isinstance(error, (ValueError, OSError)) or said == type(error).__name__
-    return said if plain else f"{said} ({type(error).__name__})"
+    text = one_line(error)[:300]
+    plain = isinstance(error, (ValueError, OSError)) or text == type(error).__name__
+    return text if plain else f"{text} ({type(error).__name__})"
 
 
 def raised_by_file(error: BaseException) -> bool:

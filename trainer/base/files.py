@@ -25,7 +25,7 @@ except ModuleNotFoundError:  # Windows
     fcntl = None
 
 
-# Is told every number of units (bytes, layers) that were done; may raise, which ends the work.
+# Progress callback: called with the count of units (bytes, layers) just done. Raising cancels the work.
 Advance = Callable[[int], object]
 
 # As `write_atomic`, or `FileGroup.write`.
@@ -273,8 +273,8 @@ def first_locked(file: IO[bytes], before: int) -> int | None:
         fcntl.lockf(file, fcntl.LOCK_UN, end, 0)
         return False
 
-    found = bisect_left(range(1, before + 1), True, key=is_locked)
-    return found if found < before else None
+    place = bisect_left(range(1, before + 1), True, key=is_locked)
+    return place if place < before else None
 
 
 def sync_tree(folder: Path) -> None:
@@ -360,10 +360,10 @@ def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
 
 def parse_size(text: str) -> int:
     """Bytes, of a number with a unit: "20GB" is 20 * 10**9, "20GiB" is 20 * 2**30. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
-    if found is None or (found[3] and not found[2]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
+    if match is None or (match[3] and not match[2]):
         raise ValueError('write a number and its unit, for example "20GB" or "500MiB"')
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def json_bytes(tree: Any) -> bytes:

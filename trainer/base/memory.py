@@ -46,8 +46,8 @@ def checkpoint_blocks(
     again outside of them. compiled: names of blocks that a compiler takes whole: it sees what a second forward is for, keeps
     no more, and leaves out by itself what nothing reads.
     """
-    chosen = list(blocks)[:: 1 if every is True else every] if every else []
-    for name in chosen:
+    every_nth = list(blocks)[:: 1 if every is True else every] if every else []
+    for name in every_nth:
         block = blocks[name]
         if name in compiled:
             block.forward = _checkpointed(block.forward)
@@ -59,7 +59,7 @@ def checkpoint_blocks(
             # Not those under an adapter: it reads what its layer gives.
             if hasattr(module, "unread") and any(fnmatchcase(layer, pattern) for pattern in unread):
                 module.unread = True
-    return len(chosen)
+    return len(every_nth)
 
 
 def _checkpointed(forward: Callable) -> Callable:
@@ -257,12 +257,12 @@ def recomputing() -> bool:
 @contextmanager
 def put_back(tensors: Sequence[torch.Tensor], changed: Callable[[], object]) -> Iterator[None]:
     """Afterwards, however it ends, these tensors are bit for bit what they are now. changed: is called then."""
-    kept = [tensor.detach().clone() for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in zip(tensors, kept, strict=True):
+            for tensor, value in zip(tensors, copies, strict=True):
                 tensor.copy_(value)
         changed()
 

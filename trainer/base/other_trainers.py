@@ -47,7 +47,7 @@ class OtherTrainers:
 
     @cached_property
     def keys(self) -> Mapping[str, str]:
-        """What it is here, by another trainer's name and by that name's last part. Of one that stands twice, the first."""
+        """What it is here, by another trainer's name and by that name's last part. The first wins where one stands twice."""
         keys: dict[str, str] = {}
         for row in (row for rows in self.names.values() for row in rows):
             for name in " ".join(row.get(trainer, "") for trainer in self.trainers).split():

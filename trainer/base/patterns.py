@@ -20,8 +20,8 @@ def likely(name: object, known: Collection[str]) -> str | None:
 
 def suggestion(name: str, known: Collection[str]) -> str:
     """What to say of a name that is not among the known ones."""
-    found = likely(name, known)
-    return f"did you mean {found!r}?" if found else f"use one of {', '.join(map(repr, known))}"
+    matches = likely(name, known)
+    return f"did you mean {matches!r}?" if matches else f"use one of {', '.join(map(repr, known))}"
 
 
 def advice(pattern: str, names: Sequence[str]) -> str:
@@ -32,10 +32,10 @@ def advice(pattern: str, names: Sequence[str]) -> str:
     """
     known = dict.fromkeys(word for name in names for word in name.split("."))
     candidates = [
-        pattern[: found.start()] + near + pattern[found.end() :]
-        for found in re.finditer(r"\w+", pattern)
-        if found[0] not in known
-        for near in difflib.get_close_matches(found[0], known, n=3)
+        pattern[: match.start()] + near + pattern[match.end() :]
+        for match in re.finditer(r"\w+", pattern)
+        if match[0] not in known
+        for near in difflib.get_close_matches(match[0], known, n=3)
     ]
     for candidate in (*candidates, f"*{pattern}", f"*.{pattern}.*", f"*{pattern}*"):
         count = sum(fnmatchcase(name, candidate) for name in names)

@@ -40,15 +40,15 @@ Fields = Sequence[tuple[int, str]]  # as of console.fitted
 
 def pace_of(ends: Sequence[float]) -> float | None:
     """Seconds from one unit to the next, with all that is done between them, of the last PACE_UNITS. ends: when each was
-    done. None where that is not known: of one alone, whose beginning counts what came before it."""
+    done. None for a single unit: its beginning would count what came before it."""
     last = ends[-PACE_UNITS:]
     return (last[-1] - last[0]) / (len(last) - 1) if len(last) > 1 and last[-1] > last[0] else None
 
 
 class Phase:
     """One piece of work under way. done: units so far, `before` of them in an earlier start. total: of how many, None where
-    that is not known. fields: what its lines say in place of how much is done, where who does the work knows more. pace:
-    seconds of a unit, where that one knows better than the average of all. every: seconds between two of its lines where no
+    that is not known. fields: replaces the default text of its lines. pace: seconds per unit; replaces the average of
+    all units. every: seconds between two of its lines where no
     terminal is, None where it is not shown. around: the phase in which this one is.
 
     check: is told whether the work gets on. advance, check: raise what the run's `check` raises (Interrupted) once it should
@@ -98,7 +98,7 @@ class Phase:
         return register_module_forward_pre_hook(lambda module, arguments: self.check())
 
     def close(self) -> None:
-        """Take the line off the terminal; that of the phase around this one comes back."""
+        """Take the line off the terminal; the line of the phase around this one comes back."""
         if self._live and LIVE.text:
             if self._around is None:
                 LIVE.show("")
@@ -250,8 +250,8 @@ class Sign:
 def last_sign(path: Path) -> Sign | None:
     """The sign in an alive.json; None where there is none that can be read."""
     try:
-        said = json.loads(path.read_bytes())
-        return Sign(path.stat().st_mtime, float(said["silence"]), str(said["doing"]))
+        entry = json.loads(path.read_bytes())
+        return Sign(path.stat().st_mtime, float(entry["silence"]), str(entry["doing"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

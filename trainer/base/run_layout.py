@@ -12,8 +12,8 @@ def folder_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step of a folder that `folder_name` names; None for another name."""
-    found = re.fullmatch(r"step-(\d{8})", name)
-    return None if found is None else int(found[1])
+    match = re.fullmatch(r"step-(\d{8})", name)
+    return None if match is None else int(match[1])
 
 
 AVERAGE = "_ema"  # how the names of files end that are made with an average of the weights
@@ -70,7 +70,7 @@ class Layout:
     def adapter_steps(self, name: str) -> list[int]:
         """Steps of the run `name` whose adapter is there: in a checkpoint, or in a file of its own."""
         file = re.compile(rf"{re.escape(name)}-(\d{{8}})(?:_\w+)?(?:\.safetensors)?")
-        files = [int(found[1]) for path in self.adapters.glob("*") if (found := file.fullmatch(path.name))]
+        files = [int(match[1]) for path in self.adapters.glob("*") if (match := file.fullmatch(path.name))]
         saved = [step for path in self.checkpoints.glob("*") if (step := step_of(path.name)) is not None]
         return sorted({*files, *saved})
 
@@ -84,10 +84,10 @@ class Layout:
         samples, adapters = (re.escape(each.relative_to(self.root).as_posix()) for each in (self.samples, self.adapters))
         if Path(path).parent in [each.relative_to(self.root) for each in (self.truths, self.references)]:
             return 0
-        found = re.fullmatch(
+        match = re.fullmatch(
             rf"{samples}/step-(\d{{8}})/[^/]+|{adapters}/{re.escape(name)}-(\d{{8}})(?:_\w+)?(?:\.safetensors|/[^/]+)", path
         )
-        return None if found is None else int(found[1] or found[2])
+        return None if match is None else int(match[1] or match[2])
 
     def results(self, name: str) -> dict[str, int]:
         """The files that steps of the run `name` left for good: their steps by their paths below the root, with "/"."""
@@ -109,7 +109,7 @@ class Layout:
         later = [
             path
             for path in (*self.samples.glob("step-*"), *self.adapters.glob("*"))
-            if ((found := step.fullmatch(path.name)) and int(found[1] or found[2]) > after) or end.fullmatch(path.name)
+            if ((match := step.fullmatch(path.name)) and int(match[1] or match[2]) > after) or end.fullmatch(path.name)
         ]
         return [*later, *(path for path in (self.report, self.before_after, self.card, self.card_images) if path.exists())]
 

@@ -41,8 +41,8 @@ def undoing() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(signum, "before it was done", "nothing is left of it: start again")
 
-    found = {each: signal.getsignal(each) for each in STOP if each != signal.SIGINT}
-    before = {each: handler for each, handler in found.items() if handler != signal.SIG_IGN}
+    handlers = {each: signal.getsignal(each) for each in STOP if each != signal.SIGINT}
+    before = {each: handler for each, handler in handlers.items() if handler != signal.SIG_IGN}
     try:
         for each in before:
             signal.signal(each, stop)
@@ -99,10 +99,10 @@ class Signals:
                 if signum == 0:
                     return
                 if signum in self._before:  # the data loader's workers send signals too when they end
-                    said = "a checkpoint is written after this step" if signum == SAVE else self.promise
+                    text = "a checkpoint is written after this step" if signum == SAVE else self.promise
                     # Not through Python's stderr, whose lock the interrupted code may hold.
                     with read_or_not(sys.stderr):
-                        os.write(2, f"{start}{signal.Signals(signum).name}: {said}\n".encode())
+                        os.write(2, f"{start}{signal.Signals(signum).name}: {text}\n".encode())
 
     def _arrived(self, signum: int, frame) -> None:
         if signum == SAVE:

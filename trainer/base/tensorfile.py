@@ -133,8 +133,8 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
             # A length of a truncated file may begin with "{" or "<" by chance, and has a NUL behind it, as no text has.
             if text.startswith(beginning.encode()) and (len(beginning) > 1 or b"\0" not in start[:8]):
                 raise UserError(f"{path} is not a safetensors file: {what}")
-        if total >= 8 and start.isascii() and (said := " ".join(start.decode().split())).isprintable():
-            raise broken(f"it begins with the text {said!r}")
+        if total >= 8 and start.isascii() and (begin := " ".join(start.decode().split())).isprintable():
+            raise broken(f"it begins with the text {begin!r}")
         raise broken(f"it has only {total} bytes" if total < 8 else f"its header claims {length} bytes, the file has {total}")
     file.seek(8)
     try:
@@ -189,7 +189,7 @@ def _is_shape(sizes: object) -> bool:
 @dataclass(frozen=True)
 class Recipe:
     """A tensor that is made when it is written: `make` returns one of this dtype and shape. So a file may be larger than the
-    memory; of what is made, two tensors are held at most."""
+    memory; two made tensors are held at most."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

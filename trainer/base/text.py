@@ -104,8 +104,8 @@ def holds(text: str, words: str) -> bool:
     """Whether `text` contains `words` as whole words, in any case and any of Unicode's forms."""
     text, words = folded(text), folded(words)
     before, after = (UNSPACED.match(words[at : at + 1]) is None for at in (0, len(words) - 1))
-    for found in re.finditer(f"(?={re.escape(words)})", text):
-        start, end = found.start(), found.start() + len(words)
+    for match in re.finditer(f"(?={re.escape(words)})", text):
+        start, end = match.start(), match.start() + len(words)
         if not (before and in_word(text[start - 1 : start])) and not (after and in_word(text[end : end + 1])):
             return True
     return False

@@ -104,8 +104,8 @@ class Batch:
     def sized(self) -> str:
         """How many photos of which size, and how large the latents of what is shown beside them are."""
         height, width = self.target_size.tolist()[0]
-        shown = " and ".join(f"{each.shape[-1]}x{each.shape[-2]}" for each in self.references)
-        beside = f" with references of {shown} latents" if shown else ""
+        sizes = " and ".join(f"{each.shape[-1]}x{each.shape[-2]}" for each in self.references)
+        beside = f" with references of {sizes} latents" if sizes else ""
         return f"{len(self.occurrences)} photo(s) of {width}x{height}{beside}"
 
 

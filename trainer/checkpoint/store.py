@@ -156,10 +156,10 @@ def steps(root: Path) -> list[int]:
 def unnamed(root: Path) -> dict[int, Path]:
     """The whole checkpoints that a kill kept from their names, by step: between the renames of a save, or before them."""
     there = root.iterdir() if root.is_dir() else ()
-    found = {int(named[1]): path for path in there if (named := _NEW.fullmatch(path.name))}
+    folders = {int(named[1]): path for path in there if (named := _NEW.fullmatch(path.name))}
     return {
         step: folder
-        for step, folder in found.items()
+        for step, folder in folders.items()
         if not folder.is_symlink() and not (root / folder_name(step)).exists() and problem(folder) is None
     }
 
@@ -261,9 +261,9 @@ def was_set_aside(root: Path, step: int, folder: Path) -> bool:
 
 
 def _number(aside: Path) -> int:
-    found = re.fullmatch(r"superseded-step-\d{8}(?:-(\d+))?", aside.name)
-    assert found is not None
-    return int(found[1] or 1)
+    match = re.fullmatch(r"superseded-step-\d{8}(?:-(\d+))?", aside.name)
+    assert match is not None
+    return int(match[1] or 1)
 
 
 def _copies(folder: Path, others: Iterable[Path]) -> list[Path]:

@@ -40,7 +40,7 @@ def generic(key: str) -> str:
 
 
 def whole(key: str) -> str:
-    """The key of a list, of that of one of its values; every other key as it is."""
+    """`a.0` becomes `a`: an index into a list is dropped; every other key stays."""
     table, _, last = key.rpartition(".")
     return table if last.isdigit() else key
 

@@ -24,7 +24,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 QUANTISED = tuple(dtype for dtype in get_args(Dtype) if dtype not in get_args(Compute))
-# For the page of all keys: a count, or a share. A check says what is wrong with others.
+# The schema that docs/keys.md words: a count, or a share. The key's validator explains what is wrong with other values.
 CountOrShare = WithJsonSchema(
     {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
 )
@@ -41,8 +41,8 @@ def expand_home(path: str, given_as: str = "") -> str:
 
     given_as: an argument of the command line, for the message; a key of the config is named by `parse`.
     """
-    if not given_as and (found := [escape for character, escape in ESCAPES.items() if character in path]):
-        raise UserError(f"in double quotes TOML reads {found[0]} as one character; write / or use single quotes")
+    if not given_as and (escapes := [escape for character, escape in ESCAPES.items() if character in path]):
+        raise UserError(f"in double quotes TOML reads {escapes[0]} as one character; write / or use single quotes")
     prefix = f"{given_as} {path}: " if given_as else ""
     if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", path):
         here = f"/mnt/{path[0].lower()}/{path[3:]}".replace("\\", "/")
@@ -126,26 +126,26 @@ class ReadWith:
     def without(self, value: Callable[[str], Any]) -> str | None:
         """The other choice beside which the key has no effect, and the remedy; None where the key is read. value: the
         value of a key."""
-        key, found = self.keys, [value(key) for key in self.keys.split()]
-        beside = f"without {key}" if found[0] is None else f"with {key} = {found[0]!r}"
+        key, values = self.keys, [value(key) for key in self.keys.split()]
+        beside = f"without {key}" if values[0] is None else f"with {key} = {values[0]!r}"
         if self.above is not None:
-            read = found[0] in self.values or found[0] > self.above
+            read = values[0] in self.values or values[0] > self.above
             return None if read else f"{beside}; leave it out, or raise {key} above {self.above:g}"
         if not self.values:
             one = " one of them" if " " in key else " it"
-            return None if any(found) else f"without {' or '.join(key.split())}; leave it out, or set{one}"
-        if isinstance(found[0], tuple):
-            have = not {*found[0]}.isdisjoint(self.values)
+            return None if any(values) else f"without {' or '.join(key.split())}; leave it out, or set{one}"
+        if isinstance(values[0], tuple):
+            have = not {*values[0]}.isdisjoint(self.values)
             return None if have else f"without {self.values[0]!r} in {key}; leave it out, or add it there"
-        return None if found[0] in self.values else f"{beside}; leave it out, or set {key} = {self.values[0]!r}"
+        return None if values[0] in self.values else f"{beside}; leave it out, or set {key} = {self.values[0]!r}"
 
     def __str__(self) -> str:
         """The choice, in Markdown."""
-        said = " or ".join(f"`{key}`" for key in self.keys.split())
+        text = " or ".join(f"`{key}`" for key in self.keys.split())
         *most, last = [f"`{value}`" for value in self.values if value is not None] or [""]
-        said += f" above {self.above:g}" if self.above is not None else ""
-        said += f" = {' or '.join(filter(None, (', '.join(most), last)))}" if last else ""
-        return f"{said}, or where that is left out" if None in self.values else said
+        text += f" above {self.above:g}" if self.above is not None else ""
+        text += f" = {' or '.join(filter(None, (', '.join(most), last)))}" if last else ""
+        return f"{text}, or where that is left out" if None in self.values else text
 
 
 class Table(BaseModel):

@@ -28,8 +28,8 @@ def explain(errors: Sequence[Any]) -> str:
     # A list whose items are refused is told as too short, too, and as none of the other things that it may be.
     inner = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
     tables = [_key(item) for item in errors if item["type"] == "value_error"]
-    told = ([item for item in errors if _key(item) == key] for key in keys if key in inner or key in tables)
-    return "\n".join(map(_explain, told))
+    groups = ([item for item in errors if _key(item) == key] for key in keys if key in inner or key in tables)
+    return "\n".join(map(_explain, groups))
 
 
 def _explain(items: Sequence[Any]) -> str:
@@ -145,12 +145,12 @@ def hint(key: str) -> str:
 def _unknown_table(name: str, table: dict[str, Any]) -> str:
     """Of a table that there is not: where what stands in it belongs, as far as that can be said."""
     leaves = {key.rpartition(".")[2]: key for key in flatten(table)}
-    found = {leaf: other_trainers.key_for(f"{name}.{key}") or near_miss(leaf) for leaf, key in leaves.items()}
-    keys = [f"{meant} for {key}" for key, meant in found.items() if meant is not None and " " not in meant]
-    told = [f"for {key}: {meant}" for key, meant in found.items() if meant is not None and " " in meant]
-    if near_miss(name) is not None or not keys + told:
+    meanings = {leaf: other_trainers.key_for(f"{name}.{key}") or near_miss(leaf) for leaf, key in leaves.items()}
+    keys = [f"{meant} for {key}" for key, meant in meanings.items() if meant is not None and " " not in meant]
+    hints = [f"for {key}: {meant}" for key, meant in meanings.items() if meant is not None and " " in meant]
+    if near_miss(name) is not None or not keys + hints:
         return f"unknown key {name}; {hint(name)}"
-    return f"unknown table {name}; " + "; ".join([*(["write " + ", ".join(keys)] if keys else []), *told])
+    return f"unknown table {name}; " + "; ".join([*(["write " + ", ".join(keys)] if keys else []), *hints])
 
 
 def near_miss(key: str) -> str | None:

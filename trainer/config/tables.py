@@ -1,6 +1,6 @@
 """Every key of the contract, its type, its default, what it does. The tree is frozen and strict.
 
-Those of the data are in data_tables.py, those of the training in training_tables.py. What stands below a key is its
+Keys of the data are in data_tables.py, keys of the training in training_tables.py. What stands below a key is its
 description: docs/keys.md is made of it (scripts/reference_pages.py).
 """
 

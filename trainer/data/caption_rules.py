@@ -69,10 +69,10 @@ class CaptionRules:
     def _drawn(self, text: str, seed: int, sample: str, number: int) -> str:
         """The choice of wildcards and tags of a variant, by its number."""
         place = 0
-        while self.wildcards and (found := WILDCARD.search(text)):
-            options = found[1].split("|")
+        while self.wildcards and (match := WILDCARD.search(text)):
+            options = match[1].split("|")
             option = options[int(draws.uniform(seed, "wildcard", sample, number, place) * len(options))]
-            text, place = text[: found.start()] + option + text[found.end() :], place + 1
+            text, place = text[: match.start()] + option + text[match.end() :], place + 1
         if not self.by_tags:
             return text
         tags = self.tags(text)

@@ -37,7 +37,7 @@ class Example:
 def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, multiple: int = 16) -> tuple[Example, ...]:
     """One example for each photo and resolution of its source.
 
-    step: the sides of buckets are multiples of it, in pixels. multiple: those of references are. enlarge: scale a photo up if
+    step: the sides of buckets are multiples of it, in pixels. multiple: the same for references. enlarge: scale a photo up if
     it is smaller than the bucket of its shape.
     seed: the run's, of the captions' variants.
     Raises UserError for a resolution without a bucket, and for photos that are too small for every bucket, naming all.
@@ -46,7 +46,7 @@ def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, mu
     for photo in photos:
         captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
         several = len(photo.source.resolutions) > 1
-        shown = tuple(_reference(each, multiple) for each in photo.beside.references)
+        references = tuple(_reference(each, multiple) for each in photo.beside.references)
         for resolution in photo.source.resolutions:
             usual = bucket_of_shape(photo.width, photo.height, resolution=resolution, step=step)
             bucket = usual if enlarge else bucket_within(photo.width, photo.height, resolution=resolution, step=step)
@@ -58,7 +58,7 @@ def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, mu
                 continue
             name = f"{photo.sample}@{resolution}" if several else photo.sample
             small = not covers(photo.width, photo.height, usual)
-            made.append(Example(name, photo, bucket, captions, small, references=shown))
+            made.append(Example(name, photo, bucket, captions, small, references=references))
     if problems:
         count = "1 photo is" if len(problems) == 1 else f"{len(problems)} photos are"
         listed = "\n".join(f"  {problem}" for problem in problems)

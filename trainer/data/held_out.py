@@ -23,27 +23,27 @@ def split(photos: Sequence[Photo], held_out: int | float) -> tuple[tuple[Photo, 
     """
     if not held_out:
         return tuple(photos), ()
-    kept = {photo.sha256 for photo in photos if photo.source.regularisation}
-    images = sorted({photo.sha256 for photo in photos} - kept)
+    prior = {photo.sha256 for photo in photos if photo.source.regularisation}
+    images = sorted({photo.sha256 for photo in photos} - prior)
     if isinstance(held_out, int):
-        chosen = set(images[:held_out])
+        apart = set(images[:held_out])
     else:
-        chosen = {sha256 for sha256 in images if int(sha256[:16], 16) < held_out * 2**64}
+        apart = {sha256 for sha256 in images if int(sha256[:16], 16) < held_out * 2**64}
     if not images:
         raise UserError(
             f"data.held_out = {held_out} has nothing to hold out: every image is also in a source with "
             "regularisation = true, whose photos are all trained on; remove the subject from it, or set data.held_out = 0"
         )
-    if not chosen:
+    if not apart:
         raise UserError(
             f"data.held_out = {held_out} holds out none of the {len(images)} images (their bytes decide); give a count, as "
             "data.held_out = 1, or a larger share"
         )
-    if len(chosen) == len(images):
+    if len(apart) == len(images):
         raise UserError(f"data.held_out = {held_out} leaves none of the {len(images)} images to train on; lower it")
     return (
-        tuple(photo for photo in photos if photo.sha256 not in chosen),
-        tuple(photo for photo in photos if photo.sha256 in chosen),
+        tuple(photo for photo in photos if photo.sha256 not in apart),
+        tuple(photo for photo in photos if photo.sha256 in apart),
     )
 
 

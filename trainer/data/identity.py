@@ -39,7 +39,7 @@ def photo_digests(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
 
     def digests(values: list) -> bytes:
         # A photo at several sizes has one content and one caption: each value counts once.
-        texts = ("".join(dict.fromkeys(json.dumps(values[place]) for place in own)) for own in places.values())
+        texts = ("".join(dict.fromkeys(json.dumps(values[place]) for place in group)) for group in places.values())
         return b"".join(hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts)
 
     columns = {name: digests(values) for name, values in parts(examples).items() if name != NAMES}
@@ -54,7 +54,7 @@ def differences(then: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor
     malformed.
     """
     names_then, names_now = _names(then[NAMES]), _names(now[NAMES])
-    found = {
+    changes = {
         "added": [name for name in names_now if name not in names_then],
         "removed": [name for name in names_then if name not in names_now],
     }
@@ -64,9 +64,9 @@ def differences(then: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor
             continue
         before, after = _column(then[part], len(names_then)), _column(now[part], len(names_now))
         other = [name for name in common if before[names_then[name]] != after[names_now[name]] and name not in changed]
-        found[f"other {'contents' if part == CONTENTS else part}"] = other
+        changes[f"other {'contents' if part == CONTENTS else part}"] = other
         changed.update(other if part == CONTENTS else ())
-    return {how: names for how, names in found.items() if names}
+    return {how: names for how, names in changes.items() if names}
 
 
 def _bytes(data: bytes) -> torch.Tensor:

@@ -58,17 +58,17 @@ def survey(
     problems = [problem for each in listings for problem in each.problems]
     read = partial(_read, strict_captions=strict_captions)
     photos: list[Photo] = []
-    count, found = sum(len(each.found) for each in listings), _taken(listings)
-    with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, found)) as results:
+    count, photos_listed = sum(len(each.found) for each in listings), _taken(listings)
+    with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, photos_listed)) as results:
         for result in results:
             phase.advance()
             if isinstance(result, Photo):
                 photos.append(result)
             else:
                 problems += result
-    own = [Entry(Heading.USED, "", count=len(photos), noun="photo")]
-    own += [Entry(Heading.USED, "", count=count - len(photos), noun="damaged photo")]
-    account = Account([*own, *(entry for each in listings for entry in each.account)])
+    entries = [Entry(Heading.USED, "", count=len(photos), noun="photo")]
+    entries += [Entry(Heading.USED, "", count=count - len(photos), noun="damaged photo")]
+    account = Account([*entries, *(entry for each in listings for entry in each.account)])
     for photo in photos:
         for note in photo.notes:
             heading, remedy = (Heading.WARNING, WHITE) if note == BLACK else (Heading.NOTE, "")
@@ -103,10 +103,10 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
 def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:
     """Each in order, and removed from its listing: with a hundred thousand photos, only the photos stay in memory."""
     for each in listings:
-        found = each.found
-        found.reverse()
-        while found:
-            yield found.pop()
+        listed = each.found
+        listed.reverse()
+        while listed:
+            yield listed.pop()
 
 
 @contextmanager
@@ -120,53 +120,53 @@ def _noting(problems: list[str], file: object, more: str = "") -> Iterator[None]
         problems.append(f"{file}: {error}{more}")
 
 
-def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
+def _read(listed: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     """The photo, or the problems of it, its mask, its references and its caption, one line each."""
     problems: list[str] = []
-    shown = str(found.image)
-    if not _is_utf8(found.source.path + found.name):
-        problems.append(f"{shown}: the file's name is not UTF-8")
+    name = str(listed.image)
+    if not _is_utf8(listed.source.path + listed.name):
+        problems.append(f"{name}: the file's name is not UTF-8")
     data, decoded, notes, look = b"", None, (), b""
-    with _noting(problems, shown):
-        data = found.image.read()
-        decoded = decode(data, background=found.source.background)
-        notes = (*decoded.notes, *_misnamed(found.name, decoded.format))
+    with _noting(problems, name):
+        data = listed.image.read()
+        decoded = decode(data, background=listed.source.background)
+        notes = (*decoded.notes, *_misnamed(listed.name, decoded.format))
         look = near_duplicates.look(decoded.image)
     sha256 = hashlib.sha256(data).hexdigest()
     mask = None
-    if decoded is not None and found.source.masks == "alpha" and decoded.alpha is not None:
-        mask = Mask(found.image, sha256)
-        notes = (*notes, *_black(decoded.alpha, found.source))
-    if decoded is not None and found.mask is not None:
-        digest, more = _read_mask(found, decoded.image.size, problems)
-        mask = Mask(found.mask, digest)
+    if decoded is not None and listed.source.masks == "alpha" and decoded.alpha is not None:
+        mask = Mask(listed.image, sha256)
+        notes = (*notes, *_black(decoded.alpha, listed.source))
+    if decoded is not None and listed.mask is not None:
+        digest, more = _read_mask(listed, decoded.image.size, problems)
+        mask = Mask(listed.mask, digest)
         notes = (*notes, *more)
-    references = [_read_reference(found, place, number, problems) for number, place in enumerate(found.references, 1)]
+    references = [_read_reference(listed, place, number, problems) for number, place in enumerate(listed.references, 1)]
     references = [each for each in references if each is not None]
     notes = (*notes, *(note for each in references for note in each.notes))
-    text = _read_caption(found, problems)
+    text = _read_caption(listed, problems)
     caption = None if text is None else visible(text).strip()
     if text and (dropped := invisible(text)):
         notes = (*notes, sys.intern(f"its caption had invisible characters ({dropped}), dropped"))
     if caption and len(caption) > LONGEST_CAPTION:
-        problems.append(f"{shown}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
-    if strict_captions and (why := strict_problem(found.source, caption)) and (caption is None or not problems):
-        place = found.image if caption is None or isinstance(found.caption, str) else found.caption
+        problems.append(f"{name}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
+    if strict_captions and (why := strict_problem(listed.source, caption)) and (caption is None or not problems):
+        place = listed.image if caption is None or isinstance(listed.caption, str) else listed.caption
         problems.append(f"{place}: {why}")
     if problems or decoded is None:
         return problems
     return Photo(
-        sample=found.sample,
-        source=found.source,
-        image=found.image,
+        sample=listed.sample,
+        source=listed.source,
+        image=listed.image,
         size=decoded.image.size,
         caption=caption or "",
-        repeats=found.source.repeats * found.repeats,
+        repeats=listed.source.repeats * listed.repeats,
         sha256=sha256,
         choices=decoded.choices,
         beside=Beside(mask, tuple(references)),
         look=look,
-        caption_from="" if caption is None else found.caption_from,
+        caption_from="" if caption is None else listed.caption_from,
         notes=notes,
     )
 
@@ -178,29 +178,29 @@ def strict_problem(source: Source, caption: str | None) -> str:
     return "the caption is empty" if caption == "" else ""
 
 
-def _read_mask(found: FoundPhoto, size: tuple[int, int], problems: list[str]) -> tuple[str, tuple[str, ...]]:
+def _read_mask(listed: FoundPhoto, size: tuple[int, int], problems: list[str]) -> tuple[str, tuple[str, ...]]:
     """(the digest of its bytes, notes). size: of the photo."""
     data, notes = b"", ()
-    with _noting(problems, found.mask):
-        data = found.mask.read()
+    with _noting(problems, listed.mask):
+        data = listed.mask.read()
         mask = decode_mask(data)
         if mask.size != size:
             pixels = f"{mask.width} x {mask.height} pixels, its photo {size[0]} x {size[1]}"
-            problems.append(f"{found.mask}: the mask has {pixels}; save it at the photo's size")
-        notes = _black(mask, found.source)
+            problems.append(f"{listed.mask}: the mask has {pixels}; save it at the photo's size")
+        notes = _black(mask, listed.source)
     return hashlib.sha256(data).hexdigest(), notes
 
 
-def _read_reference(found: FoundPhoto, place: Place, number: int, problems: list[str]) -> Photo | None:
+def _read_reference(listed: FoundPhoto, place: Place, number: int, problems: list[str]) -> Photo | None:
     """A reference, without a caption; None where there is a problem with it."""
-    with _noting(problems, place, f" (reference {number} of {found.image})"):
+    with _noting(problems, place, f" (reference {number} of {listed.image})"):
         data = place.read()
-        decoded = decode(data, background=found.source.background)
+        decoded = decode(data, background=listed.source.background)
         buckets.reference_bucket(*decoded.image.size, step=1)
-        name = f"{found.sample}, reference {number}"
-        digest, said = hashlib.sha256(data).hexdigest(), (*decoded.notes, *_misnamed(str(place), decoded.format))
-        notes = tuple(sys.intern(f"reference {number}: {note}") for note in said)
-        return Photo(name, found.source, place, decoded.image.size, "", 1, digest, decoded.choices, notes=notes)
+        name = f"{listed.sample}, reference {number}"
+        digest, remarks = hashlib.sha256(data).hexdigest(), (*decoded.notes, *_misnamed(str(place), decoded.format))
+        notes = tuple(sys.intern(f"reference {number}: {note}") for note in remarks)
+        return Photo(name, listed.source, place, decoded.image.size, "", 1, digest, decoded.choices, notes=notes)
     return None
 
 
@@ -221,11 +221,11 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
     return (sys.intern(f"its name ends in {suffix}, its bytes are {kind}"),)
 
 
-def _read_caption(found: FoundPhoto, problems: list[str]) -> str | None:
+def _read_caption(listed: FoundPhoto, problems: list[str]) -> str | None:
     """The caption; None if there is none."""
-    if found.caption is None or isinstance(found.caption, str):
-        return found.caption
-    with _noting(problems, found.caption):
-        data = found.caption.read()
+    if listed.caption is None or isinstance(listed.caption, str):
+        return listed.caption
+    with _noting(problems, listed.caption):
+        data = listed.caption.read()
         return decoded(data) if isinstance(data, bytes) else data
     return ""

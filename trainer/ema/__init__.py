@@ -65,8 +65,8 @@ class Average:
                 continue
             kinds = [(t.dtype, tuple(t.shape)) if isinstance(t, Tensor) else None for t in (one, other)]
             if kinds[0] != kinds[1]:
-                said = ", here ".join("nothing" if kind is None else f"{kind[0]} {kind[1]}" for kind in reversed(kinds))
-                raise UserError(f"the saved averages do not fit this run: {key} is {said}")
+                difference = ", here ".join("nothing" if kind is None else f"{kind[0]} {kind[1]}" for kind in reversed(kinds))
+                raise UserError(f"the saved averages do not fit this run: {key} is {difference}")
         for name, tensor in self.weights.items():
             tensor.copy_(state[OF + name])
         self.updates = updates

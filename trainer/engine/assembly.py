@@ -124,13 +124,13 @@ def build_step(
     optimizer, schedule = _optimizer(config, adapter, encoders, progress.total_steps)
     scaler = precision.loss_scaler(components.plan.scales_loss, peers.device, initial_scale=config.precision.loss_scale)
     regrouping = None if then is None else _regrouping(config, then, adapter, encoders)
-    kept = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
+    held = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
     pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
     pieces.enter("scaler", precision.ScalerState(scaler))
     average = None
     if config.ema.kind == "constant":
         average = pieces.enter("ema", ema.Average(adapter.named_parameters(), config.ema.decay, adapter.mark_stale))
-    state = TrainState(adapter, norms, kept, average, progress)
+    state = TrainState(adapter, norms, held, average, progress)
     norms.used = state.evaluating
     options = config.adapter
     training = adapter.training(config.run.seed, rank_dropout=options.rank_dropout, module_dropout=options.module_dropout)
@@ -138,11 +138,11 @@ def build_step(
     draws = DrawDigest(config.logging.draws)
 
     def after_update(step: int) -> dict[str, Any]:
-        told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
+        fields = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
         if average:
             average.update()
-        return told | draws.told() | kept.log_fields() | (components.compiler.told() if components.compiler else {})
+        return fields | draws.told() | held.log_fields() | (components.compiler.told() if components.compiler else {})
 
     losses = losses_of(components, config.run.seed, draws.add)
     step = Step(
@@ -177,13 +177,13 @@ def _graphs(losses: Losses, adapter: Adapter, components: Components) -> Graphs:
 
 def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total: int) -> tuple[torch.optim.Optimizer, Any]:
     """(the optimizer of the adapter's parameters, its schedule)."""
-    chosen, falls = config.optimizer, config.schedule
+    table, falls = config.optimizer, config.schedule
     optimizer = optim.build_optimizer(
-        chosen.name,
-        adapter.parameter_groups(Rates.read(chosen.model_dump(), encoders)),
-        betas=chosen.betas,
-        eps=chosen.eps,
-        options=chosen.options,
+        table.name,
+        adapter.parameter_groups(Rates.read(table.model_dump(), encoders)),
+        betas=table.betas,
+        eps=table.eps,
+        options=table.options,
     )
     schedule = optim.build_schedule(
         falls.name,

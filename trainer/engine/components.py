@@ -56,11 +56,11 @@ def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
 
 
 class Components:
-    """The model's components, loaded when they are asked for. plan: its model's files are on this machine. digests: of those
+    """The model's components, loaded when they are asked for. plan: its model's files are on this machine. digests: of its
     files, by their contents.
 
-    model: what the family's functions take. storage: of every component that was quantised here, how, for the report.
-    streamers: of those in memory whose blocks are streamed.
+    model: what the family's functions take. storage: how each component that was quantised here is stored, for the
+    report. streamers: by the name of each component in memory whose blocks are streamed.
     """
 
     def __init__(
@@ -214,6 +214,6 @@ class Components:
     def text_fingerprint(self) -> str:
         """The digest of all that captions pass through: the text encoders and the tokenizers."""
         encoders = [self.fingerprint(name) for name in self.family.text_encoders]
-        counted = {name: (own[0], limit) for name, (own, limit) in self.family.text.count(self.model, [""]).items()}
+        counted = {name: (counts[0], limit) for name, (counts, limit) in self.family.text.count(self.model, [""]).items()}
         tokenizers = [self.source.tokenizer_fingerprint, str(counted)]
         return " ".join(encoders + tokenizers)

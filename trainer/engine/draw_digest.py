@@ -24,9 +24,9 @@ class DrawDigest:
 
     def add(self, time: torch.Tensor, noise: torch.Tensor) -> None:
         """Take in a micro-batch. time: [B]. noise: fp32 [B, C, H, W]. Both on the CPU."""
-        for own in zip(time.unbind(), noise.unbind(), strict=True) if self.enabled else ():
+        for draws in zip(time.unbind(), noise.unbind(), strict=True) if self.enabled else ():
             digest = 0
-            for tensor in own:
+            for tensor in draws:
                 digest = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), digest)
             self.value = (self.value + digest) % 2**32
 

@@ -144,9 +144,9 @@ class Graphs:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in it, in one order."""
-    found: list[Tensor] = []
-    each_tensor(value, found.append)
-    return found
+    tensors: list[Tensor] = []
+    each_tensor(value, tensors.append)
+    return tensors
 
 
 def shapes_of(value: Any) -> str:

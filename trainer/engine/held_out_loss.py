@@ -45,8 +45,8 @@ def predictions(components: Components) -> Callable[[Batch, torch.Tensor, torch.
     family, model, objective = components.family, components.model, components.plan.objective
 
     def predict(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        told, time = batch.conditioning or family.encode_prompts(model, batch.captions), objective.time_at(shares)
-        given = _repeated(replace(batch, conditioning=told), len(shares)), noise, time, objective.at(time)
+        conditioning, time = batch.conditioning or family.encode_prompts(model, batch.captions), objective.time_at(shares)
+        given = _repeated(replace(batch, conditioning=conditioning), len(shares)), noise, time, objective.at(time)
         batch, noise, time, at = each_tensor(given, lambda tensor: tensor.to(model.device))
         prediction = family.images.predict(model, objective.noised(batch.latents, noise, at), time, batch.conditioning, batch)
         return prediction.float(), objective.target(batch.latents, noise, at)
@@ -135,7 +135,7 @@ class HeldOutLoss:
         the others know."""
         each = [(kind, examples, example) for kind, examples in self.measured.items() for example in examples]
         owners = [(kind, example.photo.sha256[:16]) for kind, all, example in each for _ in range(draws_of(len(all)))]
-        found = torch.zeros(len(owners), dtype=torch.float32, device=self.processes.device)
+        losses = torch.zeros(len(owners), dtype=torch.float32, device=self.processes.device)
         work, cut_off = self._share(), 1
         try:
             with (
@@ -145,7 +145,7 @@ class HeldOutLoss:
             ):
                 for example, numbers, first in work:
                     # Each number has its own place, and only one process fills it: the sum over them rounds nothing.
-                    found[first : first + len(numbers)] = self._errors(example, numbers)
+                    losses[first : first + len(numbers)] = self._errors(example, numbers)
                     phase.advance(len(numbers))
             cut_off = 0
         finally:
@@ -154,8 +154,8 @@ class HeldOutLoss:
             (cut_off,) = self.processes.largest(cut_off)
         if cut_off:
             return {}
-        self.processes.sum(found)
-        return {PHOTOS: self.mark} | self._counted() | _fields(owners, found.tolist())
+        self.processes.sum(losses)
+        return {PHOTOS: self.mark} | self._counted() | _fields(owners, losses.tolist())
 
     def _counted(self) -> Fields:
         photos = len({example.photo.sample for example in self.measured.get("held_out", ())})
@@ -191,9 +191,9 @@ def _fields(owners: Sequence[tuple[str, str]], errors: Sequence[float]) -> Field
     """
     fields: Fields = {}
     for kind in dict.fromkeys(kind for kind, _ in owners):
-        own = [error for error, (its, _) in zip(errors, owners, strict=True) if its == kind]
-        fields[_loss(kind)] = _mean(own)
-        fields[f"{kind}_quarters"] = [_mean(own[quarter::QUARTERS]) for quarter in range(QUARTERS)]
+        values = [error for error, (its, _) in zip(errors, owners, strict=True) if its == kind]
+        fields[_loss(kind)] = _mean(values)
+        fields[f"{kind}_quarters"] = [_mean(values[quarter::QUARTERS]) for quarter in range(QUARTERS)]
         apart: dict[str, list[float]] = {}
         for (its, photo), error in zip(owners, errors, strict=True):
             if its == kind:

@@ -41,7 +41,7 @@ class Inputs:
     """All that the losses of a micro-batch follow from, beside the weights: tensors alone, on the device.
 
     batch: without occurrences and captions. time [B]: as the model takes it. at: what else follows from it. noise: fp32 like
-    the latents. perturbation: of what the model sees of it; None: none. tokens: of captions that are encoded live, or empty.
+    the latents. perturbation: added to the noise that the model sees; None: none. tokens: of captions encoded live, or empty.
     """
 
     batch: Batch
@@ -177,13 +177,13 @@ class Step:
         are not finite leave parameters, optimizer and schedule as they were.
         Raises OutOfMemory in every process where one of them ran out of memory; nothing has changed then.
         """
-        told, exhausted = self._backward(step, batches, occurrences)
+        losses, exhausted = self._backward(step, batches, occurrences)
         # Whatever happened here: a process that stopped on its own would leave the others waiting.
-        self.sum(told, *(parameter.grad for parameter in self.parameters))
+        self.sum(losses, *(parameter.grad for parameter in self.parameters))
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
-        (total, out_of_memory, *flags), grad_norm, scale = self.read(told, norm)
+        (total, out_of_memory, *flags), grad_norm, scale = self.read(losses, norm)
         lr = tuple(self.schedule.get_last_lr())
         refused = []
         for kind, name in ((_LATENTS, "latents"), (_LOSS, "loss")):
@@ -249,8 +249,8 @@ class Step:
                 if not is_out_of_memory(error):
                     raise
                 # Only its text is kept: the exception holds on to the activations.
-                said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-                exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{said}"
+                text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+                exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{text}"
                 break
         return torch.stack([total, torch.full_like(total, float(bool(exhausted))), *flags]), exhausted
 
@@ -264,7 +264,7 @@ class Step:
         finally:
             self.optimizer.param_groups = groups
 
-    def read(self, told: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
+    def read(self, losses: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
         """(told, norm, the loss scale) as numbers: the one place of an update where the host waits for the device."""
-        *numbers, grad_norm = torch.cat([told, norm.to(told)[None]]).tolist()
+        *numbers, grad_norm = torch.cat([losses, norm.to(losses)[None]]).tolist()
         return numbers, grad_norm, self.scaler.get_scale()

@@ -187,7 +187,7 @@ def adapted_norms(
     weights: Sequence[StoredWeight], w_sq_N: Sequence[Tensor], a_RK: Sequence[Tensor], b_NR: Sequence[Tensor],
     scalings: Sequence[float],
 ) -> list[Tensor]:  # fmt: skip
-    """Those of one shape and storage together, as far as their partial sums stay small."""
+    """The norms; layers of one shape and storage are computed together, as far as their partial sums stay small."""
     for tensor in (*w_sq_N, *a_RK, *b_NR):
         if tensor.dtype != torch.float32:
             raise ValueError(f"the norm takes fp32 A, B and squares, not {tensor.dtype}")

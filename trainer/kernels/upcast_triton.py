@@ -220,10 +220,10 @@ def flat(weight: StoredWeight) -> Weight:
     """The weight as operators take it, made once. Raises ValueError for codes of a dtype that the kernels cannot read."""
     if torch.compiler.is_compiling():
         return _flat(weight)  # a graph is made once
-    kept = weight.__dict__  # as functools.cached_property keeps what follows from a frozen object
-    if "of_triton" not in kept:
-        kept["of_triton"] = _flat(weight)
-    return kept["of_triton"]
+    memo = weight.__dict__  # as functools.cached_property keeps what follows from a frozen object
+    if "of_triton" not in memo:
+        memo["of_triton"] = _flat(weight)
+    return memo["of_triton"]
 
 
 def _flat(weight: StoredWeight) -> Weight:

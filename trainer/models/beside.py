@@ -17,7 +17,7 @@ from trainer.models.loading import ModelSource
 # Folders of encoders and VAEs, in lower case: ComfyUI's, and those of Forge. They lie beside the model's own, or above it.
 FOLDERS = ("text_encoders", "clip", "text_encoder", "vae")
 ABOVE = 3  # folders
-# Of files that lie among others: what their names are likely to say.
+# Words in a file name that suggest a component.
 LIKELY = re.compile(r"(^|[^a-z])(clip|te|text.?enc\w*|t5\w*|qwen\w*|vae|ae)([^a-z]|$)", re.IGNORECASE)
 MOST = 200  # files whose headers are read
 

@@ -64,7 +64,7 @@ class Repository:
         return {path.rpartition("/")[2]: count for path, count in paths.items()}
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Those of its files that are not here yet."""
+        """The names of its files that are not here yet."""
         return [name for name in names if name in self.files and not (self.snapshot / name).is_file()]
 
     def to_fetch(self, names: Collection[str]) -> int:

@@ -33,7 +33,7 @@ class ModelSource:
 
     root: diffusers folder, or the folder of configs of a single file. published: the published model's configs, for what the
     folder found beside a single file lacks; None where the folder was given.
-    found: those of `overrides` that nobody gave: they lie beside the single file (beside.complete).
+    found: the part of `overrides` that was discovered beside the single file (beside.complete), not set by the user.
     wanted: chooses among several files of a component. repository: of a hub id. fetched: False for a hub id whose weights are
     not all here. embedded: why its configs are the embedded ones.
     """

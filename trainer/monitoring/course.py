@@ -16,9 +16,9 @@ LOST = "layers_with_lost_magnitudes"
 
 Line = Mapping[str, Any]  # a line of metrics.jsonl
 
-# A loss or gradient norm is that of so many images at least, and of so many steps: fewer jitter by more than they tell.
+# A loss or gradient norm is taken over so many images and steps at least: fewer jitter by more than they tell.
 IMAGES, STEPS = 32, 3
-# What it is measured by, the level of the first images, is that of up to so many: one level serves a whole run.
+# The baseline: the level of so many first images. It stays until the loss measures something else (CHANGED).
 FIRST_IMAGES = 256
 # What is out of all range. Loss: the mean of such a window, in means of the first. Gradient norm: the medians.
 LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
@@ -26,7 +26,7 @@ LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
 # below the second, pictures differ by too little to be seen. What a DoRA's magnitudes do is in it, as much as it does. Where
 # a held-out loss can decide, or will, this is a note.
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
-# The field that tells on which photos, captions and draws a held-out loss was measured: of others it is another curve.
+# The field that identifies the photos, captions and draws of a held-out loss: another value starts a new curve.
 PHOTOS = "measured_photos"
 # The field of the first step whose loss measures something else than before, by what was changed: its level begins anew.
 CHANGED = "loss_changed"
@@ -56,7 +56,7 @@ class Alarm:
 
 
 class Course:
-    """The lines of a run, one after another. spoilt: the alarm of a loss or gradient; far: that of the weights.
+    """The lines of a run, one after another. spoilt: the alarm of a loss or gradient; far: the alarm of the weights.
 
     The log of a branch begins in mid-run. Then nobody knows how many images its first line is of, nor the first rate.
     levers: the keys that make the optimizer's updates larger or smaller.
@@ -100,13 +100,13 @@ class Course:
         if step == 1:
             self.first_rate = rate
         self._hear_start(row.get("at_start", {}))
-        said = self.measured(step, row)
+        warning = self.measured(step, row)
         # A step that is left out has no loss: the loss scaler looks for its scale, or the policy left it out.
         if "loss" in row and not row.get("skipped", False) and not is_finite(row["loss"]):
-            return self._met(step, "the loss of the step is not finite") or said
+            return self._met(step, "the loss of the step is not finite") or warning
         if what := self._out_of_range(row, images):
-            return self._spoils(step, what, step - len(self._window)) or said
-        return said
+            return self._spoils(step, what, step - len(self._window)) or warning
+        return warning
 
     def _begin_level(self) -> None:
         """Losses and gradient norms before are of another kind: neither a level, nor an alarm that another one could end."""

@@ -63,8 +63,8 @@ class Measurements:
         ]  # fmt: skip
         fields, failed = run_jobs(lacking, at, self.processes)
         self.log.add(fields)
-        if said := self.course.measured(at.step, fields):
-            self.processes.say(said)
+        if warning := self.course.measured(at.step, fields):
+            self.processes.say(warning)
         return failure or failed
 
     def step(self, entry: Fields, at: Position) -> Exception | None:
@@ -75,16 +75,16 @@ class Measurements:
         if self.changed:
             fields[CHANGED], self.changed = self.changed, ""
         self.log.log(entry | fields)
-        if said := self.course.add(entry | fields):
-            self.processes.say(said)
+        if warning := self.course.add(entry | fields):
+            self.processes.say(warning)
         return failure
 
     def end(self, error: Exception) -> None:
         """A run that a value ends which is not finite has no last table: that it has diverged is said here."""
         if isinstance(error, NonFiniteError) and (alarm := self.course.alarm):
             table = {"Effect": {"columns": ["what", "value"], "rows": [["verdict", "diverged"]]}}
-            said = f"the training has diverged: at step {alarm.step} {alarm.what}"
-            self.processes.say(f"warning: {said}; {self.course.remedy()}")
+            reason = f"the training has diverged: at step {alarm.step} {alarm.what}"
+            self.processes.say(f"warning: {reason}; {self.course.remedy()}")
             self.processes.say(weight_change.render(table, width(sys.stdout)))
 
     def _agreed(self, here: bool) -> bool:

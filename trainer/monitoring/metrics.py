@@ -27,7 +27,7 @@ def cut(path: Path, step: int) -> None:
     """Drop the lines after `step` (and a half-written one), so that a resumed run appends without a gap or a repeat."""
     if not path.exists():
         return
-    kept = []
+    lines = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             entry = json.loads(line)
@@ -36,8 +36,8 @@ def cut(path: Path, step: int) -> None:
         of_step = entry.get("step") if isinstance(entry, dict) else None
         if not line.endswith(b"\n") or type(of_step) is not int or of_step > step:
             break
-        kept.append(line)
-    write_atomic(path, kept)
+        lines.append(line)
+    write_atomic(path, lines)
 
 
 def chained(digest: str, entry: dict[str, Any]) -> str:
@@ -69,24 +69,24 @@ NEEDED = ("images", "lr")
 OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss", COUNT, COPIES, LOST)
 
 
-def is_line(found: object) -> bool:
+def is_line(entry: object) -> bool:
     """Whether something from a metrics.jsonl, which anybody may have changed, can be judged."""
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int) or isinstance(found["step"], bool):
+    if not isinstance(entry, dict) or not isinstance(entry.get("step"), int) or isinstance(entry["step"], bool):
         return False
-    start = found.get("at_start", {})
+    start = entry.get("at_start", {})
     return (
         isinstance(start, dict)
-        and all(is_number(found.get(name)) for name in NEEDED)
-        and is_number(found.get("highest_lr", 0))
-        and all(fields.get(name) is None or is_number(fields[name]) for fields in (found, start) for name in OPTIONAL)
-        and all(isinstance(fields.get(name, {}), dict) for fields in (found, start) for name in BY_PHOTO.values())
+        and all(is_number(entry.get(name)) for name in NEEDED)
+        and is_number(entry.get("highest_lr", 0))
+        and all(fields.get(name) is None or is_number(fields[name]) for fields in (entry, start) for name in OPTIONAL)
+        and all(isinstance(fields.get(name, {}), dict) for fields in (entry, start) for name in BY_PHOTO.values())
         and all(
             v is None or is_number(v)
-            for fields in (found, start)
+            for fields in (entry, start)
             for name in BY_PHOTO.values()
             for v in fields.get(name, {}).values()
         )
-        and all(isinstance(fields.get(name, ""), str) for fields in (found, start) for name in (PHOTOS, CHANGED))
+        and all(isinstance(fields.get(name, ""), str) for fields in (entry, start) for name in (PHOTOS, CHANGED))
     )
 
 
@@ -99,7 +99,7 @@ def is_number(value: object) -> bool:
 
 def mark_of(rows: Sequence[Line]) -> str | None:
     """The photos that were measured last (the field PHOTOS); None where nothing was."""
-    return next((found[PHOTOS] for _, found in reversed(list(measured(rows))) if PHOTOS in found), None)
+    return next((fields[PHOTOS] for _, fields in reversed(list(measured(rows))) if PHOTOS in fields), None)
 
 
 def measured(rows: Sequence[Line]) -> Iterator[tuple[int, Line]]:
@@ -122,7 +122,7 @@ class Tracker(Protocol):
     """A program that shows the numbers of a run."""
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """A whole line of the log; that of a step may come again, with more in it."""
+        """A whole line of the log; a step's line may come again, with more in it."""
         ...
 
     def close(self) -> None:

@@ -48,16 +48,16 @@ def weight_change(
     layers: dict[str, tuple[LayerChange, int]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
-            found = change(layer, None if start is None else StartFactors(*adapter.kind.of_layer(start, name)))
-            layers[name] = found, math.prod(layer.get_base_layer().weight_shape)
+            norms = change(layer, None if start is None else StartFactors(*adapter.kind.of_layer(start, name)))
+            layers[name] = norms, math.prod(layer.get_base_layer().weight_shape)
             phase.advance()
-    rms = [found.size / math.sqrt(numbers) for found, numbers in layers.values() if found.size > 0]
+    rms = [norms.size / math.sqrt(numbers) for norms, numbers in layers.values() if norms.size > 0]
     floor = FLOOR * median(rms) if rms else 0.0
     blocks: dict[str, list[tuple[float, float, bool]]] = {}
-    for name, (found, numbers) in layers.items():
-        if found.size != 0 or not math.isfinite(found.moved):
-            size = max(found.size, floor * math.sqrt(numbers), TINY)
-            blocks.setdefault(block_of(name), []).append((found.moved / size, found.drift, found.lost > 0))
+    for name, (norms, numbers) in layers.items():
+        if norms.size != 0 or not math.isfinite(norms.moved):
+            size = max(norms.size, floor * math.sqrt(numbers), TINY)
+            blocks.setdefault(block_of(name), []).append((norms.moved / size, norms.drift, norms.lost > 0))
     changes = {}
     for block, measured in blocks.items():
         moves, drifts, lost = zip(*measured, strict=True)
@@ -116,6 +116,6 @@ def render(sections: Mapping[str, Mapping[str, Any]], columns: int) -> str:
         head, *rows = table
         for first, *others in rows:
             lines += broken(f"  {first}", columns)
-            told = ", ".join(f"{name} {cell}" for name, cell in zip(head[1:], others, strict=True))
-            lines += broken(f"    {told}", columns)
+            text = ", ".join(f"{name} {cell}" for name, cell in zip(head[1:], others, strict=True))
+            lines += broken(f"    {text}", columns)
     return "\n".join(lines)

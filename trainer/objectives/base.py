@@ -77,7 +77,7 @@ class Objective:
         raise NotImplementedError
 
     def doubts(self) -> list[str]:
-        """What of the choices works against another, for warnings."""
+        """The choices that work against another, for warnings."""
         return []
 
     def plain(self) -> Self:

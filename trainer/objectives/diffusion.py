@@ -106,19 +106,19 @@ class Diffusion(Objective):
     def doubts(self) -> list[str]:
         if not self.zero_terminal_snr:
             return []
-        found, name = [], self.weighting.name
+        doubts, name = [], self.weighting.name
         if name != "none":
-            found.append(
+            doubts.append(
                 f"objective.weighting = {name!r} gives the last timestep, which has no signal, a weight of 0: what zero "
                 "terminal SNR is for is not trained; set objective.weighting = 'none' and leave min_snr_gamma out"
             )
         for key in ("noise_offset", "multires_noise_iterations"):
             if getattr(self.noise, key):
-                found.append(
+                doubts.append(
                     f"objective.{key} beside zero terminal SNR: both are for images darker and lighter than the mean, and "
                     "samples begin at plain noise, which the last timestep is then not trained on; leave one of them out"
                 )
-        return found
+        return doubts
 
     def describe(self) -> str:
         terminal = ", zero terminal SNR" if self.zero_terminal_snr else ""

@@ -36,12 +36,12 @@ class Loss:
         """fp32 [B], of float64 [B]."""
         c = self.huber_c
         if self.huber_schedule == "exponential":
-            found = c**progress
+            threshold = c**progress
         elif self.huber_schedule == "snr":
-            found = (1 - c) / (1 + noise_to_signal).square() + c
+            threshold = (1 - c) / (1 + noise_to_signal).square() + c
         else:
-            found = torch.full_like(progress, c)
-        return found.float()
+            threshold = torch.full_like(progress, c)
+        return threshold.float()
 
     def of_squares(self, squares: Tensor, threshold: Tensor | None) -> Tensor:
         """[B, C, H, W], of d^2 [B, C, H, W] and the threshold [B]."""

@@ -62,7 +62,7 @@ class Noise:
 
     def describe(self) -> str:
         """What is done to the noise, in words; begins with a comma, "" where nothing is."""
-        said = f", noise offset {self.noise_offset:g}" if self.noise_offset else ""
+        text = f", noise offset {self.noise_offset:g}" if self.noise_offset else ""
         if self.multires_noise_iterations:
-            said += f", multi-resolution noise ({self.multires_noise_iterations} levels, {self.multires_noise_discount:g})"
-        return said + (f", input perturbation {self.input_perturbation:g}" if self.input_perturbation else "")
+            text += f", multi-resolution noise ({self.multires_noise_iterations} levels, {self.multires_noise_discount:g})"
+        return text + (f", input perturbation {self.input_perturbation:g}" if self.input_perturbation else "")

@@ -79,13 +79,13 @@ class Times:
             values = {key: getattr(self, key) for key in READS[self.timesteps]} | more
             usual = {key: getattr(Times, key, 1.0) for key in values}
             odd = [key for key in values if values[key] != usual[key]]
-            told = [f"objective.{key} = {values[key]:g}" for key in odd]
+            odd_ones = [f"objective.{key} = {values[key]:g}" for key in odd]
             remedies = [f"bring objective.{key} nearer to {usual[key]:g}" for key in odd]
             if not self.is_whole:
-                told.append(f"objective.t_range = {list(self.t_range)}")
+                odd_ones.append(f"objective.t_range = {list(self.t_range)}")
                 remedies.append("widen objective.t_range")
             raise UserError(
-                f"{', '.join(told)}: the middle half of the {self.timesteps} times is from {first:.3g} to {last:.6g}; it "
+                f"{', '.join(odd_ones)}: the middle half of the {self.timesteps} times is from {first:.3g} to {last:.6g}; it "
                 f"must be within {MARGIN:g} and {1 - MARGIN:g}, or the model sees little but photos or plain noise; "
                 + " or ".join(remedies)
             )
@@ -93,30 +93,30 @@ class Times:
     def describe(self) -> str:
         """The distribution in words."""
         values = ", ".join(f"{getattr(self, key):g}" for key in READS[self.timesteps])
-        told = f"({values})" if values else ""
+        text = f"({values})" if values else ""
         within = "" if self.is_whole else " from {:g} to {:g}".format(*self.t_range)
-        return f"{self.timesteps}{told} timesteps{within}"
+        return f"{self.timesteps}{text} timesteps{within}"
 
 
-def _mode(chosen: Times, u: Tensor) -> Tensor:
-    return u - chosen.mode_scale * (torch.sin(math.pi / 2 * u).square() - u)
+def _mode(times: Times, u: Tensor) -> Tensor:
+    return u - times.mode_scale * (torch.sin(math.pi / 2 * u).square() - u)
 
 
-def _share_below_mode(chosen: Times, t: float) -> float:
+def _share_below_mode(times: Times, t: float) -> float:
     """By bisection: its function has no inverse in closed form."""
     low, high = torch.tensor([0.0, 1.0], dtype=torch.float64)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _mode(chosen, middle) < t else (low, middle)
+        low, high = (middle, high) if _mode(times, middle) < t else (low, middle)
     return float(low)
 
 
-def _logit_normal(chosen: Times, u: Tensor) -> Tensor:
-    return torch.sigmoid(chosen.logit_mean + chosen.logit_std * torch.special.ndtri(u))
+def _logit_normal(times: Times, u: Tensor) -> Tensor:
+    return torch.sigmoid(times.logit_mean + times.logit_std * torch.special.ndtri(u))
 
 
-def _share_below_logit_normal(chosen: Times, t: float) -> float:
-    return NormalDist(chosen.logit_mean, chosen.logit_std).cdf(math.log(t) - math.log1p(-t))
+def _share_below_logit_normal(times: Times, t: float) -> float:
+    return NormalDist(times.logit_mean, times.logit_std).cdf(math.log(t) - math.log1p(-t))
 
 
 _QUANTILE: dict[str, Callable[[Times, Tensor], Tensor]] = {

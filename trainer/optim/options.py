@@ -23,8 +23,8 @@ WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a te
 
 def library_of(name: str) -> str:
     """PACKAGE.CLASS of the optimizer of that name."""
-    found = optimizer_named(name).library()
-    return f"{found.__module__.partition('.')[0]}.{found.__name__}"
+    library = optimizer_named(name).library()
+    return f"{library.__module__.partition('.')[0]}.{library.__name__}"
 
 
 def package_of(name: str) -> str:
@@ -60,13 +60,13 @@ def check(name: str, *, betas: Sequence[float] | None, eps: float | None, option
     taken = options_of(name) if options else {}
     for key, value in options.items():
         _check_option(f"optimizer.options.{key} = {_shown(value)}", key, value, taken, name)
-    told = ", ".join(f"{key} = {_shown(value)}" for key, value in given.items() if value != _default(name, key))
+    text = ", ".join(f"{key} = {_shown(value)}" for key, value in given.items() if value != _default(name, key))
     try:
         finite = _tries(name, betas=betas, eps=eps, options=options)
     except (ValueError, TypeError, RuntimeError, NotImplementedError, ArithmeticError) as error:
-        raise UserError(f"{told}: {library_of(name)} refuses it: {error}") from error
+        raise UserError(f"{text}: {library_of(name)} refuses it: {error}") from error
     if not finite:
-        raise UserError(f"{told}: with it two updates of {library_of(name)} give weights that are not finite")
+        raise UserError(f"{text}: with it two updates of {library_of(name)} give weights that are not finite")
 
 
 def _tries(name: str, *, betas: Sequence[float] | None, eps: float | None, options: Mapping[str, Any]) -> bool:

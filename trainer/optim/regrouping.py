@@ -30,7 +30,7 @@ class Regrouping:
         keep their state in two formats, or differ in what a group has once.
         """
         left = dict(saved)
-        own, once = dict[str, Held](), dict[str, Held]()  # of each parameter; of the group that it was in
+        each, once = dict[str, Held](), dict[str, Held]()  # of each parameter; of the group that it was in
         for index, names in enumerate(self.then):
             group = {f"param_groups|{key}": value for key, value in left.pop(f"param_groups.{index}", {}).items()}
             if entry.flat:
@@ -42,16 +42,16 @@ class Regrouping:
                     for key, value in held.items()
                     if key not in entry.shared
                 }
-                own |= {name: {key: parts[place] for key, parts in pieces.items()} for place, name in enumerate(names)}
+                each |= {name: {key: parts[place] for key, parts in pieces.items()} for place, name in enumerate(names)}
             else:
-                own |= {name: left.pop(f"group.{index}.{place}", {}) for place, name in enumerate(names)}
+                each |= {name: left.pop(f"group.{index}.{place}", {}) for place, name in enumerate(names)}
             once |= dict.fromkeys(names, group)
         for index, names in enumerate(self.now):
-            _require_one_kind([(own[name] if entry.flat else {}, once[name]) for name in names])
+            _require_one_kind([(each[name] if entry.flat else {}, once[name]) for name in names])
             for place, name in enumerate(names):
-                if not entry.flat and own[name]:
-                    left[f"group.{index}.{place}"] = own[name]
-            joined = {key: torch.cat([own[name][key] for name in names]) for key in own[names[0]]} if entry.flat else {}
+                if not entry.flat and each[name]:
+                    left[f"group.{index}.{place}"] = each[name]
+            joined = {key: torch.cat([each[name][key] for name in names]) for key in each[names[0]]} if entry.flat else {}
             for text, value in once[names[0]].items():
                 where, _, key = text.partition("|")
                 copied = value.clone() if isinstance(value, torch.Tensor) else value
@@ -65,7 +65,7 @@ class Regrouping:
 
 
 def _split(value: Any, sizes: Sequence[int], name: str) -> list[torch.Tensor]:
-    """Of what a flat parameter of parts of these sizes has, as many values to each of its blocks."""
+    """A flat parameter's state, split into its parts of these sizes: each block has equally many values."""
     blocks = [size // ALIGNMENT for size in sizes]
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.numel() % sum(blocks):
         raise UserError(f"the checkpoint's optimizer state {name} is not what {sum(sizes)} parameters need")

@@ -16,8 +16,8 @@ from trainer.optim.table import OPTIMIZERS
 
 
 class OptimizerState:
-    """What the optimizer `name` of the table keeps, as NAME|KEY, where NAME is
-    group.INDEX of a flat parameter, group.INDEX.PLACE of one with its own shape, param_groups.INDEX of what a group keeps.
+    """The state of the optimizer `name` as flat keys `NAME|KEY`. NAME: `group.INDEX` (a flat parameter),
+    `group.INDEX.PLACE` (a parameter with its own shape), `param_groups.INDEX` (values of a group).
 
     Set directly: torch's `load_state_dict` would cast 8-bit states and step counters to the parameters' dtype.
     regrouping: where the groups of what is loaded may be others.
@@ -133,8 +133,7 @@ def weights_for_use(
     trained: Mapping[str, torch.Tensor], state: Mapping[str, Any], groups: Sequence[Sequence[str]], beta1: float
 ) -> dict[str, torch.Tensor]:
     """The weights to use of a schedule-free optimizer, x = y + (1 - 1 / beta1) (z - y), as its eval() makes it (Defazio et
-    al., The Road Less Scheduled, 2024): of what was trained, y, and its state, z, in these groups of names. The state is of
-    flat parameters.
+    al., The Road Less Scheduled, 2024). y: what was trained. z: its state, in these groups of names, of flat parameters.
 
     On the device where it was trained the last bits may be others. Raises ValueError where the state is of other groups.
     """

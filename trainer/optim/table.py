@@ -33,8 +33,8 @@ class OptimizerKind:
     cpu_scratch: bytes that an update takes for a moment on a CPU, for each element of its largest parameter.
     modes: it has train() and eval(), as schedule-free optimizers: gradients are taken at other weights than those that are
     used. Both change parameters, and no state.
-    finds: of one that finds its rate: optimizer.lr is a factor of it, the same for all groups.
-    schedules: those that go with it; None: all.
+    finds: how it finds its rate, which optimizer.lr is a factor of, the same for all groups; None: it finds none.
+    schedules: the ones that go with it; None: all.
     """
 
     library: Callable[[], type]

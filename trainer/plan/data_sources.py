@@ -33,10 +33,10 @@ def sources_of(data: DataTable) -> tuple[Source, ...]:
 def _of_the_same_name(made: type, *tables: Table) -> dict[str, Any]:
     """What the tables, the first before the second, set of a dataclass's fields."""
     given = {field.name: [getattr(table, field.name, None) for table in tables] for field in fields(made)}
-    found = {name: value for name, values in given.items() for value in values[::-1] if value is not None}
+    last = {name: value for name, values in given.items() for value in values[::-1] if value is not None}
     # Paths and columns stay as they are on the disk.
     return {
-        name: visible(value) if made is CaptionRules and isinstance(value, str) else value for name, value in found.items()
+        name: visible(value) if made is CaptionRules and isinstance(value, str) else value for name, value in last.items()
     }
 
 

@@ -70,12 +70,12 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         kinds = short_batches.shapes(plan.data.examples, batch_size=size, fill=fill)
         each = ", and for each length of captions" if config.data.clip_chunks > 1 else ""
         lines.append(f"blocks are compiled: each kind for {counted(len(kinds), 'shape')} of micro-batches{each}")
-    kept = config.checkpoint
-    if kept.mirror is not None:
-        copied = f"checkpoints are copied there ({kept.keep_last} are kept)"
-        lines.append(f"mirror {kept.mirror}: {copied}, and at the end the adapter files and the report")
+    checkpoint = config.checkpoint
+    if checkpoint.mirror is not None:
+        copied = f"checkpoints are copied there ({checkpoint.keep_last} are kept)"
+        lines.append(f"mirror {checkpoint.mirror}: {copied}, and at the end the adapter files and the report")
     if plan.length.max_steps > 1 and not plan.saves_before_the_end:
-        keys = f"checkpoint.every_steps = {kept.every_steps:g}, checkpoint.every_minutes = {kept.every_minutes:g}"
+        keys = f"checkpoint.every_steps = {checkpoint.every_steps:g}, checkpoint.every_minutes = {checkpoint.every_minutes:g}"
         lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
     for table, what in (("export", "files are written"), ("validation", "samples are drawn before the first step and")):
         every, steps = getattr(config, table).every_steps, plan.length.max_steps
@@ -90,7 +90,7 @@ def _adapter_lines(plan: RunPlan) -> list[str]:
     for component in plan.model.adapted:
         mine = [t for t in plan.model.targets if t.component == component]
         shapes = [(plan.shapes[t.component, t.name], t.rank) for t in mine]
-        count = sum(prod(own) for shape, rank in shapes for own in kind.shapes(shape, rank).values())
+        count = sum(prod(sizes) for shape, rank in shapes for sizes in kind.shapes(shape, rank).values())
         kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr, t.stop_step) for t in mine)
         lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
         for (rank, alpha, scaling, lr, stop), layers in sorted(kinds.items(), key=str):
@@ -108,10 +108,10 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     per_step = f"up to {batch_size} images of one shape" if batch_size > 1 else "1 image"
     per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
     per_step += f", in each of {length.processes} processes" if length.processes > 1 else ""
-    shown = ", ".join(f"{named(each)}: {n}" for each, n in sorted(short_batches.appearances(data.examples).items()))
+    counts = ", ".join(f"{named(each)}: {n}" for each, n in sorted(short_batches.appearances(data.examples).items()))
     subject = [photo for photo in data.photos if not photo.source.regularisation]
     prior = [photo for photo in data.photos if photo.source.regularisation]
-    kept = f" + {counted(len(prior), 'regularisation image')}{_times(prior)}" if prior else ""
+    more = f" + {counted(len(prior), 'regularisation image')}{_times(prior)}" if prior else ""
     captions = sum(not photo.caption for photo in data.photos)
     too_small = sum(example.small for example in data.examples)
     instead = "enlarged" if data.config.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
@@ -122,11 +122,11 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     dropout = "/".join(f"{rate:g}" for rate in sorted({source.caption_dropout for source in sources}))
     flip = "/".join(sorted({"on" if source.flip else "off" for source in sources}, reverse=True))
     first, epoch = length.began
-    said = f"{length.max_steps} steps = {epoch + (length.max_steps - first) / length.steps_per_epoch:.4g} epochs"
+    lengths = f"{length.max_steps} steps = {epoch + (length.max_steps - first) / length.steps_per_epoch:.4g} epochs"
     return [
-        f"data {counted(len(subject), 'image')}{_times(subject)}{kept}: {counted(length.steps_per_epoch, 'step')} an epoch; "
-        f"a step has {per_step}; {said}",
-        f"  buckets (images an epoch) {shown}{small}",
+        f"data {counted(len(subject), 'image')}{_times(subject)}{more}: {counted(length.steps_per_epoch, 'step')} an epoch; "
+        f"a step has {per_step}; {lengths}",
+        f"  buckets (images an epoch) {counts}{small}",
         f"  short batches: {_short_batches(data)}",
         f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
         + (f"; text {text}" if text else ""),
@@ -156,15 +156,15 @@ def _alike_lines(data: DataPlan) -> list[str]:
     """How many photos are near duplicates, and a warning if one of them is held out and another trained on."""
     held_out = {example.photo.sample for example in data.held_out}
     across = [group for group in data.alike if len({photo.sample in held_out for photo in group}) == 2]
-    found = {"near duplicates": data.alike, "warning: near duplicates on both sides of data.held_out": across}
-    return [f"  {what}: {_groups(groups)}" for what, groups in found.items() if groups]
+    pairs = {"near duplicates": data.alike, "warning: near duplicates on both sides of data.held_out": across}
+    return [f"  {what}: {_groups(groups)}" for what, groups in pairs.items() if groups]
 
 
 def _groups(groups: Sequence[Sequence[Photo]]) -> str:
     """The counts, and the first three groups with up to three names each."""
     names = [[printable(photo.sample) for photo in group[:3]] + ["..."] * (len(group) > 3) for group in groups[:3]]
-    shown = [" = ".join(group) for group in names] + ["..."] * (len(groups) > 3)
-    return f"{sum(map(len, groups))} photos in {counted(len(groups), 'group')} ({'; '.join(shown)})"
+    texts = [" = ".join(group) for group in names] + ["..."] * (len(groups) > 3)
+    return f"{sum(map(len, groups))} photos in {counted(len(groups), 'group')} ({'; '.join(texts)})"
 
 
 def _short_batches(data: DataPlan) -> str:
@@ -218,16 +218,16 @@ def _weight_lines(data: DataPlan) -> list[str]:
     lines = []
     for index in dict.fromkeys(photo.source.index for photo in data.photos):
         mine = [photo for photo in data.photos if photo.source.index == index]
-        source, said = mine[0].source, []
+        source, rows = mine[0].source, []
         if source.regularisation or source.loss_weight != 1:
-            said.append(f"loss weight {source.loss_weight:g}" + (", regularisation images" if source.regularisation else ""))
+            rows.append(f"loss weight {source.loss_weight:g}" + (", regularisation images" if source.regularisation else ""))
         if source.masks != "none":
             masked = sum(photo.mask is not None for photo in mine)
-            said.append(f"{masked} of {len(mine)} photos with a mask, unmasked parts weigh {source.unmasked_weight:g}")
+            rows.append(f"{masked} of {len(mine)} photos with a mask, unmasked parts weigh {source.unmasked_weight:g}")
         if source.references:
-            said.append(_references([e for e in (*data.examples, *data.held_out) if e.photo.source is source]))
-        if said:
-            lines.append(f"  {printable(source.path)}: {'; '.join(said)}")
+            rows.append(_references([e for e in (*data.examples, *data.held_out) if e.photo.source is source]))
+        if rows:
+            lines.append(f"  {printable(source.path)}: {'; '.join(rows)}")
     return lines
 
 
@@ -240,11 +240,11 @@ def _references(examples: Sequence[Example]) -> str:
             reference_bucket(*each.photo.size, step=1) != each.bucket
         ),
     }
-    said = f"{counted(len(examples[0].references), 'reference')} beside each photo"
+    text = f"{counted(len(examples[0].references), 'reference')} beside each photo"
     for what, is_changed in changes.items():
         if names := list(dict.fromkeys(e.photo.sample for e in examples if any(map(is_changed, e.references)))):
-            said += f", {what} at {counted(len(names), 'photo')} ({shortlist(names, SHOWN)})"
-    return said
+            text += f", {what} at {counted(len(names), 'photo')} ({shortlist(names, SHOWN)})"
+    return text
 
 
 def _view_lines(sources: Sequence[Source]) -> list[str]:

@@ -35,11 +35,11 @@ def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
 def _add_named(account: Account, source: ModelSource, options: Mapping[str, Any]) -> None:
     """What the name alone says of the model. What is predicted may be told by a key or a file, too."""
     family, name = source.family.name, source.place.names[0]
-    told = source.markers.v_prediction or source.scheduler.get("prediction_type") == "v_prediction"
-    told = told or options.get("prediction", "auto") != "auto"
+    is_known = source.markers.v_prediction or source.scheduler.get("prediction_type") == "v_prediction"
+    is_known = is_known or options.get("prediction", "auto") != "auto"
     for kind, *of_prediction in kinds.named_kinds(family, name):
         trained, remedy = of_prediction or (kinds.TRAINED[family], "train the model that it was made of")
-        if not (of_prediction and told):
+        if not (of_prediction and is_known):
             reason = f"its name says {kind} ({name}), and it is trained as {trained}"
             account.add(Heading.WARNING, reason, remedy=f"if the name is right, {remedy}")
 
@@ -61,6 +61,6 @@ def _add_parts(account: Account, source: ModelSource) -> None:
         reason = f"configs of the published {source.published.name}"
         account.add(Heading.ASSUMED, reason, parts, noun="part", remedy="model.config gives a folder of others")
     for component in source.family.components:
-        chosen = source.weight_choice(component.name)
-        if chosen is not None and chosen.why:
-            account.add(Heading.NOTE, f"{component.name} reads the {chosen.files} ({chosen.why})")
+        choice = source.weight_choice(component.name)
+        if choice is not None and choice.why:
+            account.add(Heading.NOTE, f"{component.name} reads the {choice.files} ({choice.why})")

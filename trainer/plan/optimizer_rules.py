@@ -43,11 +43,11 @@ class Exclusion:
 
 def check(config: Config) -> None:
     """Raises UserError for what the optimizer does not take, and for what cannot work together."""
-    chosen, entry = config.optimizer, optimizer_named(config.optimizer.name)
+    table, entry = config.optimizer, optimizer_named(config.optimizer.name)
     for exclusion in EXCLUSIONS:
         if exclusion.concerns(entry) and (refusal := exclusion.refusal(config, entry)):
             raise UserError(refusal)
-    options.check(chosen.name, betas=chosen.betas, eps=chosen.eps, options=chosen.options)
+    options.check(table.name, betas=table.betas, eps=table.eps, options=table.options)
 
 
 def does_not_go_with(name: str) -> list[str]:
@@ -65,21 +65,21 @@ def _modes(entry: OptimizerKind) -> bool:
 
 
 def _unlike_a_factor(config: Config, entry: OptimizerKind) -> str:
-    chosen, (low, high) = config.optimizer, entry.finds.lr  # type: ignore[union-attr]
-    if low <= chosen.lr <= high:
+    table, (low, high) = config.optimizer, entry.finds.lr  # type: ignore[union-attr]
+    if low <= table.lr <= high:
         return ""
     return (
-        f"optimizer.lr = {chosen.lr:g}: {chosen.name} finds the rate itself, and this is a factor of it; set "
+        f"optimizer.lr = {table.lr:g}: {table.name} finds the rate itself, and this is a factor of it; set "
         "optimizer.lr = 1.0 (its own default), or a value near it"
     )
 
 
 def _decays_nothing(config: Config, entry: OptimizerKind) -> str:
-    chosen = config.optimizer
-    if not chosen.weight_decay or chosen.options.get("weight_decouple", True):
+    table = config.optimizer
+    if not table.weight_decay or table.options.get("weight_decouple", True):
         return ""
     return (
-        f"optimizer.options.weight_decouple = false with optimizer.name = {chosen.name!r}: its library adds the decay to a "
+        f"optimizer.options.weight_decouple = false with optimizer.name = {table.name!r}: its library adds the decay to a "
         "gradient that it has used already, so nothing decays; leave it out, or set optimizer.weight_decay = 0"
     )
 
@@ -165,25 +165,25 @@ EXCLUSIONS = (
 
 
 def _other_rates(config: Config) -> Iterator[str]:
-    chosen = config.optimizer
-    if chosen.lora_plus != 1:
-        yield f"optimizer.lora_plus = {chosen.lora_plus:g}"
+    table = config.optimizer
+    if table.lora_plus != 1:
+        yield f"optimizer.lora_plus = {table.lora_plus:g}"
     for key in ("text_encoder_lr", "magnitude_lr"):
-        rate = getattr(chosen, key)
-        if rate is not None and rate != chosen.lr:
+        rate = getattr(table, key)
+        if rate is not None and rate != table.lr:
             yield f"optimizer.{key} = {rate:g}"
     for index, rule in enumerate(config.adapter.rules):
-        if rule.lr is not None and rule.lr != chosen.lr:
+        if rule.lr is not None and rule.lr != table.lr:
             yield f"adapter.rules[{index}].lr = {rule.lr:g}"
 
 
 def start_lines(config: Config, steps: int) -> list[str]:
     """Sentences for the start of a run: rates and options beyond the usual, and warnings. config: the resolved one. steps:
     in all."""
-    chosen = config.optimizer
-    rates = [f"{key} {rate:g}" for key in ("text_encoder_lr", "magnitude_lr") if (rate := getattr(chosen, key)) is not None]
-    rates += [f"lora_plus {chosen.lora_plus:g} (B's rate over A's)"] if chosen.lora_plus != 1 else []
-    options = [f"{key} = {value!r}" for key, value in chosen.options.items()]
+    table = config.optimizer
+    rates = [f"{key} {rate:g}" for key in ("text_encoder_lr", "magnitude_lr") if (rate := getattr(table, key)) is not None]
+    rates += [f"lora_plus {table.lora_plus:g} (B's rate over A's)"] if table.lora_plus != 1 else []
+    options = [f"{key} = {value!r}" for key, value in table.options.items()]
     return [
         *(", ".join(each) for each in (rates, options) if each),
         *(f"warning: {line}" for line in warnings(config, steps)),
@@ -192,21 +192,21 @@ def start_lines(config: Config, steps: int) -> list[str]:
 
 def warnings(config: Config, steps: int) -> list[str]:
     """Sentences about what works together, and badly. config: the resolved one."""
-    chosen, entry = config.optimizer, optimizer_named(config.optimizer.name)
+    table, entry = config.optimizer, optimizer_named(config.optimizer.name)
     lines, finds = [], entry.finds
-    if finds and not chosen.options.get(finds.guard):
+    if finds and not table.options.get(finds.guard):
         low = "schedule.warmup" if config.schedule.warmup else ""
         low = low or ("schedule.name = 'cosine_restarts'" if config.schedule.name == "cosine_restarts" else "")
         if low:
             lines.append(
-                f"{low} with optimizer.options.{finds.guard} = false: the estimate of {chosen.name} divides by the low "
+                f"{low} with optimizer.options.{finds.guard} = false: the estimate of {table.name} divides by the low "
                 "rates and grows too far; set it to true"
             )
-    if finds and finds.start not in chosen.options and steps < SHORT:
+    if finds and finds.start not in table.options and steps < SHORT:
         lines.append(
-            f"a run of {steps} steps: {chosen.name} finds its rate from optimizer.options.{finds.start} on, whose default is "
+            f"a run of {steps} steps: {table.name} finds its rate from optimizer.options.{finds.start} on, whose default is "
             "so low that it may hardly have grown by the end; raise it, for example to 1e-4"
         )
     if entry.paged and (config.run.device == "cpu" or not torch.cuda.is_available()):
-        lines.append(f"{chosen.name} pages its state only on CUDA; on a CPU it is {chosen.name.removeprefix('paged_')}")
+        lines.append(f"{table.name} pages its state only on CUDA; on a CPU it is {table.name.removeprefix('paged_')}")
     return lines

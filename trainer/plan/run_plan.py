@@ -62,11 +62,11 @@ class DataPlan:
         """What became of all files, and of which photos the crop cuts most away."""
         least: dict[str, float] = {}
         for example in (*self.examples, *self.held_out):
-            kept = buckets.share_kept(*example.photo.size, example.bucket)
-            if kept < 0.5:
+            share = buckets.share_kept(*example.photo.size, example.bucket)
+            if share < 0.5:
                 name = str(example.photo.image)
-                least[name] = min(kept, least.get(name, kept))
-        names = [f"{name}: {kept:.0%}" for name, kept in sorted(least.items(), key=lambda item: item[1])]
+                least[name] = min(share, least.get(name, share))
+        names = [f"{name}: {share:.0%}" for name, share in sorted(least.items(), key=lambda item: item[1])]
         why, remedy = "the crop keeps less than half of it", "cut it into several photos"
         return self.scanned.account + Account([Entry(Heading.WARNING, why, names, len(names), remedy, "photo")] * bool(names))
 
@@ -266,15 +266,15 @@ def plan_data(
         bucketed = short_batches.merged(bucketed, batch_size=data.batch_size, enlarge=data.enlarge)
     group = config.step.accumulation * processes
     steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
-    kept = sized(apart)
+    apart_sized = sized(apart)
     requests = requests_of(config, bucketed, family.images.size_multiple)
     planned = DataPlan(
         config=data,
         scanned=scanned,
         photos=photos,
         examples=bucketed,
-        held_out=kept,
-        measured=held_out.measured_examples(bucketed, kept) if config.validation.loss_every_steps else {},
+        held_out=apart_sized,
+        measured=held_out.measured_examples(bucketed, apart_sized) if config.validation.loss_every_steps else {},
         alike=near_duplicates.groups(scanned.photos),
         requests=requests,
     )
@@ -302,10 +302,10 @@ def find_objective(source: ModelSource, options: Mapping[str, Any]) -> Objective
 
 def check_objective(name: str, source: ModelSource, options: Mapping[str, Any], planned: Objective) -> None:
     """Refuse an objective that a hub id's configs had not said, once its weights were fetched. name: the id."""
-    found = find_objective(source, options).describe()
-    if found != planned.describe():
+    words = find_objective(source, options).describe()
+    if words != planned.describe():
         raise UserError(
-            f"model.path = {name!r}: the fetched files say {found}, its scheduler's config "
+            f"model.path = {name!r}: the fetched files say {words}, its scheduler's config "
             f"{planned.describe()}; set model.prediction and model.zero_terminal_snr"
         )
 

@@ -41,10 +41,10 @@ def requests_of(config: Config, trained: Sequence[Example], multiple: int) -> tu
 
 def _of_example(example: Example, default: Mapping[str, Any]) -> SampleRequest:
     """A caption as a prompt. Of an edit: at the size at which it is trained, shown what the model is shown for it."""
-    shown = [each.photo for each in example.references]
+    photos = [each.photo for each in example.references]
     width, height = example.bucket
-    edit = {"width": width, "height": height, "references": tuple(str(photo.image) for photo in shown)} if shown else {}
-    return SampleRequest(**default | edit | {"prompt": example.captions[0]}, images=tuple(map(_pixels, shown)))
+    edit = {"width": width, "height": height, "references": tuple(str(photo.image) for photo in photos)} if photos else {}
+    return SampleRequest(**default | edit | {"prompt": example.captions[0]}, images=tuple(map(_pixels, photos)))
 
 
 def _pixels(photo: Photo) -> Image.Image:

@@ -97,8 +97,8 @@ def held_as(source: ModelSource, name: str) -> tuple[str, str] | None:
         return quantization.declared(source.config(name))
     kinds = {(h.dtype, h.backend) for h in source.held(name).values() if not isinstance(h, torch.dtype)}
     if len(kinds) > 1:
-        shown = " and ".join(f"{dtype} ({backend})" for dtype, backend in sorted(kinds))
-        raise UserError(f"component {name!r} holds weights quantised in more than one way: {shown}; use a file of one way")
+        text = " and ".join(f"{dtype} ({backend})" for dtype, backend in sorted(kinds))
+        raise UserError(f"component {name!r} holds weights quantised in more than one way: {text}; use a file of one way")
     return next(iter(kinds), None)
 
 
@@ -128,27 +128,27 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
     """Every component's storage, by name. Raises UserError for what cannot be stored or computed so."""
     plans = {}
     for component in family.components:
-        chosen = config.model.components[component.name]
-        format = formats_of(chosen.dtype)[chosen.backend]
+        table = config.model.components[component.name]
+        format = formats_of(table.dtype)[table.backend]
         if component.role == "vae" and format.quantised:
             raise UserError(
-                f"model.components.{component.name}.dtype = {chosen.dtype!r}: the VAE is not quantised (its convolutions "
+                f"model.components.{component.name}.dtype = {table.dtype!r}: the VAE is not quantised (its convolutions "
                 "are a few hundred MB, and errors show in every image); use fp32, bf16 or fp16"
             )
-        compute = precision.compute_dtype(chosen.compute)
-        if (why := family.memory.no_fp16.get(component.name)) and chosen.compute == "fp16":
+        compute = precision.compute_dtype(table.compute)
+        if (why := family.memory.no_fp16.get(component.name)) and table.compute == "fp16":
             raise UserError(
                 f"the {component.name} of {family.name} does not compute in fp16: {why}; set "
                 f"precision.compute or model.components.{component.name}.compute to 'bf16' or 'fp32'"
             )
         scaled = config.precision.matmul == "fp8" and component.role == "denoiser"
-        if scaled and (chosen.dtype, chosen.compute) != ("fp8_e4m3", "bf16"):
+        if scaled and (table.dtype, table.compute) != ("fp8_e4m3", "bf16"):
             raise UserError(
                 f"precision.matmul = 'fp8' multiplies a denoiser that is stored as fp8_e4m3 and computes in bf16; "
-                f"model.components.{component.name} has dtype = {chosen.dtype!r} and compute = {chosen.compute!r}. Change "
+                f"model.components.{component.name} has dtype = {table.dtype!r} and compute = {table.compute!r}. Change "
                 "these, or set precision.matmul = 'compute'"
             )
-        plans[component.name] = Storage(component.name, format, compute, chosen.exclude, component.sensitive, scaled)
+        plans[component.name] = Storage(component.name, format, compute, table.exclude, component.sensitive, scaled)
     return plans
 
 

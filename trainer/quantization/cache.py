@@ -57,16 +57,16 @@ class ConvertedWeights:
         filled = set()
         with phases("reading converted weights", total, "B") as phase:
             for name, layer in layers.items():
-                said, wanted = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
+                record, wanted = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
                 kinds = {f"{name}.{key}": (tensor.dtype, tensor.shape) for key, tensor in wanted.items()}
                 entries = {key: file.entries[key] for key in kinds if key in file.entries}
                 if {key: (entry.dtype, entry.shape) for key, entry in entries.items()} != kinds:
                     continue
-                found = {key: file.read(f"{name}.{key}", phase.advance) for key in wanted}
-                if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in found.items()}:
-                    layer.original_norms = found.pop(NORMS)
-                    layer.load_payload(found)
-                    layer.bytes_before, layer.relative_error = said["bytes_before"], said["relative_error"]
+                tensors = {key: file.read(f"{name}.{key}", phase.advance) for key in wanted}
+                if record.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in tensors.items()}:
+                    layer.original_norms = tensors.pop(NORMS)
+                    layer.load_payload(tensors)
+                    layer.bytes_before, layer.relative_error = record["bytes_before"], record["relative_error"]
                     filled.add(f"{name}.weight")
         self.found = len(filled)
         return filled
@@ -77,14 +77,14 @@ class ConvertedWeights:
             return
         remove_leftovers(self.folder.glob(".*.tmp"), idle=600)
         layers = _converted(module)
-        kept = {name: layer.payload() | {NORMS: layer.original_norms} for name, layer in layers.items()}
+        payloads = {name: layer.payload() | {NORMS: layer.original_norms} for name, layer in layers.items()}
         tensors: dict[str, torch.Tensor | Recipe] = {
-            f"{name}.{key}": tensor for name, some in kept.items() for key, tensor in some.items()
+            f"{name}.{key}": tensor for name, some in payloads.items() for key, tensor in some.items()
         }
-        size = sum(tensor.nbytes for some in kept.values() for tensor in some.values())
+        size = sum(tensor.nbytes for some in payloads.values() for tensor in some.values())
         for name, layer in layers.items():
             for key in layer.digests:  # it is not here whole
-                form = kept[name][key]
+                form = payloads[name][key]
                 make = partial(lambda layer, key: layer.whole_payload()[key], layer, key)
                 tensors[f"{name}.{key}"] = Recipe(form.dtype, tuple(form.shape), make)
         # Twice through the bytes: the digests stand in the header, in front of what they are of.
@@ -93,7 +93,7 @@ class ConvertedWeights:
                 name: {
                     "sha256": {
                         key: layer.digests.get(key) or tensor_sha256(tensor, phase.advance)
-                        for key, tensor in kept[name].items()
+                        for key, tensor in payloads[name].items()
                     },
                     "bytes_before": layer.bytes_before,
                     "relative_error": layer.relative_error,

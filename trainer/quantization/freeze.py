@@ -36,15 +36,15 @@ def storage_of_layers(
     """
 
     def choose(name: str, layer: nn.Module) -> tuple[Format, torch.dtype]:
-        chosen, chosen_compute = format, compute
-        kept = any(fnmatchcase(name, pattern) for pattern in keep)
+        form, chosen_compute = format, compute
+        stays = any(fnmatchcase(name, pattern) for pattern in keep)
         if format.quantised and held:
-            chosen = dense(kind) if isinstance(kind := held[name], torch.dtype) else formats_of(kind.dtype)[kind.backend]
-        elif format.quantised and (kept or (isinstance(layer, nn.Conv2d) and not format.convolutions)):
-            chosen = dense(unquantised)
+            form = dense(kind) if isinstance(kind := held[name], torch.dtype) else formats_of(kind.dtype)[kind.backend]
+        elif format.quantised and (stays or (isinstance(layer, nn.Conv2d) and not format.convolutions)):
+            form = dense(unquantised)
         if torch.float16 in (format.dtype, compute) and any(part in name.split(".") for part in keep_fp32):
-            chosen, chosen_compute = chosen if chosen.quantised and held else FORMATS["fp32"], torch.float32
-        return chosen, chosen_compute
+            form, chosen_compute = form if form.quantised and held else FORMATS["fp32"], torch.float32
+        return form, chosen_compute
 
     return choose
 
@@ -59,9 +59,9 @@ def freeze_layers(module: nn.Module, choose: Choose, kernels: Kernels, *, scaled
     for name, child in list(module.named_modules()):
         if not isinstance(child, (nn.Linear, nn.Conv2d)):
             continue
-        chosen, compute = choose(name, child)
+        form, compute = choose(name, child)
         device, bias = child.weight.device, child.bias is not None
-        common = dict(bias=bias, format=chosen, compute_dtype=compute, kernels=kernels, device=device)
+        common = dict(bias=bias, format=form, compute_dtype=compute, kernels=kernels, device=device)
         if isinstance(child, nn.Linear):
             frozen: FrozenLayer = FrozenLinear(child.in_features, child.out_features, **common)
         else:

@@ -206,14 +206,14 @@ class FrozenLayer(nn.Module):
         """The bias rounded to `compute_dtype`: in that dtype, shaped for this layer's output, and as fp32 [N]."""
         if self.bias is None:
             return None, None
-        kept = self._cast_bias
-        if kept is None or kept[1].device != self.bias.device:
+        cast = self._cast_bias
+        if cast is None or cast[1].device != self.bias.device:
             rounded = self.bias.detach().to(self.compute_dtype)
-            kept = self.broadcast(rounded), rounded.to(torch.promote_types(rounded.dtype, torch.float32))
+            cast = self.broadcast(rounded), rounded.to(torch.promote_types(rounded.dtype, torch.float32))
             # Cast once: it is frozen. A compiled graph must not leave its tensors behind here.
             if not torch.compiler.is_compiling():
-                self._cast_bias = kept
-        return kept
+                self._cast_bias = cast
+        return cast
 
     @property
     def bias_N(self) -> torch.Tensor | None:

@@ -61,12 +61,12 @@ OTHER = (".scale_input", ".input_scale", ".output_scale")
 
 def declared(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """(dtype, backend) that a component's config.json says its files hold quantised; None where it says nothing of it."""
-    said = config.get("quantization_config") or {}
-    method = said.get("quant_method")
+    entry = config.get("quantization_config") or {}
+    method = entry.get("quant_method")
     if method == "bitsandbytes":
-        return said.get("bnb_4bit_quant_type", "fp4") if said.get("load_in_4bit") else "int8", "bitsandbytes"
+        return entry.get("bnb_4bit_quant_type", "fp4") if entry.get("load_in_4bit") else "int8", "bitsandbytes"
     if method == "quanto":
-        name = said.get("weights_dtype") or said.get("weights")
+        name = entry.get("weights_dtype") or entry.get("weights")
         return {"float8": "fp8_e4m3"}.get(name, name), "quanto"
     if method is not None:
         raise UserError(
@@ -112,14 +112,14 @@ def _scaled(entries: Entries) -> Iterator[tuple[str, HeldWeight]]:
 # ------------------------------------------------------------------------------- headers: (weight, found, entries) -> held
 
 
-def _comfy(weight: str, found: str, entries: Entries) -> HeldWeight:
-    layer, ending = weight.removesuffix(".weight"), found.rpartition(".")[2]
+def _comfy(weight: str, label: str, entries: Entries) -> HeldWeight:
+    layer, ending = weight.removesuffix(".weight"), label.rpartition(".")[2]
     scale = f"{layer}.scale_weight" if ending == "scale_weight" else f"{layer}.weight_scale"
-    parts = _all_there(entries, found, {"weight": weight})
+    parts = _all_there(entries, label, {"weight": weight})
     entry = entries[weight]
     if entry.dtype not in FLOAT8:
         raise _unsupported(f"ComfyUI does {NAMES[entry.dtype]} codes ({ending})", weight)
-    parts |= _all_there(entries, found, {"scale": scale})
+    parts |= _all_there(entries, label, {"scale": scale})
     if entries[scale].dtype == torch.uint8:
         raise _unsupported("mxfp8", weight)
     if f"{layer}.comfy_quant" in entries:
@@ -128,41 +128,41 @@ def _comfy(weight: str, found: str, entries: Entries) -> HeldWeight:
     return _held(FLOAT8[entry.dtype], "native", parts, entry.shape, read, check)
 
 
-def _bitsandbytes_4bit(weight: str, found: str, entries: Entries) -> HeldWeight:
+def _bitsandbytes_4bit(weight: str, label: str, entries: Entries) -> HeldWeight:
     def beside(*roles: str) -> dict[str, str]:
-        return _all_there(entries, found, {role: f"{weight}.{role}" for role in roles})
+        return _all_there(entries, label, {role: f"{weight}.{role}" for role in roles})
 
-    parts = _all_there(entries, found, {"weight": weight}) | {"quant_state": found} | beside("absmax", "quant_map")
+    parts = _all_there(entries, label, {"weight": weight}) | {"quant_state": label} | beside("absmax", "quant_map")
     if entries[parts["absmax"]].dtype == torch.uint8:
         parts |= beside("nested_absmax", "nested_quant_map")
-    kind = found[-3:]
+    kind = label[-3:]
     return _held(kind, "bitsandbytes", parts, None, _bitsandbytes_blocks, partial(_check_quant_state, kind))
 
 
-def _bitsandbytes_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
-    parts = _all_there(entries, found, {"weight": weight, "scale": found})
+def _bitsandbytes_8bit(weight: str, label: str, entries: Entries) -> HeldWeight:
+    parts = _all_there(entries, label, {"weight": weight, "scale": label})
     if f"{weight}_format" in entries:
         parts["weight_format"] = f"{weight}_format"
     return _held("int8", "bitsandbytes", parts, entries[weight].shape, _bitsandbytes_rows, _check_weight_format)
 
 
-def _quanto_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
-    parts = _all_there(entries, found, {"weight": found, "scale": f"{weight}._scale"})
-    codes = entries[found].dtype
+def _quanto_8bit(weight: str, label: str, entries: Entries) -> HeldWeight:
+    parts = _all_there(entries, label, {"weight": label, "scale": f"{weight}._scale"})
+    codes = entries[label].dtype
     dtype = (FLOAT8 | {torch.int8: "int8"}).get(codes)
     if dtype is None:
-        raise _unsupported(f"optimum-quanto with codes of {NAMES[codes]}", found)
-    return _held(dtype, "quanto", parts, entries[found].shape, partial(_quanto_rows, codes))
+        raise _unsupported(f"optimum-quanto with codes of {NAMES[codes]}", label)
+    return _held(dtype, "quanto", parts, entries[label].shape, partial(_quanto_rows, codes))
 
 
-def _quanto_few_bits(weight: str, found: str, entries: Entries) -> HeldWeight:
-    parts = _all_there(entries, found, {"weight": found, "scale": f"{weight}._scale", "shift": f"{weight}._shift"})
+def _quanto_few_bits(weight: str, label: str, entries: Entries) -> HeldWeight:
+    parts = _all_there(entries, label, {"weight": label, "scale": f"{weight}._scale", "shift": f"{weight}._shift"})
     shapes = {role: entries[name].shape for role, name in parts.items()}
     lines, groups = (prod(shapes[role][:1]) for role in ("weight", "scale"))
     fitting = [bits for bits in (4, 2) if lines == -(-groups * bits // 8)]
     if len(fitting) != 1:
         raise UserError(
-            f"tensor {found!r} of optimum-quanto has {lines} lines for {groups} scales, which is "
+            f"tensor {label!r} of optimum-quanto has {lines} lines for {groups} scales, which is "
             f"{'both 4 and 2 bits' if fitting else 'neither 4 nor 2 bits'} a code; use the 16-bit file"
         )
     bits, check = fitting[0], partial(_check_groups, shapes)
@@ -182,11 +182,11 @@ CONVENTIONS: dict[str, tuple[str, Callable[[str, str, Entries], HeldWeight]]] = 
 }
 
 
-def _all_there(entries: Entries, found: str, parts: dict[str, str]) -> dict[str, str]:
+def _all_there(entries: Entries, label: str, parts: dict[str, str]) -> dict[str, str]:
     for name in parts.values():
         if name not in entries:
             raise UserError(
-                f"tensor {name!r} is missing beside {found!r}: a quantised weight is incomplete. "
+                f"tensor {name!r} is missing beside {label!r}: a quantised weight is incomplete. "
                 "Download or copy the file again, or use the 16-bit file"
             )
     return parts
@@ -229,9 +229,9 @@ def _float8_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
 
 def _check_comfy_quant(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> None:
     if "comfy_quant" in tensors:
-        said = _json(tensors, "comfy_quant").get("format")
-        if said != COMFY_FORMATS[dtype]:
-            raise ValueError(f"comfy_quant says format = {said!r}, the codes are {COMFY_FORMATS[dtype]!r}")
+        form = _json(tensors, "comfy_quant").get("format")
+        if form != COMFY_FORMATS[dtype]:
+            raise ValueError(f"comfy_quant says format = {form!r}, the codes are {COMFY_FORMATS[dtype]!r}")
 
 
 def _bitsandbytes_blocks(tensors: Tensors, shape: Shape) -> Payload:

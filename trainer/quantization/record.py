@@ -39,8 +39,8 @@ class Stored:
 
     def __str__(self) -> str:
         kind, layers, before, count, error = self.row()
-        kept = f"; not quantised: {shortlist(self.kept, 3)}" if self.kept else ""
-        return f"{layers} layers stored as {kind}, {before} -> {count}, relative error {error}{kept}"
+        rest = f"; not quantised: {shortlist(self.kept, 3)}" if self.kept else ""
+        return f"{layers} layers stored as {kind}, {before} -> {count}, relative error {error}{rest}"
 
     def row(self) -> list[object]:
         """format, layers, bytes before and after, relative error: as text, the report's columns after the name."""
@@ -57,7 +57,7 @@ REPORT_COLUMNS = ["stored as", "layers", "size before", "size", "relative error 
 
 
 def stored_as(module: nn.Module) -> Stored | None:
-    """What of a loaded component, not adapted yet, is quantised; None where nothing is."""
+    """The quantised layers of a loaded component that is not adapted yet; None where there are none."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
     quantised = {name: layer for name, layer in layers.items() if layer.format.quantised}
     if not quantised:
@@ -106,10 +106,10 @@ def record(components: Iterable[tuple[str, nn.Module]], phases: Phases = QUIET) 
                 }
                 tensors |= {(path, key): tensor for key, tensor in layer.payload().items()}
                 known |= {(path, key): digest for key, digest in layer.digests.items()}
-            own = dict(layer.named_parameters(recurse=False)) | {
+            parameters = dict(layer.named_parameters(recurse=False)) | {
                 key: tensor for key, tensor in layer.named_buffers(recurse=False) if not key.startswith("payload_")
             }
-            tensors |= {(path, key): tensor for key, tensor in own.items()}
+            tensors |= {(path, key): tensor for key, tensor in parameters.items()}
     pool = ThreadPoolExecutor()  # hashing leaves Python's lock
     try:
         digests = {place: pool.submit(tensor_sha256, tensor) for place, tensor in tensors.items() if place not in known}

@@ -113,9 +113,9 @@ class NamedModel:
 @cache
 def published(family: str) -> tuple[NamedModel, ...]:
     """The published models of a family, by its name, whose configs are embedded."""
-    own = family_named(family)
-    labels = dict.fromkeys(own.files.hub_ids.values())
-    return tuple(_of_source(_published_source(own, label), label, here=False) for label in labels)
+    named = family_named(family)
+    labels = dict.fromkeys(named.files.hub_ids.values())
+    return tuple(_of_source(_published_source(named, label), label, here=False) for label in labels)
 
 
 def _published_source(family: Family, label: str) -> ModelSource:
@@ -129,17 +129,17 @@ def _of_source(source: ModelSource, label: str, *, here: bool = True) -> NamedMo
 def models_at(path: str, recognise: Callable[..., Recognised], **keys: Any) -> list[NamedModel]:
     """The model there, as every family that it may be of; UserError where it is of none. recognise, keys: as of
     `open_model`."""
-    found, refusals = [], []
+    models, refusals = [], []
     for family in FAMILIES.values():
         try:
             model = _of_source(open_model(family, path, recognise=recognise, **keys), path)
             model.config(family.denoiser)
-            found.append(model)
+            models.append(model)
         except UserError as error:
             refusals.append(error)
-    if not found:
+    if not models:
         raise next((refusal for refusal in refusals if not isinstance(refusal, OfAnotherFamily)), refusals[0])
-    return found
+    return models
 
 
 def whole_model_at(path: str, recognise: Callable[..., Recognised]) -> NamedModel:
@@ -322,8 +322,8 @@ class OpenedCheckpoint:
         """The checkpoint with the average that its run exports, not with its norms (`formats`); None where it keeps none."""
         if "ema" not in (saved := Saved.whatever(self.folder)).pieces:
             return None
-        kept, decay = saved.state("ema"), saved.state("config")["ema"]["decay"]
-        state = {name: kept[key] for name in self._state if (key := ema.OF + name) in kept}
+        average, decay = saved.state("ema"), saved.state("config")["ema"]["decay"]
+        state = {name: average[key] for name in self._state if (key := ema.OF + name) in average}
         if {k: t.shape for k, t in state.items()} != {k: t.shape for k, t in self._state.items()}:
             power = "one of ema.kind = 'power' is exported by commit 028b4cb"
             raise UserError(f"{self.folder}: its average is not of its adapter; {power}")
@@ -334,8 +334,8 @@ class OpenedCheckpoint:
         """The first that the run drew at this step at full strength, where that lies beside its checkpoints, and where the
         run's files have a thumbnail. ending: "", or AVERAGE."""
         layout, step = Layout(self.folder.absolute().parent.parent), self.about.step
-        own = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
-        return first_sample(layout.samples_of(step), ending) if own and self.thumbnail else None
+        is_here = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
+        return first_sample(layout.samples_of(step), ending) if is_here and self.thumbnail else None
 
     def export(self, folder: Path, write: Write, stem: str = "", sample: Path | None = None) -> dict[str, Path]:
         """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
@@ -389,5 +389,5 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}: what it says of its adapter files does not fit: {error!r:.500}") from error
     exported = config["export"]
-    told = exported["dora_scale"], exported.get("thumbnail", False), read_norms(norms)
-    return OpenedCheckpoint(folder, about, model, *told, kind, config["adapter"]["rslora"], state, targets)
+    meaning = exported["dora_scale"], exported.get("thumbnail", False), read_norms(norms)
+    return OpenedCheckpoint(folder, about, model, *meaning, kind, config["adapter"]["rslora"], state, targets)

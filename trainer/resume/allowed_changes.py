@@ -11,7 +11,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.optim import OPTIMIZERS
 
-# By pattern, why a key never can; where the first pattern that matches has no reason, the key can.
+# Key pattern -> why the key must not change on resume. The first match wins; an empty reason, or no match, allows it.
 SHAPE, MODEL = "the saved adapter would not fit, or would mean another change", "the adapter was trained on that model"
 NEVER = {
     "adapter.dropout": "",
@@ -98,7 +98,7 @@ def never(key: str, optimizer: str | None = None) -> str:
 
 
 def noted(changes: Iterable[Mapping[str, Any]], patterns: Sequence[str], after: int | None = None) -> list[str]:
-    """Lines of what --allow changed of these keys. changes: those of a Progress. after: this step; None: whenever."""
+    """Lines of what --allow changed of these keys. changes: Progress.changes. after: this step; None: whenever."""
     lines = [line for change in changes if after in (None, change["step"]) for line in change["what"]]
     return [line for line in lines if any(fnmatchcase(line.partition(":")[0], pattern) for pattern in patterns)]
 

@@ -107,13 +107,13 @@ class Start:
             for name, factors in portable.layers.items():
                 self._set_magnitude(adapter, name, factors, now[name])
             adapter.mark_stale()
-        said = f"starting from {self.path}: {len(portable.layers)} layers"
+        text = f"starting from {self.path}: {len(portable.layers)} layers"
         if fresh := len(adapter.layers) - len(portable.layers):
-            said += f"; {fresh} others are not in it and start anew"
+            text += f"; {fresh} others are not in it and start anew"
         if self.lost:
             worst = max(self.lost, key=lambda name: self.lost[name])
-            said += f"; {len(self.lost)} were shrunk, losing {self.lost[worst]:.2%} of their change at most ({worst})"
-        say(said)
+            text += f"; {len(self.lost)} were shrunk, losing {self.lost[worst]:.2%} of their change at most ({worst})"
+        say(text)
 
     @torch.no_grad()
     def _copy(self, adapter: Adapter, name: str, factors: Factors) -> None:
@@ -135,13 +135,13 @@ class Start:
         if factors.magnitude is None:
             m.copy_(c)
             return
-        told = factors.magnitude.make().float()
+        values = factors.magnitude.make().float()
         if self.portable.meaning == "comfyui_released":  # g ||W16||
-            m.copy_(torch.where(norms.reader > 0, told * c / norms.reader.clamp_min(TINY), told))
+            m.copy_(torch.where(norms.reader > 0, values * c / norms.reader.clamp_min(TINY), values))
             return
         a, b = (factor.cpu() for factor in layer.factors(ADAPTER_NAME))
         whole = magnitude(c, a, b, adapter.targets[name].scaling(adapter.rslora), norms)  # of g = 1
-        m.copy_(told if norms.original is None else torch.where(whole > 0, told * c / whole.clamp_min(TINY), told))
+        m.copy_(values if norms.original is None else torch.where(whole > 0, values * c / whole.clamp_min(TINY), values))
 
 
 def _in_fp32(factors: Factors) -> Factors:
@@ -182,15 +182,15 @@ def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable
     B of the layers that are not adapted."""
     family, adapted = plan.model.family, {f"{target.component}.{target.name}" for target in plan.model.targets}
     unread = {name: family.adapters.no_gradient(name, plan.model.source.config(name)) for name in family.text_encoders}
-    kept = {}
+    effective = {}
     for name, factors in portable.layers.items():
         component, _, layer = name.partition(".")
         dead = any(fnmatchcase(layer, pattern) for pattern in unread.get(component, ()))
         if name in adapted or not (dead or factors.magnitude is None and not factors.b.make().any()):
-            kept[name] = factors
+            effective[name] = factors
         else:
             account.add(Heading.LEFT_OUT, READ_BEFORE if dead else UNTRAINED, [name], noun="layer")
-    return portable.with_layers(kept)
+    return portable.with_layers(effective)
 
 
 def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
@@ -203,10 +203,10 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
     if not portable.layers:
         raise UserError(f"{key} has no layer that changes anything in this run; leave it out, or take another file")
     as_lora = "make a LoRA of it: python scripts/adapter.py convert --to lora"
-    if (own := portable.kind).name not in kind.starts_from:
-        taken = " or ".join(f"adapter.type = {each.name!r}" for each in KINDS.values() if own.name in each.starts_from)
+    if (start_kind := portable.kind).name not in kind.starts_from:
+        taken = " or ".join(f"adapter.type = {each.name!r}" for each in KINDS.values() if start_kind.name in each.starts_from)
         remedy = f"{taken}, or {as_lora}" if "lora" in kind.starts_from else taken
-        raise UserError(f"{key} is a {own.word} and adapter.type = {kind.name!r}; set {remedy}")
+        raise UserError(f"{key} is a {start_kind.word} and adapter.type = {kind.name!r}; set {remedy}")
     for name, factors in portable.layers.items():
         target = targets[name]
         shape = plan.shapes[target.component, target.name]
@@ -226,7 +226,10 @@ def _lines_for(beyond: list[str], portable: Portable, plan: RunPlan) -> list[str
     """The lines of the config that adapt the layers `beyond`, by full name, beside the others of the file."""
     names, family = dict.fromkeys(name.partition(".")[0] for name in beyond), plan.model.family
     layers = [target.name for target in portable.targets if target.component == family.denoiser]
-    fit = (word for word, own in family.adapters.presets.items() if all(any(fnmatchcase(n, p) for p in own) for n in layers))
-    wide = next(fit, "all")
+    fit = {
+        preset: all(any(fnmatchcase(n, p) for p in globs) for n in layers)
+        for preset, globs in family.adapters.presets.items()
+    }
+    wide = next((preset for preset, fits in fit.items() if fits), "all")
     rule = '[[adapter.rules]] component = "{}", match = "*" (a line each)'
     return [f'adapter.targets = "{wide}"' if name == family.denoiser else rule.format(name) for name in names]

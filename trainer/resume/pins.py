@@ -114,8 +114,8 @@ def pin_data(
         allowed.steps_per_epoch = then["steps_per_epoch"]
         changed = sorted(n for n in digests.keys() | saved["digests"].keys() if saved["digests"].get(n) != digests.get(n))
         if changed:
-            found = identity.differences({n: t for n, t in saved.items() if isinstance(t, torch.Tensor)}, photos)
-            _other_photos(found, changed, f"{then['samples']} photos then, {samples} now", allowed)
+            differences = identity.differences({n: t for n, t in saved.items() if isinstance(t, torch.Tensor)}, photos)
+            _other_photos(differences, changed, f"{then['samples']} photos then, {samples} now", allowed)
         if then["micro_batches"] != micro_batches:
             was = then["micro_batches"]
             if not allowed.permits(SHARE):
@@ -145,12 +145,12 @@ def share_out(config: Config, saved: Saved, processes: int, allowed: Allowance, 
             f"an update has {count} micro-batches {images}, which {processes} processes cannot share evenly; start "
             f"{_parts(count)} processes, or end the present epoch here and go on with another update: {allowed.way([SHARE])}"
         )
-    kept = count // processes
+    part = count // processes
     say(
-        f"step.accumulation: {accumulation} -> {kept}: an update keeps its {count} micro-batches {images}, shared by "
+        f"step.accumulation: {accumulation} -> {part}: an update keeps its {count} micro-batches {images}, shared by "
         f"{processes} {'processes' if processes > 1 else 'process'}"
     )
-    return config.model_copy(update={"step": config.step.model_copy(update={"accumulation": kept})})
+    return config.model_copy(update={"step": config.step.model_copy(update={"accumulation": part})})
 
 
 def _parts(count: int) -> str:
@@ -159,15 +159,15 @@ def _parts(count: int) -> str:
     return f"{', '.join(less)} or {most}" if less else most
 
 
-def _other_photos(found: Mapping[str, list[str]], changed: list[str], counts: str, allowed: Allowance) -> None:
-    """found: how photos differ -> which. changed: what differs of all of them together."""
+def _other_photos(unlike: Mapping[str, list[str]], changed: list[str], counts: str, allowed: Allowance) -> None:
+    """unlike: how photos differ -> which. changed: what differs of all of them together."""
     # Where only their settings differ, the keys that were allowed to change say why.
-    of_files = found.keys() & {"added", "removed", "other contents", "other captions"}
+    of_files = unlike.keys() & {"added", "removed", "other contents", "other captions"}
     if allowed.permits(PHOTOS) or (not of_files and any(key.startswith(f"{PHOTOS}.") for key in allowed.changed)):
-        lines = [f"{how}: {shortlist(names, NOTED)}" for how, names in found.items()] or [f"other: {', '.join(changed)}"]
+        lines = [f"{how}: {shortlist(names, NOTED)}" for how, names in unlike.items()] or [f"other: {', '.join(changed)}"]
         allowed.changed[PHOTOS] = "\n".join([f"photos: {counts}", *lines])
         return
-    listed = [f"{how}: {name}" for how, names in found.items() for name in _some(names, LISTED)]
+    listed = [f"{how}: {name}" for how, names in unlike.items() for name in _some(names, LISTED)]
     listing = "\n".join(listed or [f"other {', other '.join(changed)}"])
     ways = (
         f", or end the present epoch here and start a new one over these: {allowed.way([PHOTOS])}, or start a new run "
@@ -175,7 +175,7 @@ def _other_photos(found: Mapping[str, list[str]], changed: list[str], counts: st
     )
     # A later version may leave out what an earlier one trained: thumbnails, samples, masks.
     why = " (--plan names what is left out now, and why; the version that began the run still trains it)"
-    restore = f"restore them{why if 'removed' in found else ''}{ways if allowed.resume_from else ''}"
+    restore = f"restore them{why if 'removed' in unlike else ''}{ways if allowed.resume_from else ''}"
     raise UserError(f"the data are not those of the checkpoint ({counts}):\n{listing}\n{restore}")
 
 
@@ -186,8 +186,8 @@ def _some(names: list[str], count: int) -> list[str]:
 
 
 def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
-    """The pin of the model. digests: of what the model's files decide besides the tensors in `pin_quantization`
-    (ModelSource.contents).
+    """The pin of the model. digests: ModelSource.contents, what the model's files decide besides the tensors in
+    `pin_quantization`.
 
     cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
     """
@@ -199,9 +199,9 @@ def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snaps
         """Refuse to go on with another encoder, configuration or objective, naming each that differs."""
         changed = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
         if changed:
-            told = [words.get(name, f"config.json of {name}") for name in changed]
+            texts = [words.get(name, f"config.json of {name}") for name in changed]
             raise UserError(
-                f"the model is not that of the checkpoint: other {', other '.join(told)} (by contents, wherever they lie); "
+                f"the model is not that of the checkpoint: other {', other '.join(texts)} (by contents, wherever they lie); "
                 "restore it, or start a new run (another run.output_dir)" + _earlier(snapshots)
             )
 
@@ -232,7 +232,7 @@ def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None
 
 
 def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
-    """Of one tensor's record, in words; "" for none. Another version of a library is none, where it gives the same bytes."""
+    """The change of a tensor's record, in words; "" for none. Another library version is none where it gives equal bytes."""
     if now is None:
         return "is not there now"
     if saved is None:
@@ -250,11 +250,11 @@ def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
 
 
 def pin_environment(
-    device: torch.device, optimizer: str, chosen: Mapping[str, Any], *, deterministic: bool, say: Callable[[str], None]
+    device: torch.device, optimizer: str, choices: Mapping[str, Any], *, deterministic: bool, say: Callable[[str], None]
 ) -> Pin:
     """Libraries, device, and what else was chosen there. optimizer: its name in the table.
 
-    chosen: "kernels" and "attention" by name, "processes", their number, and "compiled", what of a step is, or NOT_COMPILED.
+    choices: "kernels" and "attention" by name, "processes", their number, and "compiled", what of a step is, or NOT_COMPILED.
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
     """
 
@@ -277,7 +277,7 @@ def pin_environment(
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    return Pin({**versions(optimizer), "device": name, **chosen}, check)
+    return Pin({**versions(optimizer), "device": name, **choices}, check)
 
 
 def versions(optimizer: str) -> dict[str, str]:

@@ -91,13 +91,13 @@ def _compare(
     may_differ = MAY_DIFFER if config.run.deterministic else (*MAY_DIFFER, *HARDWARE)
     allowed = re.compile("|".join(map(translate, may_differ)))
     flat = {f"{name}: {key}": value for name, state in states().items() for key, value in configs.flatten(state).items()}
-    found = peers.differences({key: _text(value) for key, value in flat.items() if not allowed.match(key)})
-    if not found:
+    differences = peers.differences({key: _text(value) for key, value in flat.items() if not allowed.match(key)})
+    if not differences:
         return
-    of_data = {key for key in found if key.startswith(("data: ", "held-out photos: "))}
+    of_data = {key for key in differences if key.startswith(("data: ", "held-out photos: "))}
     lines = _of_photos(peers, photos()) if photos is not None and of_data else []
-    left = [key for key in found if not (lines and key in of_data)]
-    lines += [f"{key.removeprefix('config: ')}: {_by_rank(found[key])}" for key in left[:LISTED]]
+    left = [key for key in differences if not (lines and key in of_data)]
+    lines += [f"{key.removeprefix('config: ')}: {_by_rank(differences[key])}" for key in left[:LISTED]]
     lines += [f"and {len(left) - LISTED} more"] * (len(left) > LISTED)
     remedy = "give all of them the same config, photos, model files, versions and checkpoints, and start all again"
     raise UserError("\n".join(["the processes of this run do not train the same:", *lines, remedy]))
@@ -116,12 +116,12 @@ def _by_rank(values: Sequence[str | None]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault("absent" if value is None else shown(json.loads(value)), []).append(str(rank))
-    return ", ".join(f"{text} in process{'es' if own[1:] else ''} {shortlist(own, LISTED)}" for text, own in ranks.items())
+    return ", ".join(f"{text} in process{'es' if ids[1:] else ''} {shortlist(ids, LISTED)}" for text, ids in ranks.items())
 
 
-def _of_photos(peers: Processes, own: Mapping[str, torch.Tensor]) -> list[str]:
-    """How the photos of each process differ from those of process 0, in words. own: what `photo_digests` gives."""
-    texts = peers.exchange(json.dumps({name: tensor.tolist() for name, tensor in own.items()}))
+def _of_photos(peers: Processes, digests: Mapping[str, torch.Tensor]) -> list[str]:
+    """How the photos of each process differ from those of process 0, in words. digests: what `photo_digests` gives."""
+    texts = peers.exchange(json.dumps({name: tensor.tolist() for name, tensor in digests.items()}))
     tables = [{name: torch.tensor(rows, dtype=torch.uint8) for name, rows in json.loads(text).items()} for text in texts]
     return [
         f"photos of process {rank}, beside those of process 0: {how}: {shortlist(names, LISTED)}"

@@ -65,7 +65,7 @@ from trainer.runtime.jobs import Fields, Job, Position
 class Run:
     """What `build` made: everything that a step needs, and what a checkpoint is made of. Nothing is trained yet.
 
-    resumed: the checkpoint that it goes on from. changed: whether --allow changed what is pinned there.
+    resumed: the checkpoint that it goes on from. changed: --allow replaced a value pinned there.
     """
 
     plan: RunPlan

@@ -162,15 +162,15 @@ def _fault_at(kind: str, score: int, *given: torch.Tensor) -> str:
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
-            found = results(kind, *given)
+            outputs = results(kind, *given)
         except RuntimeError as error:  # torch has no kernel for it
             return _why_not(kind, given) or str(error).splitlines()[0]
-    if not all(bool(torch.isfinite(each).all()) for each in found):
+    if not all(bool(torch.isfinite(each).all()) for each in outputs):
         return "its results are not finite where those of plain attention are"
     if score:
         return ""  # it multiplies a sum of next to nothing, which no 16 bits give exactly
     exact = results("math", *(tensor.float() for tensor in given))
-    off = max(float((mine.float() - true).norm() / true.norm()) for mine, true in zip(found, exact, strict=True))
+    off = max(float((mine.float() - true).norm() / true.norm()) for mine, true in zip(outputs, exact, strict=True))
     return f"its results differ by {off:.2g} from those of plain attention" if off > TOLERANCE else ""
 
 
@@ -178,10 +178,10 @@ def _why_not(kind: str, given: tuple[torch.Tensor, ...]) -> str:
     """What torch says why it has no such kernel; "" where it says nothing."""
     query, key, value, _ = (tensor.detach().requires_grad_() for tensor in given)
     can_use = getattr(torch.backends.cuda, f"can_use_{kind}_attention")
-    with Attention((kind,)).used(), warnings.catch_warnings(record=True) as told:
+    with Attention((kind,)).used(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         can_use(torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, False), True)
-    return str(told[0].message).partition(" (Triggered")[0].rstrip(".") if told else ""
+    return str(caught[0].message).partition(" (Triggered")[0].rstrip(".") if caught else ""
 
 
 def only_plain() -> bool:

@@ -109,8 +109,8 @@ class Compiler:
 
     def _apart(self, reason: str) -> None:
         """Have this start compile into a folder of its own, which goes with it."""
-        said = f"compiled code in {os.environ[FOLDER]} counts as none ({reason})"
-        self.say(f"warning: {said}: this start compiles it again, for itself alone")
+        text = f"compiled code in {os.environ[FOLDER]} counts as none ({reason})"
+        self.say(f"warning: {text}: this start compiles it again, for itself alone")
         self._own = tempfile.TemporaryDirectory(prefix="compiled-")
         os.environ[FOLDER] = self._own.name
 

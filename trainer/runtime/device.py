@@ -27,13 +27,13 @@ def check_device(config: Config) -> torch.device:
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device = 'cuda', but no CUDA device is visible; check nvidia-smi, or use 'auto'")
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    # As accelerate gives them out: not the first for all.
+    # One device per local rank, as accelerate assigns them.
     device = torch.device("cpu") if on_cpu else torch.device("cuda", number_in("LOCAL_RANK", 0))
     precision.prepare_device(device, {component.compute for component in config.model.components.values()})
     if config.step.compile == "blocks":
         check_compiler(device)
-    chosen = kernels.choose(config.adapter.kernels, device)
-    precision.check_scaled_matmul(config.precision.matmul, chosen, device)
+    choice = kernels.choose(config.adapter.kernels, device)
+    precision.check_scaled_matmul(config.precision.matmul, choice, device)
     if config.step.graphs and device.type != "cuda":
         raise UserError(f"step.graphs = true needs a CUDA device, this run is on {device}; leave it out")
     return device
@@ -54,16 +54,16 @@ class Memory:
     @staticmethod
     def of(device: torch.device, config: Config) -> "Memory":
         """What is here."""
-        chosen = kernels.choose(config.adapter.kernels, device)
+        choice = kernels.choose(config.adapter.kernels, device)
         if device.type == "cuda":
-            return Memory(torch.cuda.get_device_properties(device).total_memory, base_of(device), chosen, device)
-        return Memory(host_memory(), base_of(device), chosen, device)
+            return Memory(torch.cuda.get_device_properties(device).total_memory, base_of(device), choice, device)
+        return Memory(host_memory(), base_of(device), choice, device)
 
     def everywhere(self, largest: Callable[..., list[int]]) -> "Memory":
         """The same in all processes of a run: the least memory that one has, and the most that one takes on a CPU, when that
         is asked first: some may ask more often than others. largest: of a number, over the processes."""
-        own = self.base
-        return replace(self, size=-largest(-self.size)[0], base=own and cache(lambda: largest(own())[0]))
+        base = self.base
+        return replace(self, size=-largest(-self.size)[0], base=base and cache(lambda: largest(base())[0]))
 
 
 def accelerator_of(config: Config, memory: int) -> Memory:

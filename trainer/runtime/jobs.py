@@ -49,7 +49,7 @@ class Job:
     run: does it; returns fields for the step's line of the log, or None. remedy: what to change where memory runs out.
     shared: whether every process takes part, and none waits. Otherwise the main process does it, and the others wait for it.
     fields: names of what it gives. Such a job runs before the step's line is written, the others after its checkpoint.
-    mark: tells on what it measures, and stands in the line; None: on what never changes.
+    mark: identifies the data that it measures, and stands in the line; None where that data cannot change.
     """
 
     name: str
@@ -92,8 +92,8 @@ def run_jobs(jobs: Iterable[Job], at: Position, processes: Processes) -> tuple[F
     failure = None
     for job in (job for job in jobs if job.due(at)):
         if job.shared or (processes.is_main and failure is None):
-            found, failed = guarded(job, at)
-            fields, failure = fields | found, failure or failed
+            values, failed = guarded(job, at)
+            fields, failure = fields | values, failure or failed
         if not job.shared:
             processes.wait()
     return fields, failure

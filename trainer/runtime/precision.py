@@ -90,8 +90,8 @@ class _HandsOn:
 def widened(module: nn.Module) -> Iterator[None]:
     """A context in which the module itself, apart from its children, computes in fp64: its floating-point parameters and
     buffers are fp64, without gradients."""
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    before = [(each, each.data, each.grad) for each in own if each.is_floating_point()]
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    before = [(each, each.data, each.grad) for each in tensors if each.is_floating_point()]
     for each, _, _ in before:
         each.data, each.grad = each.data.double(), None
     try:
@@ -132,12 +132,12 @@ def _cast_norm(norm_class: type) -> type:
 
 def _cast_parameters(norm: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A frozen norm's weight and bias in `dtype`, cast once and kept beside the fp32 parameters."""
-    kept = norm.__dict__.get("_cast_parameters")
-    if kept is None or kept[0].dtype != dtype or kept[0].device != norm.weight.device:
+    cast = norm.__dict__.get("_cast_parameters")
+    if cast is None or cast[0].dtype != dtype or cast[0].device != norm.weight.device:
         bias = getattr(norm, "bias", None)
-        kept = norm.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-        norm.__dict__["_cast_parameters"] = kept
-    return kept
+        cast = norm.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        norm.__dict__["_cast_parameters"] = cast
+    return cast
 
 
 # The sizes of cuBLAS's workspace for which NVIDIA promises equal bits, and torch documents them.

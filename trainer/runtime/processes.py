@@ -81,12 +81,12 @@ class Processes:
 
     # --- what must be the same in all of them ---------------------------------------------------------------------------
 
-    def differences(self, own: Mapping[str, str]) -> dict[str, list[str | None]]:
-        """What of a table is not the same in all processes: by key, its value in each; None where it has none.
+    def differences(self, mine: Mapping[str, str]) -> dict[str, list[str | None]]:
+        """The keys of a table that differ between processes: by key, its value in each; None where it has none.
 
         The tables are sent where their digests differ. Raises what `check` raises.
         """
-        text = json.dumps(own, sort_keys=True)
+        text = json.dumps(mine, sort_keys=True)
         if self._store is None or len({*self.exchange(hashlib.sha256(text.encode()).hexdigest())}) == 1:
             return {}
         tables = [json.loads(each) for each in self.exchange(text)]
@@ -104,7 +104,7 @@ class Processes:
         with self._reached():
             counts = {f"{here}/{rank}": json.loads(self._store.get(f"{here}/{rank}")) for rank in range(self.count)}
             keys = [[f"{key}/{number}" for number in range(count)] for key, count in counts.items()]
-            return ["".join(json.loads(self._store.get(key)) for key in own) for own in keys]
+            return ["".join(json.loads(self._store.get(key)) for key in names) for names in keys]
 
     # --- what lies in parts in all of them (runtime/sharding.py) ------------------------------------------------------
 
@@ -391,10 +391,10 @@ def _open_store(status: int = 0):
     with which this process ends, where it does."""
     from torch.distributed import PrefixStore, register_rendezvous_handler, rendezvous
 
-    told = "set them right for each process; beside another run on this machine MASTER_PORT has to be another one"
-    with nullcontext() if launched() else reading("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT", remedy=told):
+    remedy = "set them right for each process; beside another run on this machine MASTER_PORT has to be another one"
+    with nullcontext() if launched() else reading("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT", remedy=remedy):
         store, rank, count = next(rendezvous("env://", timeout=REDUCTION_TIMEOUT))
     ours = PrefixStore("trainer", store)
-    own = PrefixStore(prefix_of(meet(ours, rank=rank, count=count, status=status)), ours)
-    register_rendezvous_handler(SCHEME, lambda *_, **__: iter([(own, rank, count)]))
-    return own
+    apart = PrefixStore(prefix_of(meet(ours, rank=rank, count=count, status=status)), ours)
+    register_rendezvous_handler(SCHEME, lambda *_, **__: iter([(apart, rank, count)]))
+    return apart

@@ -61,12 +61,12 @@ def meet(store: Store, *, rank: int, count: int, patience: float = PATIENCE, sta
         every = {"0": ["", status]} | {str(other): json.loads(store.get(key)) for other, key in came.items()}
         store.set(f"{prefix_of(number)}/all", json.dumps(every))
         return _unless_ended(store, number, rank, every)
-    name, said = uuid.uuid4().hex, 0
+    name, latest = uuid.uuid4().hex, 0
     while True:
         number = store.add(STARTS, 0)
-        if number > said:
+        if number > latest:
             store.set(f"{prefix_of(number)}/came/{rank}", json.dumps([name, status]))
-            said = number
+            latest = number
         key = f"{prefix_of(number)}/all"
         if number and store.check([key]) and (every := json.loads(store.get(key))).get(str(rank), [""])[0] == name:
             return _unless_ended(store, number, rank, every)

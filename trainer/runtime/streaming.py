@@ -46,7 +46,7 @@ class Transfers(Protocol):
 
 
 class MemoryCopies:
-    """Copies from memory to memory, at once: those of a CPU."""
+    """Copies from memory to memory, at once, for a CPU."""
 
     def copy(self, into: Tensor, master: Tensor) -> None:
         """Copy it."""
@@ -57,7 +57,7 @@ class MemoryCopies:
 
 
 class CudaCopies:
-    """Copies on a stream of their own, beside the one that computes: those of a GPU."""
+    """Copies on a stream of their own, beside the one that computes, for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -118,7 +118,7 @@ class Streamer:
     blocks: in the order of a forward pass; what they hold of payloads has no memory yet (meta device). device: that computes.
 
     blocks: the streamed ones by name. sizes: bytes of payload in each of all blocks. copies: that were started. kept: bytes
-    that this process has of the streamed ones. copied: bytes that one step copies. host: of those kept, the ones in the
+    that this process has of the streamed ones. copied: bytes that one step copies. host: the part of `kept` in the
     memory of a device's host.
     """
 
@@ -130,7 +130,7 @@ class Streamer:
         self.count, self.copies, self.device = len(blocks), 0, device
         self.blocks = {name: b for p, (name, b) in enumerate(blocks.items()) if not stays(p, len(blocks), resident)}
         layers = [[e for e in block.modules() if isinstance(e, FrozenLayer)] for block in blocks.values()]
-        self.sizes = [-(-_size(own) // self.unit) * self.unit for own in layers]
+        self.sizes = [-(-_size(mine) // self.unit) * self.unit for mine in layers]
         places = [place for place in range(self.count) if not stays(place, self.count, resident)]
         sizes = [self.sizes[place] for place in places]
         # A compiled block saves what it computes with for its backward pass, before which it is entered again: that the slot
@@ -138,10 +138,10 @@ class Streamer:
         self.slots = [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in sizes[:SLOTS]]
         self.streamed: dict[int, Streamed] = {}
         for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
-            slot, own = number % SLOTS, layers[place]
-            kept = torch.empty(self.kept_of(size), dtype=torch.uint8, device=self.keeps_on())
-            block = self.streamed[place] = Streamed(place, own, size, kept, slot)
-            for layer, home, passing in zip(own, self.homes(block), views_of(own, self.slots[slot]), strict=True):
+            slot, mine = number % SLOTS, layers[place]
+            memory = torch.empty(self.kept_of(size), dtype=torch.uint8, device=self.keeps_on())
+            block = self.streamed[place] = Streamed(place, mine, size, memory, slot)
+            for layer, home, passing in zip(mine, self.homes(block), views_of(mine, self.slots[slot]), strict=True):
                 layer.stream(home, passing)
         self.transfers = transfers or self.way()
         self.kept = self.host = sum(block.kept.nbytes for block in self.streamed.values())
@@ -272,7 +272,7 @@ def stays(place: int, count: int, resident: int) -> bool:
 
 
 def device_bytes(blocks: Sequence[int], resident: int) -> int:
-    """What the payloads of all blocks take on the device: of those that stay, and the slots. blocks: bytes of each."""
+    """What the payloads of all blocks take on the device: the resident blocks and the slots. blocks: bytes of each."""
     staying = [size for place, size in enumerate(blocks) if stays(place, len(blocks), resident)]
     passing = [size for place, size in enumerate(blocks) if not stays(place, len(blocks), resident)]
     return sum(staying) + len(passing[:SLOTS]) * max(passing, default=0)
@@ -290,11 +290,11 @@ def places_of(layers: Sequence[FrozenLayer]) -> tuple[list[dict[str, int]], int]
     """(where each tensor of each layer begins in a flat buffer, the bytes of that buffer)."""
     starts, end = [], 0
     for layer in layers:
-        own = {}
+        places = {}
         for name, tensor in layer.payload().items():
-            own[name] = end
+            places[name] = end
             end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-        starts.append(own)
+        starts.append(places)
     return starts, end
 
 
@@ -306,11 +306,11 @@ def views_of(layers: Sequence[FrozenLayer], flat: Tensor) -> list[dict[str, Tens
     """Each layer's payload in a flat buffer, by name."""
     views = []
     for layer, starts in zip(layers, places_of(layers)[0], strict=True):
-        own = {}
+        pieces = {}
         for name, like in layer.payload().items():
             size = prod(like.shape) * like.itemsize
-            own[name] = flat[starts[name] : starts[name] + size].view(like.dtype).view(like.shape)
-        views.append(own)
+            pieces[name] = flat[starts[name] : starts[name] + size].view(like.dtype).view(like.shape)
+        views.append(pieces)
     return views
 
 

@@ -63,8 +63,8 @@ class Averaged:
 
 @dataclass
 class Mean:
-    """A mean that was written. lost, change: norms over all layers: of what its rank leaves out of the mean, and of the
-    mean's change of the weights. tails: lost by change, of each layer."""
+    """A mean that was written. lost, change: norms over all layers. lost: what its rank leaves out of the mean. change:
+    the mean's change of the weights. tails: lost by change, of each layer."""
 
     converted: Converted
     lost: float
@@ -93,8 +93,8 @@ def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def base_of(path: Path) -> Base:
-    """The digests of the frozen weights of the run that an adapter is of: of a checkpoint its own, of a file that lies where
-    its run wrote it those of the newest checkpoint there. Empty where nothing tells."""
+    """The digests of the frozen weights that an adapter was trained on. A checkpoint records them. A file in its run's folder
+    has those of the run's newest checkpoint. Otherwise empty: unknown."""
     folder: Path | None = path
     if not path.is_dir():
         layout = Layout(path.absolute().parent.parent)
@@ -106,12 +106,12 @@ def base_of(path: Path) -> Base:
 
 def digests_in(record: Mapping[str, Mapping[str, Any]]) -> Base:
     """The digests of a record as `quantization.json` has it."""
-    found = {}
+    digests = {}
     for name, entry in record.items():
         how = str(entry.get("format")), str(entry.get("backend"))
         for key, tensor in entry["tensors"].items():
-            found[name, key, *how, tensor["dtype"]] = tensor["sha256"]
-    return found
+            digests[name, key, *how, tensor["dtype"]] = tensor["sha256"]
+    return digests
 
 
 def check_bases(adapters: Sequence[Averaged]) -> None:
@@ -184,9 +184,9 @@ def average(
                 layers[name], lost, change = _mean_lora(parts, rank)
             lost_sq, change_sq, tails[name] = lost_sq + lost**2, change_sq + change**2, lost / max(change, 1e-300)
             phase.advance(1)
-    said = {"averaged_from": json.dumps([each.described() for each in adapters], sort_keys=True)}
+    origin = {"averaged_from": json.dumps([each.described() for each in adapters], sort_keys=True)}
     model = adapters[0].model
-    opened = OpenedAdapter(adapters[0].path, model, (model.label,), ReadAdapter(Portable(layers, metadata=said)))
+    opened = OpenedAdapter(adapters[0].path, model, (model.label,), ReadAdapter(Portable(layers, metadata=origin)))
     converted = write_as(opened, opened.portable, out, to, weight, [])
     return Mean(converted, math.sqrt(lost_sq), math.sqrt(change_sq), tails)
 
@@ -196,10 +196,10 @@ Parts = Sequence[tuple[float, Factors | None, Portable]]  # of one layer: (share
 
 def _mean_lora(parts: Parts, rank: int) -> tuple[Factors, float, float]:
     """(the mean of a layer's LoRAs, the norm of what it leaves out, the norm of the mean)."""
-    own = [(share, factors) for share, factors, _ in parts if factors is not None]
-    a = torch.cat([factors.a.make().double().flatten(1) for _, factors in own])
-    b = torch.cat([share * factors.scaling * factors.b.make().double().flatten(1) for share, factors in own], 1)
-    made = with_factors(blank(own[0][1].weight_shape), *_cut(a, b, rank), 1.0)
+    shared = [(share, factors) for share, factors, _ in parts if factors is not None]
+    a = torch.cat([factors.a.make().double().flatten(1) for _, factors in shared])
+    b = torch.cat([share * factors.scaling * factors.b.make().double().flatten(1) for share, factors in shared], 1)
+    made = with_factors(blank(shared[0][1].weight_shape), *_cut(a, b, rank), 1.0)
     new_a, new_b = (each.make().double().flatten(1) for each in (made.a, made.b))
     lost = product_norm(torch.cat([b, -new_b], 1), torch.cat([a, new_a]))
     return made, lost, product_norm(b, a)

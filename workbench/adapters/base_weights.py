@@ -9,7 +9,7 @@ from trainer.models.weights import Read
 
 
 class BaseWeights:
-    """Reads layers' weights from a model's files. Of what it read it keeps one tensor of the files, for fused layers."""
+    """Reads layers' weights from a model's files. It keeps the last tensor that it read, for fused layers."""
 
     def __init__(self, source: ModelSource, advance: Advance = unheard) -> None:
         self.source, self.advance = source, advance

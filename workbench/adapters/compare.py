@@ -58,19 +58,19 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """The comparison in lines, for people."""
-        said = ["every tensor and scale is equal, bit for bit"] if self.bits else []
+        lines = ["every tensor and scale is equal, bit for bit"] if self.bits else []
         if self.blocks:
-            said.append(f"||dA - dB|| / ||dA|| of the layers that both have: {self.whole.relative:.4%}")
-            said += [
-                f"  {block}: {own.relative:.4%}; rank {', '.join(_rank(ranks) for ranks in own.ranks)}"
-                for block, own in self.blocks.items()
+            lines.append(f"||dA - dB|| / ||dA|| of the layers that both have: {self.whole.relative:.4%}")
+            lines += [
+                f"  {block}: {errors.relative:.4%}; rank {', '.join(_rank(ranks) for ranks in errors.ranks)}"
+                for block, errors in self.blocks.items()
             ]
         else:
-            said.append("they have no layer in common")
+            lines.append("they have no layer in common")
         for which, names in (("A", self.only_a), ("B", self.only_b)):
             if names:
-                said.append(f"only {which} has {len(names)} layers: {shortlist(names, SHOWN)}")
-        return said
+                lines.append(f"only {which} has {len(names)} layers: {shortlist(names, SHOWN)}")
+        return lines
 
 
 def _rank(ranks: tuple[int, int]) -> str:

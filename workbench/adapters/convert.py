@@ -93,9 +93,9 @@ def write_as(
         notes += export.not_loaded_by_diffusers(portable.layers)
     tensors = tensors_of(portable, opened.model, to, weight, notes)
     fields = _metadata(opened, portable, to)
-    if to in KOHYA and (said := sd_scripts.left_out_phrase(portable, opened.model.family.adapters.not_in_sd_scripts)):
-        fields[sd_scripts.ENTRY] = said
-        notes.append(sd_scripts.sentence(said))
+    if to in KOHYA and (phrase := sd_scripts.left_out_phrase(portable, opened.model.family.adapters.not_in_sd_scripts)):
+        fields[sd_scripts.ENTRY] = phrase
+        notes.append(sd_scripts.sentence(phrase))
     with FileGroup(keep=True) as group:
         write_tensors(out, tensors, with_hash(tensors, fields), write=group.write)
     return Converted(portable, notes)
@@ -224,9 +224,9 @@ def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: 
         if whole and left / whole > worst[1]:
             worst = name, left / whole
         layers[name] = made
-    kept = "each layer's rank" if rank is None else f"rank {rank}"
+    ranks = "each layer's rank" if rank is None else f"rank {rank}"
     notes.append(
-        f"a plain LoRA of {kept} in place of a DoRA: {(lost / max(size, 1e-300)) ** 0.5:.2%} of the change of the weights "
+        f"a plain LoRA of {ranks} in place of a DoRA: {(lost / max(size, 1e-300)) ** 0.5:.2%} of the change of the weights "
         f"is lost in all, {worst[1]:.2%} at most ({worst[0]})"
     )
     return replace(portable, layers=layers, meaning="magnitude")
@@ -237,28 +237,28 @@ def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: 
 
 def _metadata(opened: OpenedAdapter, portable: Portable, to: str) -> dict[str, str]:
     """The file's own, with what the new keys make of it; of a file that says nothing of its family, that."""
-    kept = {key: value for key, value in portable.metadata.items() if key not in METADATA_OF_KEYS}
+    entries = {key: value for key, value in portable.metadata.items() if key not in METADATA_OF_KEYS}
     if len(opened.labels) == 1 or all(m == opened.labels[0] for m in opened.labels):
-        kept = {key: value for key, value in opened.model.hints.items() if value} | kept
+        entries = {key: value for key, value in opened.model.hints.items() if value} | entries
     fields = lora_config(portable.targets, portable.kind, rslora=portable.rslora)
     ranks, alphas = ({f"{getattr(target, key):g}" for target in portable.targets} for key in ("rank", "alpha"))
     numbers = {"ss_network_dim": f"{fields['r']:g}", "ss_network_alpha": f"{fields['lora_alpha']:g}"}
     for key, known in (("ss_network_dim", ranks), ("ss_network_alpha", alphas)):
-        # Of several that are as common the file's own stays.
-        kept[key] = kept[key] if kept.get(key) in known else numbers[key]
+        # The file's own number stays where a layer has it; else the most common one.
+        entries[key] = entries[key] if entries.get(key) in known else numbers[key]
     before = network_args(portable.metadata)
     args = {k: v for k, v in before.items() if k not in export.DORA_ARGS}
     args |= {"algo": "lora", "rs_lora": str(portable.rslora)}
     if portable.kind.magnitudes:
         axes = {factors.axis for factors in portable.layers.values() if factors.magnitude is not None}
-        said = f"{portable.meaning}: {DORA_SCALE_MEANING[portable.meaning]}"
-        args |= {"dora_wd": "True", "wd_on_output": str(axes == {"output"}), "dora_scale": said}
+        meaning = f"{portable.meaning}: {DORA_SCALE_MEANING[portable.meaning]}"
+        args |= {"dora_wd": "True", "wd_on_output": str(axes == {"output"}), "dora_scale": meaning}
         if to == "diffusers":
             args["dora_scale"] = "magnitude"
         if isinstance(base := before.get("dora_base"), str) and base:
             args["dora_base"] = base
     if "ss_network_module" not in portable.metadata or portable.kind is not opened.portable.kind:
         of_lora = opened.model.hints.get("ss_network_module", "networks.lora")
-        kept["ss_network_module"] = portable.kind.module or of_lora
-    kept["ss_network_args"] = json.dumps(args, sort_keys=True)
-    return kept | (export.diffusers_metadata(portable) if to == "diffusers" else {})
+        entries["ss_network_module"] = portable.kind.module or of_lora
+    entries["ss_network_args"] = json.dumps(args, sort_keys=True)
+    return entries | (export.diffusers_metadata(portable) if to == "diffusers" else {})

@@ -48,9 +48,9 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
         raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
     ranks = [max(factors.rank for factors in each.portable.layers.values()) for each in adapters]
     rules = tuple(RuleTable(component=rule.component, match=rule.match) for rule in config.adapter.rules)
-    own, rank = config.adapter, max(*ranks, min(rank, sum(ranks)))
+    table, rank = config.adapter, max(*ranks, min(rank, sum(ranks)))
     kind = file_kind(magnitudes=any(each.portable.kind.magnitudes for each in adapters)).name
-    room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=own.targets, kernels=own.kernels, rules=rules)
+    room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=table.targets, kernels=table.kernels, rules=rules)
     config = config.model_copy(update={"run": config.run.model_copy(update={"deterministic": False})})
     session = Session.open(measuring(config), only="measure")
     session.config, session.quiet = session.config.model_copy(update={"adapter": room}), True
@@ -81,8 +81,8 @@ class HeldOutLosses:
         reader = encode(read, components, MemoryCache(), on_non_finite=_refuse)
         modules = [(name, components.load(name)) for name in plan.model.in_steps]
         if known := [(str(each.path), each.base) for each in adapters if each.base]:
-            own = digests_in(quantization.record(modules, phases))
-            check_digests([(f"the config's {plan.config.model.path}", own), *known])
+            digests = digests_in(quantization.record(modules, phases))
+            check_digests([(f"the config's {plan.config.model.path}", digests), *known])
         self._adapter, self._norms = build_adapter(plan.config, components, Pieces(None))
         self._without = {name: tensor.clone() for name, tensor in self._adapter.state_dict().items()}
         self._loss = HeldOutLoss.of(plan, components, reader, nullcontext)
@@ -99,13 +99,13 @@ def lines(losses: Sequence[tuple[str, Fields]]) -> list[str]:
     """A table for people. losses: (whose, the fields of its log)."""
     last = losses[-1][1]
     photos, near = last[COUNT], last[COPIES]
-    said = f"{photos} held-out photos" + (f", {near} of them with a near duplicate that is trained on" if near else "")
+    text = f"{photos} held-out photos" + (f", {near} of them with a near duplicate that is trained on" if near else "")
     rows = [[*("not finite" if (loss := fields[kind]) is None else f"{loss:.6g}" for kind in KINDS)] for _, fields in losses]
     table = [
         "  ".join((*(f"{cell:>13}" for cell in row), name)).rstrip()
         for row, name in zip([[*KINDS], *rows], ["", *(name for name, _ in losses)], strict=True)
     ]
-    return [*filter(None, [too_few(photos)]), said, *table]
+    return [*filter(None, [too_few(photos)]), text, *table]
 
 
 def _refuse(what: str) -> None:

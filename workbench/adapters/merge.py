@@ -127,7 +127,7 @@ def merge(
         each.opened.portable.check_finite()
     remove_leftovers(leftovers_of(out))  # each the size of a model
     work = _Work(model, adapters, dtype, Merged(out))
-    said = {"merged_adapters": json.dumps([each.described() for each in adapters], sort_keys=True)}
+    origin = {"merged_adapters": json.dumps([each.described() for each in adapters], sort_keys=True)}
     files = {"": single_file(source)} if single else folder_files(source)
     work.check_all_there(files.values())
     made = {path: work.tensors(file) for path, file in files.items()}
@@ -136,12 +136,12 @@ def merge(
     with phases("writing the merged model", total, "B") as phase:
         if single:
             fields = {key: value for key, value in files[""].metadata.items() if key not in STALE}
-            write_tensors(out, made[""], fields | said, phase.advance)
+            write_tensors(out, made[""], fields | origin, phase.advance)
         else:
             with appearing(out) as folder:
                 _copy_configs(source.root, folder)
                 for path, tensors in made.items():
-                    write_tensors(folder / path, tensors, {**files[path].metadata, **said}, phase.advance)
+                    write_tensors(folder / path, tensors, {**files[path].metadata, **origin}, phase.advance)
     return work.merged
 
 
@@ -183,10 +183,10 @@ class _Work:
         return linear and self.dtype == SCALED
 
     def _dtype(self, placed: Placed) -> torch.dtype:
-        own = self.dtype is None or placed.component == self.family.vae
-        if own and placed.dtype is None:
+        stays = self.dtype is None or placed.component == self.family.vae
+        if stays and placed.dtype is None:
             raise UserError(f"the model holds {placed.component} quantised, and weights are merged as numbers: give --dtype")
-        if own:
+        if stays:
             assert placed.dtype is not None
             return placed.dtype
         return scaled_file.BESIDE if self.dtype == SCALED else precision.compute_dtype(str(self.dtype))
@@ -264,7 +264,7 @@ def _check_space(out: Path, needed: int) -> None:
 
 def _copy_configs(root: Path, folder: Path) -> None:
     """What a diffusers folder has besides weights: its index, and the configs and vocabularies in its folders."""
-    found = [root / "model_index.json", *(path for path in sorted(root.glob("*/*")) if not path.name.startswith("."))]
-    for path in found:
+    paths = [root / "model_index.json", *(path for path in sorted(root.glob("*/*")) if not path.name.startswith("."))]
+    for path in paths:
         if path.suffix in CONFIGS and path.is_file() and ".index." not in path.name:  # an index is of shards
             write_atomic(folder / path.relative_to(root), [path.read_bytes()])

@@ -34,7 +34,7 @@ class Pushed:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """What of a folder is sent, by its path in the repository. Raises UserError where no adapter file is there."""
+    """The files of a folder that are sent, by path in the repository. Raises UserError where no adapter file is there."""
     adapters = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob(f"*/{WEIGHTS}"))]
     if not adapters:
         raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")
@@ -88,8 +88,8 @@ def push(
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    found = files_of(folder)
-    for path in found.values():
+    files = files_of(folder)
+    for path in files.values():
         if path.suffix == ".safetensors":
             check(path, models, family, phases)
     api, made = HfApi(), False
@@ -101,12 +101,12 @@ def push(
             missing = True
         url = api.create_repo(repository, private=not public, exist_ok=True)
         made = missing
-        if CARD in found and not replace_card and not made:
-            _keep_card(api, url.repo_id, found[CARD])
+        if CARD in files and not replace_card and not made:
+            _keep_card(api, url.repo_id, files[CARD])
         private = api.model_info(url.repo_id).private
         done = api.create_commit(
             url.repo_id,
-            operations=[CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in found.items()],
+            operations=[CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()],
             commit_message="Upload adapter files",
         )
     except UserError:
@@ -120,7 +120,7 @@ def push(
             raise cause from None
         left = f"\nthe repository {repository!r} was made, and is empty" if made else ""
         raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}{left}") from error
-    return Pushed(str(url), done.oid, tuple(found), "private" if private else "public", made)
+    return Pushed(str(url), done.oid, tuple(files), "private" if private else "public", made)
 
 
 def _keep_card(api: Any, repository: str, card: Path) -> None:

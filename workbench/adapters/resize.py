@@ -40,14 +40,14 @@ def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | No
     ]
     if opened.portable.kind.magnitudes:
         notes.append("magnitudes stay as they were")
-    own = all(convention.startswith(DIFFUSERS) for convention in opened.read.conventions)
-    return write_as(opened, opened.portable.with_layers(layers), out, "diffusers" if own else "kohya", weight, notes)
+    native = all(convention.startswith(DIFFUSERS) for convention in opened.read.conventions)
+    return write_as(opened, opened.portable.with_layers(layers), out, "diffusers" if native else "kohya", weight, notes)
 
 
 @dataclass
 class Extracted:
-    """A LoRA made of the difference of two models. lost, change: norms, of all layers: of what no LoRA of that rank has, and
-    of the difference.
+    """A LoRA made of the difference of two models. lost, change: norms over all layers. lost: what no LoRA of that rank
+    has. change: the difference.
 
     tails: by layer, the error relative to its difference. beside: other parameters that differ, which no LoRA can hold.
     """
@@ -62,14 +62,14 @@ class Extracted:
         """What was made, and what is lost, in lines for people."""
         worst = max(self.tails, key=lambda name: self.tails[name])
         relative = self.lost / max(self.change, 1e-300)
-        said = [
+        lines = [
             f"{len(self.tails)} layers differ; of the difference the adapter leaves out {relative:.4%} in all "
             f"({self.lost:.4g} of {self.change:.4g}: the singular values' tail), {self.tails[worst]:.2%} at most ({worst})"
         ]
         if self.beside:
             names = shortlist(self.beside, 6)
-            said.append(f"left out, because a LoRA has no place for them: {len(self.beside)} other tensors differ: {names}")
-        return said + self.converted.notes
+            lines.append(f"left out, because a LoRA has no place for them: {len(self.beside)} other tensors differ: {names}")
+        return lines + self.converted.notes
 
 
 def extract(
@@ -115,15 +115,15 @@ def extract(
 
 def _others(weights: BaseWeights, theirs: BaseWeights, components: Sequence[str], layers: dict) -> list[str]:
     """The parameters that differ and are no adaptable layer's weight: biases, norms, embeddings."""
-    found = []
+    names = []
     for component in components:
         for parameter in theirs.reads(component):
             name = f"{component}.{parameter}"
             if name.removesuffix(".weight") in layers and name.endswith(".weight"):
                 continue
             if not torch.equal(weights.tensor(component, parameter), theirs.tensor(component, parameter)):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def check_rank(rank: int) -> None:

@@ -55,7 +55,7 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
     read, portable = opened.read, opened.portable
     dtypes = Counter(str(t.dtype).removeprefix("torch.") for f in portable.layers.values() for t in f.tensors().values())
     parameters = sum(torch.Size(t.shape).numel() for f in portable.layers.values() for t in f.tensors().values())
-    said = [
+    rows = [
         f"{opened.path}: {portable.kind.word} for {opened.model.family.name} ({' or '.join(opened.labels)})",
         f"  keys: {_counted(read.conventions, 'module(s)')}",
         f"  layers: {_counted(Counter(name.partition('.')[0] for name in portable.layers), 'layers')}; "
@@ -65,28 +65,28 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
         f"  scale (alpha / rank): {_counted(Counter(f'{layer.scaling:g}' for layer in layers), 'layers')}"
         + ("; rsLoRA" if portable.rslora else ""),
     ]
-    said += [f"  {line}" for line in opened.account.lines()]
+    rows += [f"  {line}" for line in opened.account.lines()]
     if portable.kind.magnitudes:
         axes = Counter(factors.axis for factors in portable.layers.values() if factors.magnitude is not None)
-        said.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")
+        rows.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")
     if read.fused:
-        said.append(f"  modules of several layers: {_counted(read.fused, 'modules')}")
+        rows.append(f"  modules of several layers: {_counted(read.fused, 'modules')}")
     if read.absent:
-        said += _listed("  rows without an adapter, whose magnitudes are the model's norms and were left out", read.absent)
-    said += _norms(layers)
+        rows += _listed("  rows without an adapter, whose magnitudes are the model's norms and were left out", read.absent)
+    rows += _norms(layers)
     for component in opened.components:
         there = {layer.name for layer in layers}
         absent = [f"{component}.{name}" for name in opened.model.layers(component) if f"{component}.{name}" not in there]
         if absent:
-            said.append(f"  not adapted of {component}: {len(absent)} layers: {_kinds(absent)}")
+            rows.append(f"  not adapted of {component}: {len(absent)} layers: {_kinds(absent)}")
         else:
-            said.append(f"  every layer of {component} is adapted")
-    said += _listed("  NOT FINITE", [layer.name for layer in layers if not layer.finite])
-    said += _listed("  B is zero, so that nothing changes", [layer.name for layer in layers if layer.empty])
+            rows.append(f"  every layer of {component} is adapted")
+    rows += _listed("  NOT FINITE", [layer.name for layer in layers if not layer.finite])
+    rows += _listed("  B is zero, so that nothing changes", [layer.name for layer in layers if layer.empty])
     for key in ("ss_output_name", "modelspec.title", "ss_base_model_version", "ss_steps", "modelspec.trigger_phrase"):
         if value := portable.metadata.get(key):
-            said.append(f"  {key}: {_plain(value)}")
-    return said
+            rows.append(f"  {key}: {_plain(value)}")
+    return rows
 
 
 def _norms(layers: list[LayerReport]) -> list[str]:
@@ -97,9 +97,9 @@ def _norms(layers: list[LayerReport]) -> list[str]:
     what = "||sBA|| / ||W||" if known else "||sBA||"
     drifts = any(layer.drift is not None for layer in layers)
     rows = [f"  {what} by block (largest layer){'; largest |g - 1| of the magnitudes' if drifts else ''}:"]
-    for block, own in by_block.items():
-        largest = max(own, key=lambda layer: _size(layer))
-        drift = max((layer.drift for layer in own if layer.drift is not None), default=None)
+    for block, norms in by_block.items():
+        largest = max(norms, key=lambda layer: _size(layer))
+        drift = max((layer.drift for layer in norms if layer.drift is not None), default=None)
         number = f"{_size(largest):.3%}" if known else f"{_size(largest):.4g}"
         rows.append(f"    {block}: {number}" + (f"; {drift:.3%}" if drift is not None else ""))
     return rows

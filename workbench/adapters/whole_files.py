@@ -91,8 +91,8 @@ def _all_in_one(source: ModelSource) -> WholeFile:
             shape = original_shape([shapes[part] for part in link.parts], link.op)
             tensors[component.prefixes[0] + link.original] = Placed(component.name, link, shape, dtype)
     # A folder says this in the scheduler's config, a file by tensors without values.
-    said = {name: torch.zeros(0) for name, (key, value) in MARKERS.items() if source.scheduler.get(key) == value}
-    return WholeFile(tensors, said, {})
+    markers = {name: torch.zeros(0) for name, (key, value) in MARKERS.items() if source.scheduler.get(key) == value}
+    return WholeFile(tensors, markers, {})
 
 
 def _original_links(component: Component, source: ModelSource, shapes: Mapping[str, Shape]) -> list[Link]:

@@ -135,8 +135,8 @@ def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phase
         single.append({})
         for name in own.ranked()[:alone]:
             with swapped(denoiser.get_submodule(name), formats_of[name]):
-                found = predict(held_out, components, f"{storage.format.name}: {name} alone")
-            single[-1][name] = measured(base, found)
+                losses = predict(held_out, components, f"{storage.format.name}: {name} alone")
+            single[-1][name] = measured(base, losses)
     shapes = {name: layer.weight_shape for name, layer in denoiser.named_modules() if isinstance(layer, FrozenLayer)}
     del denoiser, held_out
     components.let_go([run.model.family.denoiser])

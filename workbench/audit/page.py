@@ -23,53 +23,53 @@ NOTES = (
 )
 
 
-def about(found: Audit) -> str:
+def about(audit: Audit) -> str:
     """What was compared with what, in a sentence."""
-    photos = f"{found.photos} {'held-out' if found.kind == 'held_out' else 'trained'} photo{'' if found.photos == 1 else 's'}"
+    photos = f"{audit.photos} {'held-out' if audit.kind == 'held_out' else 'trained'} photo{'' if audit.photos == 1 else 's'}"
     return (
-        f"the {found.denoiser} of {found.model}, stored as {found.stored}, has a loss of {found.base.loss:.5g} on {photos} "
-        f"({len(found.base.residuals)} draws)"
+        f"the {audit.denoiser} of {audit.model}, stored as {audit.stored}, has a loss of {audit.base.loss:.5g} on {photos} "
+        f"({len(audit.base.residuals)} draws)"
     )
 
 
-def text(found: Audit) -> str:
+def text(audit: Audit) -> str:
     """The audit for a terminal."""
-    lines = [f"base: {about(found)}"]
-    for cost in found.costs:
+    lines = [f"base: {about(audit)}"]
+    for cost in audit.costs:
         lines += ["", f"{cost.name}: {len(cost.layers)} layers, {size_text(cost.bytes)}"]
-        lines.append(f"  all of them: {_said(found, cost.whole)}")
-        lines.append(f"  as estimated: {_said(found, cost.estimated)}")
+        lines.append(f"  all of them: {_said(audit, cost.whole)}")
+        lines.append(f"  as estimated: {_said(audit, cost.estimated)}")
         if cost.spared is not None:
-            lines.append(f"  without the {len(cost.exclude)} below: {_said(found, cost.spared)}; {_bought(cost)}")
+            lines.append(f"  without the {len(cost.exclude)} below: {_said(audit, cost.spared)}; {_bought(cost)}")
         for layer in cost.layers[: len(cost.exclude)]:
             change, mib = layer.alone or layer.estimated, layer.more / MIB
             lines.append(
-                f"  {_share(cost, layer):7.1%} {change.relative(found.base):8.2%} {change.of_loss:+.1e} +- {change.band:.0e} "
+                f"  {_share(cost, layer):7.1%} {change.relative(audit.base):8.2%} {change.of_loss:+.1e} +- {change.band:.0e} "
                 f"{mib:7.3g} MiB  {layer.name}{'' if layer.alone else ' (estimated)'}"
             )
     lines += ["", "columns: share of the format's change, change of the prediction, of the loss, memory if excluded, layer"]
     lines.append(f"+-: {BAND}")
-    for cost in found.costs:
-        lines += ["", excluded(found, cost)]
+    for cost in audit.costs:
+        lines += ["", excluded(audit, cost)]
     return "\n".join(lines)
 
 
-def excluded(found: Audit, cost: FormatCost) -> str:
+def excluded(audit: Audit, cost: FormatCost) -> str:
     """The table of a config with the format, and with the layers to leave out of it."""
-    names = json.dumps([*found.kept, *cost.exclude], indent=4)  # a list of TOML is written so, too
-    return f'[model.components.{found.denoiser}]\ndtype = "{cost.dtype}"\nbackend = "{cost.backend}"\nexclude = {names}'
+    names = json.dumps([*audit.kept, *cost.exclude], indent=4)  # a list of TOML is written so, too
+    return f'[model.components.{audit.denoiser}]\ndtype = "{cost.dtype}"\nbackend = "{cost.backend}"\nexclude = {names}'
 
 
-def sections(found: Audit) -> dict[str, dict[str, Any]]:
+def sections(audit: Audit) -> dict[str, dict[str, Any]]:
     """The sections of the page, as report/tables.py takes them."""
     rows = []
-    for cost in found.costs:
+    for cost in audit.costs:
         for what, effect, more in _rows(cost):
             rows.append((
-                cost.name, what, _percent(effect.relative(found.base)), _signed(effect.of_loss), f"{effect.band:.2g}",
+                cost.name, what, _percent(effect.relative(audit.base)), _signed(effect.of_loss), f"{effect.band:.2g}",
                 size_text(cost.bytes + more),
             ))  # fmt: skip
-    whole = f"Base: {about(found)}."
+    whole = f"Base: {about(audit)}."
     parts: dict[str, dict[str, Any]] = {
         "All layers": {
             "columns": ("format", "layers", "prediction", "loss", "band", "size"),
@@ -77,68 +77,68 @@ def sections(found: Audit) -> dict[str, dict[str, Any]]:
             "notes": [whole, NOTES[0]],
         }
     }
-    for cost in found.costs:
+    for cost in audit.costs:
         most = len(cost.exclude)
         named = f"{cost.name}: the first to exclude"
         bought = [f"Without these {most}: {_bought(cost)}."] if cost.spared is not None else []
         parts[named] = {
-            "text": excluded(found, cost),
+            "text": excluded(audit, cost),
             "columns": COLUMNS,
-            "rows": _table(found, cost, most),
+            "rows": _table(audit, cost, most),
             "notes": [*bought, NOTES[1]],
         }
         if len(cost.layers) > most:
             parts[f"{cost.name}: every layer"] = {
-                "columns": COLUMNS, "rows": _table(found, cost, len(cost.layers)), "folded": True,
+                "columns": COLUMNS, "rows": _table(audit, cost, len(cost.layers)), "folded": True,
             }  # fmt: skip
     return parts
 
 
-def remaining(found: Audit) -> Mapping[str, list[float]]:
+def remaining(audit: Audit) -> Mapping[str, list[float]]:
     """The change of the prediction in percent, as estimated, once 0, 1, 2, ... layers are excluded: by format."""
-    power = fmean(found.base.power)
-    return {cost.name: [100 * math.sqrt(left / power) for left in cost.remaining[:-1]] for cost in found.costs}
+    power = fmean(audit.base.power)
+    return {cost.name: [100 * math.sqrt(left / power) for left in cost.remaining[:-1]] for cost in audit.costs}
 
 
-def numbers(found: Audit) -> dict[str, Any]:
+def numbers(audit: Audit) -> dict[str, Any]:
     """All that was found, as JSON."""
     return {
-        "model": found.model,
-        "denoiser": found.denoiser,
-        "base": found.stored,
-        "loss": found.base.loss,
-        "photos": {found.kind: found.photos},
-        "draws": len(found.base.residuals),
+        "model": audit.model,
+        "denoiser": audit.denoiser,
+        "base": audit.stored,
+        "loss": audit.base.loss,
+        "photos": {audit.kind: audit.photos},
+        "draws": len(audit.base.residuals),
         "formats": {
             cost.name: {
                 "bytes": cost.bytes,
-                "measured": _numbers(found, cost.whole),
-                "estimated": _numbers(found, cost.estimated),
+                "measured": _numbers(audit, cost.whole),
+                "estimated": _numbers(audit, cost.estimated),
                 "excluded": {
                     "layers": list(cost.exclude),
                     "bytes": cost.more,
-                    "measured": cost.spared and _numbers(found, cost.spared),
+                    "measured": cost.spared and _numbers(audit, cost.spared),
                 },
                 "layers": [
                     {
                         "name": layer.name,
                         "bytes_if_excluded": layer.more,
-                        "estimated": _numbers(found, layer.estimated),
-                        "measured": layer.alone and _numbers(found, layer.alone),
+                        "estimated": _numbers(audit, layer.estimated),
+                        "measured": layer.alone and _numbers(audit, layer.alone),
                     }
                     for layer in cost.layers
                 ],
             }
-            for cost in found.costs
+            for cost in audit.costs
         },
     }
 
 
-def _numbers(found: Audit, effect: Effect) -> dict[str, float | None]:
+def _numbers(audit: Audit, effect: Effect) -> dict[str, float | None]:
     return {
         "loss": effect.of_loss,
         "band": effect.band if math.isfinite(effect.band) else None,
-        "prediction": effect.relative(found.base),
+        "prediction": effect.relative(audit.base),
         "squared": effect.of_prediction,
     }
 
@@ -150,12 +150,12 @@ def _rows(cost: FormatCost) -> list[tuple[str, Effect, int]]:
     return rows
 
 
-def _table(found: Audit, cost: FormatCost, most: int) -> list[tuple[Any, ...]]:
+def _table(audit: Audit, cost: FormatCost, most: int) -> list[tuple[Any, ...]]:
     rows = []
     for layer in cost.layers[:most]:
         effect, mib, share = layer.alone or layer.estimated, layer.more / MIB, _share(cost, layer)
         rows.append((
-            layer.name, _percent(effect.relative(found.base)), _percent(share), _signed(effect.of_loss),
+            layer.name, _percent(effect.relative(audit.base)), _percent(share), _signed(effect.of_loss),
             f"{effect.band:.2g}", mib, _percent(share / mib), layer.alone is not None,
         ))  # fmt: skip
     return rows
@@ -176,8 +176,8 @@ def _bought(cost: FormatCost) -> str:
     return f"{share:.1%} of the squared change is gone for {size_text(cost.more)} more{each}"
 
 
-def _said(found: Audit, effect: Effect) -> str:
-    return f"prediction {effect.relative(found.base):.2%}, loss {effect.of_loss:+.2e} +- {effect.band:.1e}"
+def _said(audit: Audit, effect: Effect) -> str:
+    return f"prediction {effect.relative(audit.base):.2%}, loss {effect.of_loss:+.2e} +- {effect.band:.1e}"
 
 
 def _percent(share: float) -> str:

@@ -64,9 +64,9 @@ class Spiller(Streamer):
         self.places[block.place], first = self.end, self.end
         self.end += block.size
         self.file.truncate(self.end)  # the padding of its last layer, too, can be read
-        starts = [{name: first + start for name, start in own.items()} for own in places_of(block.layers)[0]]
+        starts = [{name: first + start for name, start in places.items()} for places in places_of(block.layers)[0]]
         forms = [{name: tensor.to("meta") for name, tensor in layer.payload().items()} for layer in block.layers]
-        return [InFile(self.file, form, own, self.device) for form, own in zip(forms, starts, strict=True)]
+        return [InFile(self.file, form, places, self.device) for form, places in zip(forms, starts, strict=True)]
 
     def start(self, block: Streamed, into: Tensor) -> None:
         into = into[: block.size]

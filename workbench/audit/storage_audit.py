@@ -26,7 +26,7 @@ class AuditPlan:
 
 def formats_named(names: Sequence[str]) -> tuple[Format, ...]:
     """The quantised formats of these names, DTYPE or DTYPE:BACKEND, each once. Raises UserError for another name."""
-    found = {}
+    formats = {}
     known = [format.dtype_name for format in ALL_FORMATS if format.quantised]
     for name in names:
         dtype, _, backend = name.partition(":")
@@ -37,8 +37,8 @@ def formats_named(names: Sequence[str]) -> tuple[Format, ...]:
         if backend and backend not in backends:
             raise UserError(f"--formats {name}: {patterns.suggestion(backend, list(backends))}")
         format = backends[backend] if backend else next(iter(backends.values()))
-        found[format.name] = format
-    return tuple(found.values())
+        formats[format.name] = format
+    return tuple(formats.values())
 
 
 def plan_audit(config: Config, model: str, formats: Sequence[Format], phases: Phases = QUIET) -> AuditPlan:

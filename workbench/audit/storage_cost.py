@@ -105,9 +105,9 @@ class Terms:
     probe: torch.Tensor
     sizes: torch.Tensor
 
-    def effect(self, chosen: Collection[str]) -> Effect:
+    def effect(self, names: Collection[str]) -> Effect:
         """The effect of these layers together, the others as in the base."""
-        rows = [place for place, name in enumerate(self.layers) if name in chosen]
+        rows = [place for place, name in enumerate(self.layers) if name in names]
         along, squares = self.along[rows].sum(0), self.probe[rows].square().sum(0)
         return Effect(2 * along / self.sizes, squares / self.sizes, first_order=True)
 
@@ -215,24 +215,24 @@ class ErrorSums:
         """Add what a layer adds. x: its input, of the draws twice over. gradient: of its output."""
         assert len(x) == len(gradient) == 2 * self.count, name
         x, gradient = x[: self.count].float(), gradient.float()
-        for formats, found in zip(self.stored, self.found, strict=True):
+        for formats, sums in zip(self.stored, self.found, strict=True):
             if name in formats:
                 change = twin(layer, formats[name], layer.compute_dtype).float().sub_(layer.compute_weight())
                 moved = layer.product(x, change)
                 both = [(moved * half).flatten(1).sum(1, dtype=torch.float64) for half in gradient.split(self.count)]
-                found[name][-1] += torch.stack(both).cpu()
+                sums[name][-1] += torch.stack(both).cpu()
 
     def terms(self) -> list[Terms]:
         """The terms, once all draws are through. Raises NonFiniteError."""
         made, sizes = [], torch.tensor(self.sizes, dtype=torch.float64)
-        for found in self.found:
-            sums = torch.stack([torch.cat(parts, 1) for parts in found.values()])
+        for layers in self.found:
+            sums = torch.stack([torch.cat(parts, 1) for parts in layers.values()])
             if not bool(sums.isfinite().all()):
-                worst = next(name for name, own in zip(found, sums, strict=True) if not bool(own.isfinite().all()))
+                worst = next(name for name, each in zip(layers, sums, strict=True) if not bool(each.isfinite().all()))
                 raise NonFiniteError(
                     f"the gradient at {worst} is not finite; compute in another way: precision.compute = 'bf16' or 'fp32'"
                 )
-            made.append(Terms(tuple(found), sums[:, 0], sums[:, 1], sizes))
+            made.append(Terms(tuple(layers), sums[:, 0], sums[:, 1], sizes))
         return made
 
 

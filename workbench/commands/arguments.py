@@ -61,11 +61,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--compare", metavar="FILE", help="train variants of a config with the same seeds, and judge them in pairs"
     )
     parser.add_argument("--model", metavar="PATH", help="with --new: a diffusers folder, a .safetensors file or a hub id")
-    chosen, others = parser.parse_known_args(arguments)
+    options, others = parser.parse_known_args(arguments)
     if others:
         parser.error(_unknown(others, parser))
-    _refuse_mixed(chosen, parser)
-    return chosen
+    _refuse_mixed(options, parser)
+    return options
 
 
 # What begins a run: of each the options that do not go with it, and what to do in place of them.
@@ -76,12 +76,12 @@ BESIDE = {
 }
 
 
-def _refuse_mixed(chosen: argparse.Namespace, parser: Parser) -> None:
-    given = vars(chosen) | {"set": chosen.overrides}
+def _refuse_mixed(options: argparse.Namespace, parser: Parser) -> None:
+    given = vars(options) | {"set": options.overrides}
     begins = next((name for name in BESIDE if given[name] is not None), None)
-    if begins is None and chosen.model is not None:
-        parser.error("--model belongs to --new; write --set model.path=" + chosen.model)
-    if begins is None and chosen.config is None:
+    if begins is None and options.model is not None:
+        parser.error("--model belongs to --new; write --set model.path=" + options.model)
+    if begins is None and options.config is None:
         parser.error("give --config FILE (configs/ has some), --compare FILE, or --new PHOTOS to begin with")
     others, remedy = BESIDE.get(begins or "", ("", ""))
     for name in others.split():
@@ -91,17 +91,17 @@ def _refuse_mixed(chosen: argparse.Namespace, parser: Parser) -> None:
 
 def again(arguments: Sequence[str]) -> str:
     """The command line that goes on with a run which one with these arguments has begun."""
-    kept, skip = [], False
+    rest, skip = [], False
     for argument in arguments:
         name, separator, _ = argument.partition("=")
         if skip or name in ("--resume_from", "--allow"):
             skip = not skip and not separator
         elif not argument.removeprefix("--set=").startswith("run.stop_after="):  # it would stop there again
-            kept.append(argument)
-    empty = [one == "--set" and after.startswith("--") for one, after in pairwise([*kept, "--"])]
-    kept = [argument for argument, nothing in zip(kept, empty, strict=True) if not nothing]
-    whole = any(argument.partition("=")[0] == "--compare" for argument in kept)  # its runs go on by themselves
-    return shlex.join(["python", "train.py", *kept, *([] if whole else ["--resume_from", "auto"])])
+            rest.append(argument)
+    empty = [one == "--set" and after.startswith("--") for one, after in pairwise([*rest, "--"])]
+    rest = [argument for argument, nothing in zip(rest, empty, strict=True) if not nothing]
+    whole = any(argument.partition("=")[0] == "--compare" for argument in rest)  # its runs go on by themselves
+    return shlex.join(["python", "train.py", *rest, *([] if whole else ["--resume_from", "auto"])])
 
 
 def _unknown(others: Sequence[str], parser: Parser) -> str:

@@ -44,13 +44,13 @@ def report_data(config: Config, out: Path | None = None) -> int:
     except UserError:
         refuse_damaged(scanned)
         raise
-    said = report_captions(data, source.family, tokenizers_alone(source, family_options(config, source.family)))
+    report = report_captions(data, source.family, tokenizers_alone(source, family_options(config, source.family)))
     lines = data_lines(config, data, length)
-    write(data_report.text(data, lines, said))
+    write(data_report.text(data, lines, report))
     folder = out or Path(config.run.output_dir)
     make_folder(folder, "--out" if out else "run.output_dir")
     page = data_page(config, out)
-    write_data_report(page, name=config.run.name, data=data_report.sections(data, lines, said, phases))
+    write_data_report(page, name=config.run.name, data=data_report.sections(data, lines, report, phases))
     write(f"data report: {page}", whole=True)
     refuse_damaged(scanned)
-    return len(data_report.strict_problems(data, said))
+    return len(data_report.strict_problems(data, report))

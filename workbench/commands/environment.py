@@ -53,8 +53,8 @@ def _others_run():
     """
     try:
         for _ in range(3):
-            with open(LOAD) as told:
-                others = int(told.read().split()[3].split("/")[0]) - 1  # this program is one
+            with open(LOAD) as file:
+                others = int(file.read().split()[3].split("/")[0]) - 1  # this program is one
             if others < max(1, os.cpu_count() / 4):
                 return False
             time.sleep(0.001)

@@ -17,8 +17,8 @@ DRAWS = ("data", "run.seed")  # keys and tables that the draws, or the photos, f
 
 
 def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
-    """(the config of the new run, what may differ from the checkpoint): that of the checkpoint with `table.key=VALUE`
-    overrides.
+    """(the config of the new run, what may differ from the checkpoint). The config is the checkpoint's with
+    `table.key=VALUE` overrides.
 
     Without run.output_dir among them its folder is that of the old run with "-from-STEP" behind its name. Raises UserError
     for a folder that is no checkpoint, a key that a fork cannot change, and an output folder that holds a run.

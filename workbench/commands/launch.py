@@ -19,20 +19,20 @@ from workbench.commands.fork import begun, fork
 from workbench.commands.ports import PORTS
 
 
-def launched(chosen: Namespace, overrides: Sequence[str]) -> tuple[config.Config, str | None, Allowance]:
+def launched(options: Namespace, overrides: Sequence[str]) -> tuple[config.Config, str | None, Allowance]:
     """(the config, --resume_from, what may differ from the checkpoint) of a run or of a fork. Raises UserError."""
-    if chosen.fork_from is not None:
-        checkpoint = config.expand_home(chosen.fork_from, "--fork_from")
+    if options.fork_from is not None:
+        checkpoint = config.expand_home(options.fork_from, "--fork_from")
         forked, allowed = fork(checkpoint, overrides)
         return forked, checkpoint, allowed
-    loaded = config.load(chosen.config, list(overrides))
-    resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
-    return loaded, resume_from, allowed_changes.parse(chosen.allow, resume_from)
+    loaded = config.load(options.config, list(overrides))
+    resume_from = options.resume_from and config.expand_home(options.resume_from, "--resume_from")
+    return loaded, resume_from, allowed_changes.parse(options.allow, resume_from)
 
 
-def next_command(chosen: Namespace, loaded: config.Config, arguments: Sequence[str]) -> str:
+def next_command(options: Namespace, loaded: config.Config, arguments: Sequence[str]) -> str:
     """The command line that goes on with the run. A fork is a run of its own from its first checkpoint on."""
-    if chosen.fork_from is None:
+    if options.fork_from is None:
         return again(arguments)
     layout = Layout(Path(loaded.run.output_dir))
     if not begun(layout):

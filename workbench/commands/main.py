@@ -23,8 +23,8 @@ from workbench.commands.tools import missing_part
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line asks; returns the exit status. arguments: None takes those of this process."""
-    chosen = parse(arguments)
-    planned = chosen.new is not None or chosen.plan or chosen.plan_memory is not None
+    options = parse(arguments)
+    planned = options.new is not None or options.plan or options.plan_memory is not None
     # Where a launcher started several processes, only the user knows how.
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     given = sys.argv[1:] if arguments is None else arguments
@@ -40,18 +40,18 @@ def main(arguments: list[str] | None = None) -> int:
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
         if not gc.get_freeze_count():
             gc.freeze()
-        overrides = [item for group in chosen.overrides for item in group]
-        memory = None if chosen.plan_memory is None else size_of(chosen.plan_memory)
-        if chosen.new is not None:
+        overrides = [item for group in options.overrides for item in group]
+        memory = None if options.plan_memory is None else size_of(options.plan_memory)
+        if options.new is not None:
             with signals.undoing():
-                write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
+                write_first(options.new, model=options.model, memory=memory, overrides=overrides)
             return 0
-        if chosen.compare is not None:
-            compare_runs(chosen.compare, only_plan=chosen.plan)
+        if options.compare is not None:
+            compare_runs(options.compare, only_plan=options.plan)
             return 0
-        loaded, resume_from, allowed = launched(chosen, overrides)
+        loaded, resume_from, allowed = launched(options, overrides)
         LIVE.json = loaded.logging.json
-        next_one = partial(next_command, chosen, loaded, given)
+        next_one = partial(next_command, options, loaded, given)
         if planned:
             from workbench.commands.plan_command import preview
 
@@ -59,17 +59,17 @@ def main(arguments: list[str] | None = None) -> int:
         elif not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
             write(f"go on: {next_one()}", whole=True)
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, Interrupted) and chosen.fork_from is not None and alone:
+        if isinstance(error, Interrupted) and options.fork_from is not None and alone:
             error = Interrupted(error.signum, error.where, "this command goes on")
         error = missing_part(error) or error
-        status, said = ending(error)
+        status, message = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             if LIVE.json:  # its traceback goes to stderr
                 write(f"error: {type(error).__name__}: {error}")
             raise
         goes_on = alone and not planned and (status == 6 or status > 128)
-        write(told(error, said) + (f"\ngo on: {next_one()}" if goes_on else ""), sys.stderr, whole=True)
-        if not (alone or planned or chosen.compare):
+        write(told(error, message) + (f"\ngo on: {next_one()}" if goes_on else ""), sys.stderr, whole=True)
+        if not (alone or planned or options.compare):
             from trainer.runtime.processes import excuse
 
             excuse(error, status)

@@ -135,7 +135,7 @@ def _named(config: Config, given: set[str]) -> NamedModel:
     """The model of `config`; of `model.family`, where that is given."""
     model = config.model
     paths = {name: component.path for name, component in model.components.items() if component.path}
-    found = models_at(
+    models = models_at(
         model.path,
         quantization.recognise,
         config=model.config,
@@ -144,11 +144,11 @@ def _named(config: Config, given: set[str]) -> NamedModel:
         wanted=Wanted(model.variant),
     )
     if "model.family" not in given:
-        return found[0]
+        return models[0]
     family_named(model.family)
-    fitting = [named for named in found if named.family.name == model.family]
+    fitting = [named for named in models if named.family.name == model.family]
     if not fitting:
-        kinds = " or ".join(named.family.name for named in found)
+        kinds = " or ".join(named.family.name for named in models)
         raise UserError(f"model.family = {model.family!r}: the model at {model.path} is one of {kinds}; leave the key out")
     return fitting[0]
 
@@ -166,9 +166,9 @@ def _presets(named: NamedModel, memory: int) -> list[Path]:
     return [sizes[size] for size in sorted(sizes, reverse=True) if size * 2**30 <= memory * 1.05] or [sizes[min(sizes)]]
 
 
-def _set_found(document: TOMLDocument, found: Mapping[str, Path]) -> None:
+def _set_found(document: TOMLDocument, parts: Mapping[str, Path]) -> None:
     """Where the parts lie that the model's single file lacks (trainer/models/beside.py)."""
-    for name, place in found.items():
+    for name, place in parts.items():
         components = document["model"].setdefault("components", tomlkit.table(is_super_table=True))
         table = components.setdefault(name, tomlkit.table())
         table["path"] = place.as_posix()
@@ -222,10 +222,10 @@ def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, fou
     source["path"] = photos
     if trigger:
         source["trigger"] = trigger
-        told = (
+        notes = (
             "in nearly all captions; added where it is missing" if captions else "there are no captions: all photos get this"
         )
-        source["trigger"].comment(told)
+        source["trigger"].comment(notes)
     images = len({photo.sha256 for photo in found})
     if images >= HELD_OUT_FROM:
         apart = max(ENOUGH, images // 10)
@@ -236,11 +236,11 @@ def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, fou
 
 def _set(document: TOMLDocument, table: str, key: str, value: object, comment: str = "") -> None:
     """With this comment, in place of one that was of another value."""
-    found = document.setdefault(table, tomlkit.table())
-    found[key] = value
-    found[key].trivia.comment_ws = found[key].trivia.comment = ""
+    place = document.setdefault(table, tomlkit.table())
+    place[key] = value
+    place[key].trivia.comment_ws = place[key].trivia.comment = ""
     if comment:
-        found[key].comment(comment)
+        place[key].comment(comment)
 
 
 def _name(photos: str) -> str:
@@ -254,26 +254,26 @@ def _name(photos: str) -> str:
 def common_phrase(captions: Sequence[str]) -> str:
     """The longest phrase that nearly all captions hold, as most of them write it; "" where there is none.
 
-    Of one caption alone that is all of it: nothing tells which of its words are the subject's.
+    For a single caption it is the whole caption: nothing tells which of its words are the subject's.
     """
-    told = [re.findall(r"[\w'-]+", caption) for caption in captions]
-    if len(told) == 1 and len(told[0]) > WORDS:
+    texts = [re.findall(r"[\w'-]+", caption) for caption in captions]
+    if len(texts) == 1 and len(texts[0]) > WORDS:
         return ""
     for length in range(WORDS, 0, -1):
         counts: dict[tuple[str, ...], int] = {}
-        for words in told:
+        for words in texts:
             lower = [word.lower() for word in words]
             runs = {tuple(lower[i : i + length]) for i in range(len(lower) - length + 1)}
             for run in runs:
                 counts[run] = counts.get(run, 0) + 1
-        often = [run for run, count in counts.items() if count >= SHARE * len(told) and not COMMON & {*run}]
+        often = [run for run, count in counts.items() if count >= SHARE * len(texts) and not COMMON & {*run}]
         if often:
-            chosen = max(often, key=lambda run: (counts[run], run))
+            phrase = max(often, key=lambda run: (counts[run], run))
             return next(
                 " ".join(words[i : i + length])
-                for words in told
+                for words in texts
                 for i in range(len(words) - length + 1)
-                if tuple(word.lower() for word in words[i : i + length]) == chosen
+                if tuple(word.lower() for word in words[i : i + length]) == phrase
             )
     return ""
 
@@ -282,5 +282,5 @@ def prompts(captions: Sequence[str], trigger: str) -> list[str]:
     """Two that the samples are drawn from: the first caption and one of the middle; without captions the trigger."""
     if not captions:
         return [trigger]
-    chosen = dict.fromkeys((captions[0], captions[len(captions) // 2]))
-    return [each if not trigger or holds(each, trigger) else f"{trigger}, {each}" for each in chosen]
+    texts = dict.fromkeys((captions[0], captions[len(captions) // 2]))
+    return [each if not trigger or holds(each, trigger) else f"{trigger}, {each}" for each in texts]

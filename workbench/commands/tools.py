@@ -31,8 +31,8 @@ def run_tool(work: Callable[[], int | None]) -> int:
         return 141
     except (Exception, KeyboardInterrupt) as error:
         error = missing_part(error) or error
-        status, said = ending(error)
+        status, message = ending(error)
         if status == 1 and not isinstance(error, OSError):
             raise
-        write(told(error, said), sys.stderr, whole=True)
+        write(told(error, message), sys.stderr, whole=True)
         return status

@@ -144,14 +144,14 @@ def _csv(data: dict[str, Any]) -> str:
     lines = csv.DictWriter(text := io.StringIO(), COLUMNS.split())
     lines.writeheader()
     for run in data["runs"]:
-        told = {"first": run["variant"], **{key: run[key] for key in ("seed", "seconds", "peak_bytes")}}
-        lines.writerows(told | {"step": step, "held_out_loss": loss} for step, loss in run["held_out_loss"])
+        row = {"first": run["variant"], **{key: run[key] for key in ("seed", "seconds", "peak_bytes")}}
+        lines.writerows(row | {"step": step, "held_out_loss": loss} for step, loss in run["held_out_loss"])
     for pair in data["pairs"]:
         for at in pair["by_step"]:
             low, high = at["interval"]
-            told = {"first": pair["first"], "second": pair["second"], "step": at["step"], "mean": at["mean"]}
+            row = {"first": pair["first"], "second": pair["second"], "step": at["step"], "mean": at["mean"]}
             each = zip(at["seeds"], at["differences"], strict=True)
-            lines.writerows(told | {"low": low, "high": high, "seed": seed, "difference": d} for seed, d in each)
+            lines.writerows(row | {"low": low, "high": high, "seed": seed, "difference": d} for seed, d in each)
     return text.getvalue()
 
 
@@ -161,7 +161,7 @@ def planned(asked: Variations) -> list[Compared]:
     root = Path(asked.output_dir)
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir = {asked.output_dir!r} is a file; give a folder")
-    phases, found, first = Phases(show=True), [], None
+    phases, plans, first = Phases(show=True), [], None
     cache = Layout(root).cache  # of all its runs
     digests = FileDigests(cache / "digests.json" if cache.is_dir() else None, phases)
     for each in asked.runs:
@@ -173,17 +173,17 @@ def planned(asked: Variations) -> list[Compared]:
         except UserError as error:
             raise UserError(f"variant {each.variant!r}: {error}") from error
         first = first or plan
-        found.append(_compared(asked, each, mark(plan, digests)))
-    return found
+        plans.append(_compared(asked, each, mark(plan, digests)))
+    return plans
 
 
 def mark(plan: RunPlan, digests: FileDigests) -> str:
     """The digest of all that decides a run's bytes: its config but for NO_OTHER_RUN and places, photos, model, versions."""
     flat = configs.flatten(configs.tree(plan.config))
-    kept = {k: v for k, v in flat.items() if not any(fnmatchcase(k, p) for p in (*NO_OTHER_RUN, *pins.PLACES))}
+    settings = {k: v for k, v in flat.items() if not any(fnmatchcase(k, p) for p in (*NO_OTHER_RUN, *pins.PLACES))}
     components = [component.name for component in plan.model.family.components]
     parts = {
-        "config": kept,
+        "config": settings,
         "photos": [identity.parts(plan.data.examples), identity.parts(plan.data.held_out)],
         "model": plan.model.source.contents(components, digests.of),
         "start": open_start(plan).sha256,
@@ -197,11 +197,11 @@ def _compared(asked: Variations, each: Variation, digest: str) -> Compared:
     root = Path(asked.output_dir)
     there = sorted(path for path in root.glob(f"*-{digest}") if path.is_dir())
     folder = there[0] if there else root / f"{each.variant}-{each.seed}-{digest}"
-    own = {"run.name": folder.name, "run.output_dir": str(folder)}
+    names = {"run.name": folder.name, "run.output_dir": str(folder)}
     if (mirror := each.config.checkpoint.mirror) is not None:
-        own["checkpoint.mirror"] = f"{mirror}/{folder.name}"
+        names["checkpoint.mirror"] = f"{mirror}/{folder.name}"
     if each.config.data.cache_dir is None and each.config.data.cache == "disk":
-        own["data.cache_dir"] = str(Layout(root).cache)  # what is encoded once serves all
-    overrides = [*each.overrides, *(f"{key}={configs.literal(value)}" for key, value in own.items())]
+        names["data.cache_dir"] = str(Layout(root).cache)  # what is encoded once serves all
+    overrides = [*each.overrides, *(f"{key}={configs.literal(value)}" for key, value in names.items())]
     command = ["python", "train.py", "--config", asked.base, "--set", *overrides, "--resume_from", "auto"]
     return Compared(each.variant, each.seed, configs.load(asked.base, overrides), shlex.join(map(printable, command)))

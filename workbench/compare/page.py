@@ -43,8 +43,8 @@ OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys
 @dataclass(frozen=True)
 class Seen:
     """A run as its files tell it. name: unique on the page. config: the resolved one, by full key. kept: steps whose adapter
-    can be taken. variant: what a comparison calls its setting; "" where none does. sign: of life, if it left one. stamp: that
-    of the history when it was read."""
+    can be taken. variant: what a comparison calls its setting; "" where none does. sign: of life, if it left one. stamp: the
+    history's when it was read."""
 
     name: str
     config: Mapping[str, Any]
@@ -77,13 +77,13 @@ class Seen:
     def state(self, now: float) -> State:
         """The state that its last start ended in. One that has told no end is at work, or was killed: by the time of its last
         step or sign of life."""
-        step, total, told = self.history.step, self.total or self.history.step, self.standing
-        if told.why:
-            return State("ended", total, why=told.why, finite=told.why != CAUSES[NonFiniteError])
+        step, total, standing = self.history.step, self.total or self.history.step, self.standing
+        if standing.why:
+            return State("ended", total, why=standing.why, finite=standing.why != CAUSES[NonFiniteError])
         # After the last step there are still samples and files to make. A run of an older program told neither.
-        if self.total is not None and step >= self.total and (told.ended or told.started is None):
+        if self.total is not None and step >= self.total and (standing.ended or standing.started is None):
             return State("finished", total)
-        alive = not told.ended and now < self._silent_from
+        alive = not standing.ended and now < self._silent_from
         return State("training" if alive else "stopped", total)
 
     @cached_property
@@ -101,13 +101,13 @@ class Seen:
 
 
 def seen(name: str, layout: Layout, history: History | None = None, thumbnails: Thumbnails | None = None) -> Seen:
-    """The run in a folder. history, thumbnails: those of an earlier reading, which go on."""
+    """The run in a folder. history, thumbnails: from an earlier reading, continued."""
     config, history = values(layout.config), history or History(layout.metrics)
-    kept = layout.adapter_steps(str(config.get("run.name", name)))
+    steps = layout.adapter_steps(str(config.get("run.name", name)))
     samples = read_samples(layout.samples, thumbnails)
     history.read()
     standing, sign = read_standing(layout.phases), last_sign(layout.alive)
-    return Seen(name, config, history, samples, kept, standing, sign=sign, stamp=history.stamp)
+    return Seen(name, config, history, samples, steps, standing, sign=sign, stamp=history.stamp)
 
 
 def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None, asked: str = "") -> str:
@@ -145,17 +145,17 @@ def grouped(runs: Sequence[Seen]) -> list[list[Seen]]:
     """
     groups: dict[Any, list[Seen]] = {}
     for place, run in enumerate(runs):
-        told = run.variant or frozenset(
+        variant = run.variant or frozenset(
             (key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"}
         )
-        groups.setdefault((told, _mark(run.history)) if told else place, []).append(run)
+        groups.setdefault((variant, _mark(run.history)) if variant else place, []).append(run)
     return list(groups.values())
 
 
 def pairs_of(groups: Sequence[Sequence[Seen]]) -> list[Pair]:
     """Every two groups that measured the same photos with two common seeds, in the order of the groups. One of which a run
     left the numbers is not judged by those that did not."""
-    found = []
+    pairs = []
     for first, second in combinations((group for group in groups if not any(map(_left_the_numbers, group))), 2):
         if _mark(first[0].history) != _mark(second[0].history) or _units(first, second):
             continue
@@ -164,8 +164,8 @@ def pairs_of(groups: Sequence[Sequence[Seen]]) -> list[Pair]:
         ]
         names = _called(first), _called(second)
         if pair := Pair.of(*names, *losses):
-            found += [pair, *_at_their_ends(names, losses)]
-    return corrected(found)
+            pairs += [pair, *_at_their_ends(names, losses)]
+    return corrected(pairs)
 
 
 def _at_their_ends(names: tuple[str, str], losses: Sequence[BySeed]) -> Iterator[Pair]:
@@ -239,13 +239,13 @@ def _called(group: Sequence[Seen]) -> str:
 
 def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
     """The rows of one group. line: the kind of its curve; "" where it has none."""
-    said, rows = "", []
+    text, rows = "", []
     if len(group) > 1:
-        ends = [found[-1] for run in group if (found := run.history.values("held_out_loss"))]
+        ends = [losses[-1] for run in group if (losses := run.history.values("held_out_loss"))]
         band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
         seeds = {run.config.get("run.seed") for run in group}
         alike = "that differ in their seed alone" if len(seeds) > 1 else "of one config"
-        said = f"{len(group)} runs {alike}{band}"
+        text = f"{len(group)} runs {alike}{band}"
     for run in group:
         state = run.state(now)
         last = run.history.last("time") if state.kind in ("training", "stopped") else None
@@ -253,7 +253,7 @@ def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
             "run": run, "state": _state(run, state), "last": last if 0 < (last or 0) < YEAR_2242 else None,
             "judgement": run.judgement(state), "numbers": _numbers(run.history),
         })  # fmt: skip
-    return {"said": said, "line": line, "rows": rows}
+    return {"said": text, "line": line, "rows": rows}
 
 
 def _state(run: Seen, state: State) -> str:
@@ -290,14 +290,14 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
         title: str, unit: str, field: str, about: str = "", *, smooth: bool = False, scale: float = 1.0, wide: bool = False
     ) -> str:
         def of(run: Seen) -> Series:
-            found = run.history.series(field)
-            window = curves.smoothing_window(len(found)) if smooth else 0
-            return curves.smooth(found, window) if window else [(step, value and value * scale) for step, value in found]
+            values = run.history.series(field)
+            window = curves.smoothing_window(len(values)) if smooth else 0
+            return curves.smooth(values, window) if window else [(step, value and value * scale) for step, value in values]
 
         lines = []
         for place, group in enumerate(groups[:DRAWN]):
-            found = [of(run) for run in group]
-            drawn = curves.spread(found) if len(group) > 1 else found
+            values = [of(run) for run in group]
+            drawn = curves.spread(values) if len(group) > 1 else values
             middle, *band = [curves.last_of_slices(series) for series in drawn] if smooth else drawn
             name = f"{_called(group)} ({len(group)} runs)" if band else _called(group)
             lines.append(Curve(name, middle, f"line{place}", band))

@@ -117,18 +117,18 @@ class Pair:
     def of(first: str, second: str, losses: BySeed, others: BySeed) -> Pair | None:
         """The pair; None where no step was measured with two common seeds."""
         common = sorted(losses.keys() & others.keys())
-        mine, theirs = ([dict(found[seed]) for seed in common] for found in (losses, others))
-        found = []
+        mine, theirs = ([dict(by_step[seed]) for seed in common] for by_step in (losses, others))
+        by_step = []
         for step in sorted({step for series in mine for step in series if step > 0}):  # before, nothing differs
             both = [(a.get(step), b.get(step), seed) for a, b, seed in zip(mine, theirs, common, strict=True)]
             known = [(a, b, seed) for a, b, seed in both if a is not None and b is not None]
             if len(known) > 1:
-                found.append(Difference(step, *zip(*known, strict=True)))
-        return Pair(first, second, found, len(found[-1].each)) if found else None
+                by_step.append(Difference(step, *zip(*known, strict=True)))
+        return Pair(first, second, by_step, len(by_step[-1].each)) if by_step else None
 
     @property
     def last(self) -> Difference:
-        """That of the last step."""
+        """The difference at the last step."""
         return self.by_step[-1]
 
     @property
@@ -182,8 +182,8 @@ class Pair:
 def corrected(pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs with the divisors of Holm (1979, Scandinavian Journal of Statistics 6, 65-70): in all but 5 % of pages on
     which nothing differs, none is told apart."""
-    left, found = len(pairs), {}
+    left, bounds = len(pairs), {}
     for pair in sorted(pairs, key=lambda pair: pair.last.chance):
-        found[pair.first, pair.second] = judged = replace(pair, divisor=left)
+        bounds[pair.first, pair.second] = judged = replace(pair, divisor=left)
         left -= judged.told_apart  # from the first that is not, the divisor stays, and no later one is
-    return [found[pair.first, pair.second] for pair in pairs]
+    return [bounds[pair.first, pair.second] for pair in pairs]

@@ -184,7 +184,7 @@ def _overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for key, value in values.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(prefix + key, value)]
-    return found
+        leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(prefix + key, value)]
+    return leaves

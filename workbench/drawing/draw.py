@@ -67,13 +67,13 @@ class Drawing:
         """The samples to draw, by prompt, then seed, then strength."""
         side = config.validation.resolution or max(resolutions(config.data.resolution))
         steps = self.steps or config.validation.steps
-        shown = {"references": tuple(self.references), "images": references(self.references, "--references")}
+        pictures = {"references": tuple(self.references), "images": references(self.references, "--references")}
         with_ = tuple(path.name if strength == 1 else f"{path.name}:{strength:g}" for path, strength in adapters)
         return [
             AskedSample(
                 visible(prompt), visible(self.negative), self.width or side, self.height or side, seed, steps, self.guidance,
                 strength,
-                **shown, model=config.model.path, adapters=with_,
+                **pictures, model=config.model.path, adapters=with_,
             )
             for prompt in self.prompts for seed in self.seeds for strength in self.strengths
         ]  # fmt: skip
@@ -99,8 +99,8 @@ def draw(
     if drawing.negative and "validation.samples.*.negative" not in source.family.reads:
         raise UserError(f"--negative {drawing.negative!r}: {source.family.name} has no negative prompt; leave it out")
     if drawing.references and "validation.samples.*.references" not in source.family.reads:
-        shown = " ".join(drawing.references)
-        raise UserError(f"--references {shown}: {source.family.name} is shown no images; leave it out")
+        names = " ".join(drawing.references)
+        raise UserError(f"--references {names}: {source.family.name} is shown no images; leave it out")
     requests = drawing.requests(config, adapters)
     check_sizes(requests, source.family.images.size_multiple)
     model = NamedModel(source.family, config.model.path, source.config, source)
@@ -114,14 +114,14 @@ def draw(
         peers.say(line)
     plan = fetched(plan, peers, phases)
     components = session.components(plan, phases)
-    told = conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
+    texts = conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
     adapter = _loaded(config, components, portable)
 
     def sample(asked: AskedSample):
         if adapter is None:
-            return plan.family.images.draw(components.model, asked, told(asked.prompt), told(asked.negative))
+            return plan.family.images.draw(components.model, asked, texts(asked.prompt), texts(asked.negative))
         with adapter.at_strength(asked.strength * strength):
-            return plan.family.images.draw(components.model, asked, told(asked.prompt), told(asked.negative))
+            return plan.family.images.draw(components.model, asked, texts(asked.prompt), texts(asked.negative))
 
     with (
         phases("drawing", sum(asked.steps for asked in requests), "evaluation") as phase,

@@ -32,9 +32,9 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     family = _family(draft, options)
     if family is None:
         return
-    name, told = job.word("name", "adapter"), job.told("name")
+    name, line = job.word("name", "adapter"), job.told("name")
     folder, told_folder = options.line("training_folder", "word")
-    common.set_run(draft, name, told, f"{folder}/{name}", f"{told_folder}, {told}")
+    common.set_run(draft, name, line, f"{folder}/{name}", f"{told_folder}, {line}")
     common.carry_plain(draft, options)
     _length(draft, options)
     _network(draft, options, family)
@@ -58,25 +58,25 @@ def flattened(options: Options) -> Options:
 
 
 def _family(draft: Draft, options: Options) -> Family | None:
-    arch, told = options.word("model.arch", "").partition(":")[0], options.told("model.arch")
+    arch, line = options.word("model.arch", "").partition(":")[0], options.told("model.arch")
     marks = [name for name in options.given if name.startswith("model.is_")]
     options.pass_by(*(name for name in marks if name != "model.is_v_pred"))
     if named := [] if arch else [name for name in marks if options.given[name] is True]:
-        arch, told = named[0].removeprefix("model.is_"), options.told(named[0])
+        arch, line = named[0].removeprefix("model.is_"), options.told(named[0])
     common.set_path(draft, *options.line("model.name_or_path", "word"))
-    return common.set_family(draft, arch, told)
+    return common.set_family(draft, arch, line)
 
 
 def _length(draft: Draft, options: Options) -> None:
     """A step is an update where gradient_accumulation is set, and a batch where gradient_accumulation_steps is."""
-    steps, told = options.line("train.steps", "whole")
+    steps, line = options.line("train.steps", "whole")
     whole, told_whole = options.line("train.gradient_accumulation", "whole")
     parts, told_parts = options.line("train.gradient_accumulation_steps", "whole")
     if parts < 0:
         draft.note(ABSENT, f"{told_parts}: one update for each epoch; 1 is written")
     if parts > 1:
-        steps, told = max(1, steps // parts), f"{told} batches / {told_parts}"
-    draft.set("run.max_steps", steps, told)
+        steps, line = max(1, steps // parts), f"{line} batches / {told_parts}"
+    draft.set("run.max_steps", steps, line)
     by_parts = whole <= 1 and options.has("train.gradient_accumulation_steps")
     draft.set("step.accumulation", max(whole, parts, 1), told_parts if by_parts else told_whole)
     scale = max(parts, 1)
@@ -134,22 +134,22 @@ def _training(draft: Draft, options: Options, family: Family) -> None:
         _times(draft, options)
     else:
         options.pass_by("train.timestep_type")
-    preferred, told = options.line("train.content_or_style", "word")
+    preferred, line = options.line("train.content_or_style", "word")
     if preferred != "balanced":
-        draft.note(ABSENT, f"{told}: times with a preference are objective.timesteps = power here")
+        draft.note(ABSENT, f"{line}: times with a preference are objective.timesteps = power here")
 
 
 def _times(draft: Draft, options: Options) -> None:
-    kind, told = options.line("train.timestep_type", "word")
+    kind, line = options.line("train.timestep_type", "word")
     if kind not in TIMES:
-        draft.note(ABSENT, f"{told}: uniform times, which are weighed there in a way that is none of ours")
+        draft.note(ABSENT, f"{line}: uniform times, which are weighed there in a way that is none of ours")
     times, shift = TIMES.get(kind, ("uniform", 1.0))
-    draft.set("objective.timesteps", times, told)
+    draft.set("objective.timesteps", times, line)
     if shift is not None:
-        draft.set("objective.shift", shift, told)
-    weighs, told = options.line("train.linear_timesteps", "flag")
+        draft.set("objective.shift", shift, line)
+    weighs, line = options.line("train.linear_timesteps", "flag")
     if weighs:
-        draft.note(ABSENT, f"{told}: it weighs the loss by a bell there; here all times weigh alike")
+        draft.note(ABSENT, f"{line}: it weighs the loss by a bell there; here all times weigh alike")
 
 
 def _precision(draft: Draft, options: Options, family: Family) -> None:

@@ -42,10 +42,10 @@ def command_options(text: str, path: Path) -> dict[str, Any]:
     text = re.sub(r"[\^`][ \t]*\n" if windows else r"[\\^`][ \t]*\n", " ", text).replace("%~dp0", f"{folder}/")
     known = {"psscriptroot": folder, "home": "~"}
 
-    def value_of(found: re.Match[str]) -> str:
+    def value_of(match: re.Match[str]) -> str:
         """What stands for a variable: its value, the default that is written beside it, or itself."""
-        name = next(filter(None, (found[1], *found.groups()[2:])))
-        return known.get(name.lower(), found[0] if found[2] is None else found[2])
+        name = next(filter(None, (match[1], *match.groups()[2:])))
+        return known.get(name.lower(), match[0] if match[2] is None else match[2])
 
     filled = partial(NAMED.sub, value_of)
     for name, value in _assignments(text):
@@ -56,9 +56,9 @@ def command_options(text: str, path: Path) -> dict[str, Any]:
             continue
         words = [part for word in split(command) for part in _in_place(word, filled(word), split)]
         for place, word in enumerate(words):
-            found, behind = SCRIPT.search(word), words[place + 1 :]
-            if found and any(each.startswith("--") for each in behind):  # else its name alone, in a variable
-                return {"script": found[1], **_options(behind, ADDED.findall(text))}
+            match, behind = SCRIPT.search(word), words[place + 1 :]
+            if match and any(each.startswith("--") for each in behind):  # else its name alone, in a variable
+                return {"script": match[1], **_options(behind, ADDED.findall(text))}
     return {}
 
 
@@ -85,11 +85,11 @@ def _commands(text: str) -> Iterator[str]:
         if IGNORED.match(line):
             continue
         start = 0
-        for found in END.finditer(line):
-            if found[1]:
-                yield line[start : found.start()]
-                start = found.end()
-                if found[1].endswith("#"):
+        for match in END.finditer(line):
+            if match[1]:
+                yield line[start : match.start()]
+                start = match.end()
+                if match[1].endswith("#"):
                     break
         else:
             yield line[start:]

@@ -101,11 +101,11 @@ def set_compute(draft: Draft, family: Family, value: str | None, why: str, *, st
 
 def set_targets(draft: Draft, family: Family) -> None:
     """Write the layers that the program adapts where its config does not say."""
-    said = other_trainers.facts().targets[draft.trainer].get(family.name)
-    if said is None:
+    patterns = other_trainers.facts().targets[draft.trainer].get(family.name)
+    if patterns is None:
         draft.note(FILL, f"adapter.targets: which layers {draft.trainer} adapts of this model was not looked up")
         return
-    targets = said.split() if "*" in said else said
+    targets = patterns.split() if "*" in patterns else patterns
     draft.set("adapter.targets", targets, f"the layers that {draft.trainer} adapts")
 
 
@@ -161,15 +161,15 @@ def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
     options = replace(options, given={**dict.fromkeys(defaults), **options.given}, defaults=defaults)
     for there in options.given:
         key, value = facts["options"].get(there, there), options.get(there)
-        told = f"{options.told(there)}, of the optimizer"
+        line = f"{options.told(there)}, of the optimizer"
         if key in ("weight_decay", "eps") and value is not None:
-            draft.set(f"optimizer.{key}", float(options.number(key)), told)
+            draft.set(f"optimizer.{key}", float(options.number(key)), line)
         elif key == "betas":
-            draft.set("optimizer.betas", [float(beta) for beta in options.numbers(key)], told)
+            draft.set("optimizer.betas", [float(beta) for beta in options.numbers(key)], line)
         elif key in taken:
-            draft.set(f"optimizer.options.{key}", value, told)
+            draft.set(f"optimizer.options.{key}", value, line)
         elif not _is_off(value):
-            draft.note(ABSENT, f"{told}: {known} takes no such option here")
+            draft.note(ABSENT, f"{line}: {known} takes no such option here")
 
 
 def suit_optimizer(draft: Draft) -> None:
@@ -199,10 +199,10 @@ def set_schedule(draft: Draft, name: str, why: str, warmup: Line, *, idle_when_c
         draft.cannot("schedule.name", f"{why}: no such schedule here")
         return
     draft.set("schedule.name", known, why)
-    steps, told = warmup
+    steps, line = warmup
     if idle_when_constant and other_trainers.plain(name) == "constant" and steps:
-        steps, told = 0, f"{told}, which {name} does not read there"
-    draft.set("schedule.warmup", steps if 0 < steps < 1 else int(steps), told)
+        steps, line = 0, f"{line}, which {name} does not read there"
+    draft.set("schedule.warmup", steps if 0 < steps < 1 else int(steps), line)
 
 
 def set_text_rates(draft: Draft, encoders: Mapping[str, tuple[float | None, str]]) -> None:
@@ -240,27 +240,27 @@ def carry_rest(draft: Draft, options: Options) -> None:
     """Write what nothing has read and what is only called otherwise; say why of what there is nothing for."""
     for name, value in options.rest().items():
         here = other_trainers.row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}") or ""
-        told = options.told(name)
+        line = options.told(name)
         if " " in here:
-            _sentence(draft, here, value, told)
+            _sentence(draft, here, value, line)
         elif here and here not in draft.keys and ".0." not in here and ".1." not in here:
-            _rename(draft, here, value, told)
+            _rename(draft, here, value, line)
         elif not here and not _is_off(value):
-            draft.note(UNKNOWN, told)
+            draft.note(UNKNOWN, line)
 
 
-def _sentence(draft: Draft, here: str, value: Any, told: str) -> None:
+def _sentence(draft: Draft, here: str, value: Any, line: str) -> None:
     """Say what a sentence says of an option that is on, or write the key and the value that it names."""
     written = WRITE.fullmatch(here)
     if _is_off(value):
         return
     if here.startswith("leave it out"):
-        draft.note(SAME, f"{told}: {here.removeprefix('leave it out').lstrip(':; ')}")
+        draft.note(SAME, f"{line}: {here.removeprefix('leave it out').lstrip(':; ')}")
     elif written and (as_number(value) or SWITCHES.get(str(value).lower())):
         if f"{written[3]}.{written[1]}" not in draft.keys:
-            draft.set(f"{written[3]}.{written[1]}", literal(written[2].strip('"')), told)
+            draft.set(f"{written[3]}.{written[1]}", literal(written[2].strip('"')), line)
     else:
-        draft.note(ABSENT, f"{told}: {here}")
+        draft.note(ABSENT, f"{line}: {here}")
 
 
 def _is_off(value: Any) -> bool:

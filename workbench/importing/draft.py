@@ -106,10 +106,10 @@ class Options:
     def flag(self, name: str, otherwise: bool = False) -> bool:
         """Whether it is on. None is off."""
         value = self.get(name, otherwise)
-        said = SWITCHES.get(str(value).lower()) if value is None or isinstance(value, (str, int, float)) else None
-        if said is None:
+        switch = SWITCHES.get(str(value).lower()) if value is None or isinstance(value, (str, int, float)) else None
+        if switch is None:
             raise self.wrong(name, "true or false")
-        return said
+        return switch
 
     def entries(self, name: str) -> list[Any]:
         """A list of texts and numbers; one alone is a list of one, none an empty list; null is no entry."""

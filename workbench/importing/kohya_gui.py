@@ -30,19 +30,19 @@ def as_options(given: Mapping[str, Any]) -> dict[str, Any]:
     noise = "Multires" if str(given.get("noise_offset_type")).startswith("Multi") else "Original"
     parts = names["only"] | names["noise"]
     hidden += [name for kind, own in parts.items() if kind not in (*kinds, noise) for name in own.split()]
-    kept = {
+    rest = {
         names["renames"].get(name, name): value
         for name, value in given.items()
         if name not in hidden and value not in UNSET and (name in zeros or not _zero(value))
     }
-    options = {"script": names["scripts"][kinds[0]] if kinds else "train_network", **kept}
+    options = {"script": names["scripts"][kinds[0]] if kinds else "train_network", **rest}
     options.setdefault("optimizer_type", "AdamW8bit" if _on(options.pop("use_8bit_adam", False)) else "AdamW")
     _network(options, given, names)
     _length(options)
     _rates(options)
-    if isinstance(kept.get("sample_prompts"), str):
-        options["sample_prompts"] = kept["sample_prompts"].splitlines()
-    if isinstance(kept.get("xformers"), str):
+    if isinstance(rest.get("sample_prompts"), str):
+        options["sample_prompts"] = rest["sample_prompts"].splitlines()
+    if isinstance(rest.get("xformers"), str):
         options[options.pop("xformers")] = True
     said = {name: value for name, value in options.items() if value != ""}
     return said | words(str(given.get("additional_parameters") or ""))
@@ -59,12 +59,12 @@ def _on(value: Any) -> bool:
 def _network(options: dict[str, Any], given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
     """Its module, and the arguments that a network of this kind takes there."""
     kind = str(given.get("LoRA_type") or ("Standard" if "network_dim" in given else "full"))
-    module, *own = names["types"].get(kind, f"other algo={kind.replace(' ', '_')}").split()
-    own += [f"preset={given['LyCORIS_preset']}"] if module.startswith("lycoris") and given.get("LyCORIS_preset") else []
-    fixed = [name for name in own if "=" in name]
-    values = {name: given.get(name) for name in [*own, *names["arguments"].get(module, "").split()] if name not in fixed}
-    said = [f"{name}={value}" for name, value in values.items() if value not in UNSET and not _zero(value)]
-    options |= {"network_module": module, "network_args": [*fixed, *said]}
+    module, *words = names["types"].get(kind, f"other algo={kind.replace(' ', '_')}").split()
+    words += [f"preset={given['LyCORIS_preset']}"] if module.startswith("lycoris") and given.get("LyCORIS_preset") else []
+    fixed = [name for name in words if "=" in name]
+    values = {name: given.get(name) for name in [*words, *names["arguments"].get(module, "").split()] if name not in fixed}
+    pairs = [f"{name}={value}" for name, value in values.items() if value not in UNSET and not _zero(value)]
+    options |= {"network_module": module, "network_args": [*fixed, *pairs]}
 
 
 def _length(options: dict[str, Any]) -> None:

@@ -33,8 +33,8 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     common.set_path(draft, *options.line("base_model_name", "word"))
     if family is None:
         return
-    destination, told = options.line("output_model_destination", "word")
-    common.set_run(draft, common.folder_name(destination), told, *options.line("workspace_dir", "word"))
+    destination, line = options.line("output_model_destination", "word")
+    common.set_run(draft, common.folder_name(destination), line, *options.line("workspace_dir", "word"))
     _network(draft, options, family)
     _rates(draft, options, family)
     common.carry_plain(draft, options)
@@ -52,11 +52,11 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
 
 def _length(draft: Draft, options: Options, sizes: int) -> None:
     """Epochs. Of several resolutions each photo has one an epoch there and all of them here."""
-    epochs, told = options.line("epochs", "whole")
+    epochs, line = options.line("epochs", "whole")
     if sizes > 1:
         draft.note(DIFFERS, f"{options.told('resolution')}: a photo has one of them an epoch there, all of them here")
-        epochs, told = max(1, round(epochs / sizes)), f"{told} / {sizes} resolutions"
-    draft.set("run.epochs", epochs, told)
+        epochs, line = max(1, round(epochs / sizes)), f"{line} / {sizes} resolutions"
+    draft.set("run.epochs", epochs, line)
     clip = "clip_grad_norm"
     if options.null(clip):
         draft.set("step.max_grad_norm", 0.0, f"{clip} = null: nothing is clipped there")
@@ -80,14 +80,14 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
 
 def _every(draft: Draft, options: Options, name: str, key: str) -> None:
     """Write how often something happens, in the unit that stands beside it."""
-    unit, told = options.word(f"{name}_unit"), options.told(name)
+    unit, line = options.word(f"{name}_unit"), options.told(name)
     options.pass_by(name)
     if unit == "STEP":
         draft.carry(options, name, key)
     elif unit == "EPOCH":
-        draft.epochs[key] = (options.whole(name), f"{told} epochs")
+        draft.epochs[key] = (options.whole(name), f"{line} epochs")
     elif unit != "NEVER":
-        draft.note(ABSENT, f"{told} {unit}: {key} counts steps; its default is taken")
+        draft.note(ABSENT, f"{line} {unit}: {key} counts steps; its default is taken")
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
@@ -95,33 +95,33 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     common.set_scale(draft, options.line("lora_rank", "whole"), options.line("lora_alpha", "number"))
     common.set_targets(draft, family)
     preset, words = options.word("layer_filter_preset", ""), options.word("layer_filter", "")
-    told = options.told("layer_filter" if words else "layer_filter_preset")
+    line = options.told("layer_filter" if words else "layer_filter_preset")
     if not words and preset:
-        found = other_trainers.facts().layer_presets[family.name].get(preset)
-        if found is None:
-            draft.note(ABSENT, f"{told}: a preset that was not looked up; all layers are trained")
-        words = found or ""
+        patterns = other_trainers.facts().layer_presets[family.name].get(preset)
+        if patterns is None:
+            draft.note(ABSENT, f"{line}: a preset that was not looked up; all layers are trained")
+        words = patterns or ""
     if options.flag("layer_filter_regex") and words:
         takes = "adapter.targets takes patterns (docs/adapter_options.md)"
-        draft.cannot("adapter.targets", f"{told}: a regular expression; {takes}")
+        draft.cannot("adapter.targets", f"{line}: a regular expression; {takes}")
     elif words:
-        draft.set("adapter.targets", [f"*{word.strip()}*" for word in words.split(",")], told)
+        draft.set("adapter.targets", [f"*{word.strip()}*" for word in words.split(",")], line)
 
 
 def _rates(draft: Draft, options: Options, family: Family) -> None:
-    own = f"{family.denoiser}.learning_rate"
-    name = own if options.has(own) else "learning_rate"
+    rest = f"{family.denoiser}.learning_rate"
+    name = rest if options.has(rest) else "learning_rate"
     scale, why = _scale(options)
     draft.set("optimizer.lr", float(options.number(name)) * scale, options.told(name) + why)
     options.pass_by("learning_rate")
     kind = options.word("optimizer.optimizer", "ADAMW")
-    told = f"optimizer = {kind}" if options.has("optimizer.optimizer") else "optimizer is left out: ADAMW there"
+    line = f"optimizer = {kind}" if options.has("optimizer.optimizer") else "optimizer is left out: ADAMW there"
     names = ("optimizer.beta1", "optimizer.beta2")
     betas = [options.number(name) for name in names if options.has(name)]
-    own = {key: value for key, value in options.rest().items() if key.startswith("optimizer.") and value not in common.OFF}
+    rest = {key: value for key, value in options.rest().items() if key.startswith("optimizer.") and value not in common.OFF}
     options.read.update(key for key in options.given if key.startswith("optimizer."))
-    given = {key.partition(".")[2]: value for key, value in own.items()} | ({"betas": betas} if len(betas) == 2 else {})
-    common.set_optimizer(draft, kind, told, Options(given, options.file))
+    given = {key.partition(".")[2]: value for key, value in rest.items()} | ({"betas": betas} if len(betas) == 2 else {})
+    common.set_optimizer(draft, kind, line, Options(given, options.file))
     schedule, warmup = "learning_rate_scheduler", options.line("learning_rate_warmup_steps", "number")
     common.set_schedule(draft, *options.line(schedule, "word"), warmup, idle_when_constant=False)
     rates = {}
@@ -140,11 +140,11 @@ def _rates(draft: Draft, options: Options, family: Family) -> None:
 
 def _scale(options: Options) -> tuple[float, str]:
     """learning_rate_scaler: the root of the photos in a batch, in an update, or 1."""
-    kind, told = options.line("learning_rate_scaler", "word")
+    kind, line = options.line("learning_rate_scaler", "word")
     both = ("batch_size", "gradient_accumulation_steps")
     names = {"BATCH": both[:1], "GRADIENT_ACCUMULATION": both[1:], "BOTH": both}.get(kind, ())
     product = math.prod(options.whole(name, least=1) for name in names)
-    return product**0.5, f" x sqrt({product}): {told}" if names else ""
+    return product**0.5, f" x sqrt({product}): {line}" if names else ""
 
 
 def _precision(draft: Draft, options: Options, family: Family) -> None:
@@ -165,14 +165,14 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
 
 
 def _objective(draft: Draft, options: Options, family: Family) -> None:
-    kind, told = options.line("timestep_distribution", "word")
+    kind, line = options.line("timestep_distribution", "word")
     bias, (weight, why) = options.line("noising_bias", "number"), options.line("noising_weight", "number")
     shift, dynamic = options.line("timestep_shift", "number"), options.line("dynamic_timestep_shifting", "flag")
     times = other_trainers.facts().times[draft.trainer].get(kind)
     if times is None:
-        draft.cannot("objective.timesteps", f"{told}: no such distribution here")
+        draft.cannot("objective.timesteps", f"{line}: no such distribution here")
     elif kind != "UNIFORM" or "objective.shift" in family.reads:
-        draft.set("objective.timesteps", times, told)
+        draft.set("objective.timesteps", times, line)
     if kind == "LOGIT_NORMAL":
         draft.set("objective.logit_mean", *bias)
         draft.set("objective.logit_std", 1.0 + weight, f"1 + {why}")
@@ -184,13 +184,13 @@ def _objective(draft: Draft, options: Options, family: Family) -> None:
     low, high = (options.number(name) for name in names)
     if low or high not in (None, 1.0):
         draft.set("objective.t_range", [float(low or 0), float(1 if high is None else high)], ", ".join(names))
-    (weights, told), strength = options.line("loss_weight_fn", "word"), options.line("loss_weight_strength", "number")
+    (weights, line), strength = options.line("loss_weight_fn", "word"), options.line("loss_weight_strength", "number")
     if weights in WEIGHTS:
-        draft.set("objective.weighting", WEIGHTS[weights], told)
+        draft.set("objective.weighting", WEIGHTS[weights], line)
         if gamma := GAMMAS.get(weights):
             draft.set(gamma, *strength)
     elif weights != "CONSTANT":
-        draft.note(ABSENT, f"{told}: no such weighting here; all times weigh alike")
+        draft.note(ABSENT, f"{line}: no such weighting here; all times weigh alike")
     losses = {name for name in ("mse", "mae", "log_cosh", "huber") if options.number(f"{name}_strength")}
     if losses == {"huber"}:
         draft.set("objective.loss", "huber", options.told("huber_strength"))
@@ -212,12 +212,12 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     return len(sizes)
 
 
-def _listed(options: Options, name: str, found: Path | None) -> list[Options]:
+def _listed(options: Options, name: str, path: Path | None) -> list[Options]:
     """The tables of a list that stands in the config, else in the file that was found."""
     listed = options.tables(name, LISTS[name])
-    if listed or not found:
+    if listed or not path:
         return listed
-    return Options({name: read_tree(found)}, found).tables(name, LISTS[name])
+    return Options({name: read_tree(path)}, path).tables(name, LISTS[name])
 
 
 def _source(draft: Draft, table: Options) -> None:

@@ -45,12 +45,12 @@ def read(path: Path) -> tuple[str, dict[str, Any]]:
     for trainer, groups in SIGNS.items():
         if all(names.intersection(group) for group in groups):
             return trainer, tree
-    said = ", ".join(sorted(tree)[:6]) if isinstance(tree, Mapping) and tree else "nothing that has a name"
+    words = ", ".join(sorted(tree)[:6]) if isinstance(tree, Mapping) and tree else "nothing that has a name"
     if names >= {"run", "model"}:
-        said += "; it is a config of this program: train with it (train.py --config)"
+        words += "; it is a config of this program: train with it (train.py --config)"
     elif isinstance(tree, list) or "datasets" in names:
-        said += "; it describes data alone: give the config that names it, and this file as --data"
-    raise UserError(f"{path}: no config of sd-scripts, OneTrainer, ai-toolkit or SimpleTuner: it has {said}")
+        words += "; it describes data alone: give the config that names it, and this file as --data"
+    raise UserError(f"{path}: no config of sd-scripts, OneTrainer, ai-toolkit or SimpleTuner: it has {words}")
 
 
 def _names(tree: Any) -> set[str]:
@@ -78,7 +78,7 @@ def read_tree(path: Path) -> Any:
     with reading(path, remedy="correct it in the file"):
         try:
             # Where a path of Windows has one single backslash, each stands for itself.
-            escaped = WINDOWS_PATH.sub(lambda found: found[0].replace("\\", r"\\"), text)
+            escaped = WINDOWS_PATH.sub(lambda match: match[0].replace("\\", r"\\"), text)
             if reader is None and len(text) > LETTERS:
                 raise ValueError(f"{len(text):,} letters, and {LETTERS:,} are the most of a script")
             tree = (

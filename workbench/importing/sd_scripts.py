@@ -68,8 +68,8 @@ def _config_file(tree: Options, config: Path, data: Sequence[Path]) -> Options:
 def _flat(tree: Options, below: Options) -> Options:
     """The options in one table, those of --config_file below those of the command line."""
     flat: dict[str, Any] = {}
-    said = {name: [] if value is True and name in SEVERAL else value for name, value in tree.given.items()}
-    for name, value in [*below.given.items(), *said.items()]:
+    given = {name: [] if value is True and name in SEVERAL else value for name, value in tree.given.items()}
+    for name, value in [*below.given.items(), *given.items()]:
         flat |= value if isinstance(value, dict) else {name: value}
     return replace(tree, given=flat, file=tree.file if below is tree else f"{tree.file}, with {below.file}")
 
@@ -126,12 +126,12 @@ def _rates(draft: Draft, options: Options, family: Family) -> None:
     common.set_schedule(draft, *schedule, warmup, idle_when_constant=True)
     if options.flag("network_train_text_encoder_only"):
         draft.cannot("adapter.targets", "network_train_text_encoder_only: the denoiser is always trained here")
-    told = options.first("text_encoder_lr", "learning_rate")
-    lrs = options.numbers(told) or options.numbers("learning_rate")
+    line = options.first("text_encoder_lr", "learning_rate")
+    lrs = options.numbers(line) or options.numbers("learning_rate")
     # T5 alone is left out if the program is not told otherwise.
     clips = [name for name in family.text_encoders if family.component(name).class_name.startswith("CLIP")]
     if not options.flag("network_train_unet_only"):
-        why = f"{options.told(told)}; network_train_unet_only is left out"
+        why = f"{options.told(line)}; network_train_unet_only is left out"
         rates = {name: (float(lrs[min(place, len(lrs) - 1)]), why) for place, name in enumerate(clips)}
         common.set_text_rates(draft, {name: rate for name, rate in rates.items() if rate[0] > 0})
 
@@ -151,22 +151,22 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
 def _objective(draft: Draft, options: Options, family: Family) -> None:
     low, high = options.number("min_timestep"), options.number("max_timestep")
     if low or high:
-        told = " and ".join(options.told(name) for name in ("min_timestep", "max_timestep") if options.has(name))
-        draft.set("objective.t_range", [(low or 0) / 1000, (1000 if high is None else high) / 1000], f"{told}, of 1000")
+        line = " and ".join(options.told(name) for name in ("min_timestep", "max_timestep") if options.has(name))
+        draft.set("objective.t_range", [(low or 0) / 1000, (1000 if high is None else high) / 1000], f"{line}, of 1000")
     sampling, scheme = options.word("timestep_sampling"), options.word("weighting_scheme")
     scale, shift = options.line("sigmoid_scale", "number"), options.line("discrete_flow_shift", "number")
-    (predicted, told), guidance = options.line("model_prediction_type", "word"), options.line("guidance_scale", "number")
+    (predicted, line), guidance = options.line("model_prediction_type", "word"), options.line("guidance_scale", "number")
     if "objective.shift" not in family.reads:
         return
     _times(draft, options, sampling, scheme, scale, shift)
     draft.set("objective.guidance", *guidance)
     if predicted != "raw":
-        draft.note(DIFFERS, f"{told}: the velocity itself is trained here, as with raw there")
+        draft.note(DIFFERS, f"{line}: the velocity itself is trained here, as with raw there")
 
 
 def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: Line, shift: Line) -> None:
     """Write the distribution of times: of `sigma` the scheme draws, and its u counts from noise to photo there."""
-    told, weighed = options.told("timestep_sampling"), options.told("weighting_scheme")
+    line, weighed = options.told("timestep_sampling"), options.told("weighting_scheme")
     if sampling == "sigma":
         times = {"none": "uniform", "logit_normal": "logit_normal", "mode": "mode"}.get(scheme)
         if times is None:
@@ -174,20 +174,20 @@ def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: Li
         if times == "logit_normal" and options.has("logit_mean"):
             mean, why = options.line("logit_mean", "number")
             draft.set("objective.logit_mean", -mean, f"{why}: the other sign")
-        times, told = times or "uniform", f"{told}, {weighed}"
+        times, line = times or "uniform", f"{line}, {weighed}"
         draft.set("objective.shift", *shift)
     else:
         times = other_trainers.facts().times[draft.trainer].get(sampling)
         if times is None:
-            draft.cannot("objective.timesteps", f"{told}: no such distribution here")
+            draft.cannot("objective.timesteps", f"{line}: no such distribution here")
             return
         if times != "uniform":
             draft.set("objective.logit_std", *scale)
         if sampling == "uniform":
-            draft.set("objective.shift", 1.0, f"{told}: not shifted")
+            draft.set("objective.shift", 1.0, f"{line}: not shifted")
         elif sampling == "shift":
             draft.set("objective.shift", *shift)
-    draft.set("objective.timesteps", times, told)
+    draft.set("objective.timesteps", times, line)
 
 
 def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
@@ -211,8 +211,8 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
             folder = {"image_dir": options.word(name), "is_reg": name == "reg_data_dir"}
             _source(draft, options, replace(options, given=folder), {}, numbered=name)
     else:
-        told = f"{options.told('dataset_config')}: not found; give it as --data"
-        common.ask_for_photos(draft, told if named else "no folder of photos is named")
+        line = f"{options.told('dataset_config')}: not found; give it as --data"
+        common.ask_for_photos(draft, line if named else "no folder of photos is named")
 
 
 def _dataset(draft: Draft, options: Options, table: Options) -> None:
@@ -274,8 +274,8 @@ def _intervals(draft: Draft, options: Options, config: Path, data: Sequence[Path
         draft.set("export.every_steps", options.whole(name), f"{options.told(name)}: the adapter's files, too")
     if options.has("save_last_n_steps") and options.has(name):
         last, why = options.line("save_last_n_steps", "whole")
-        kept = max(1, math.ceil(last / options.whole(name, least=1)))
-        draft.set("checkpoint.keep_last", kept, f"{why} / {options.told(name)}; adapter files stay")
+        count = max(1, math.ceil(last / options.whole(name, least=1)))
+        draft.set("checkpoint.keep_last", count, f"{why} / {options.told(name)}; adapter files stay")
     for every, key in (("save_every_n_epochs", "export.every_steps"), ("sample_every_n_epochs", "validation.every_steps")):
         options.pass_by(every)
         if options.whole(every, 0) > 0 and not options.has(every.replace("epochs", "steps")):

@@ -28,8 +28,8 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     if family is None:
         return
     _path(draft, options, family)
-    folder, told = options.line("output_dir", "word")
-    common.set_run(draft, path_here(folder).rstrip("/").rpartition("/")[2], told, folder, told)
+    folder, line = options.line("output_dir", "word")
+    common.set_run(draft, path_here(folder).rstrip("/").rpartition("/")[2], line, folder, line)
     common.carry_plain(draft, options)
     _length(draft, options)
     _network(draft, options, family)
@@ -40,9 +40,9 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     _samples(draft, options)
     common.note_differences(draft, family)
     options.pass_by("quantize_via", "push_to_hub", "hub_model_id", "vae_batch_size")
-    board, told = options.line("report_to", "word")
+    board, line = options.line("report_to", "word")
     for key in ("logging.tensorboard", "logging.wandb"):
-        draft.set(key, board in (key.partition(".")[2], "all"), told)
+        draft.set(key, board in (key.partition(".")[2], "all"), line)
     if options.get("tread_config"):
         draft.note(ABSENT, f"{options.told('tread_config')}: some tokens skip blocks there; here all go through all blocks")
     common.carry_rest(draft, options)
@@ -56,19 +56,19 @@ def _path(draft: Draft, options: Options, family: Family) -> None:
         return
     flavours = other_trainers.facts().flavours[family.name]
     flavour = options.word("model_flavour", flavours[""])
-    told = options.told("model_flavour") if options.has("model_flavour") else f"model_flavour is left out: {flavour} there"
+    line = options.told("model_flavour") if options.has("model_flavour") else f"model_flavour is left out: {flavour} there"
     if flavour not in flavours:
-        draft.cannot("model.path", f"{told}: which model that is was not looked up")
+        draft.cannot("model.path", f"{line}: which model that is was not looked up")
         return
-    common.set_path(draft, flavours[flavour], told)
+    common.set_path(draft, flavours[flavour], line)
 
 
 def _length(draft: Draft, options: Options) -> None:
-    epochs, told = options.line("num_train_epochs", "whole")
+    epochs, line = options.line("num_train_epochs", "whole")
     if options.whole("max_train_steps", 0) > 0:
         draft.carry(options, "max_train_steps", "run.max_steps")
     else:
-        draft.set("run.epochs", max(1, epochs), told)
+        draft.set("run.epochs", max(1, epochs), line)
     if options.word("grad_clip_method") == "value":
         draft.note(DIFFERS, f"{options.told('grad_clip_method')}: each number is clipped there, their norm here")
     name = options.first("checkpointing_steps", "checkpoint_step_interval")
@@ -82,8 +82,8 @@ def _length(draft: Draft, options: Options) -> None:
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
-    (kind, told), dora = options.line("lora_type", "word"), options.line("use_dora", "flag")
-    common.set_type(draft, "lora" if kind == "standard" else "other", told, dora)
+    (kind, line), dora = options.line("lora_type", "word"), options.line("use_dora", "flag")
+    common.set_type(draft, "lora" if kind == "standard" else "other", line, dora)
     rank = options.line("lora_rank", "whole")
     alpha, why = options.line("lora_alpha", "number", rank[0])
     why = why if options.has("lora_alpha") else "lora_alpha is left out: the rank there, too"
@@ -97,8 +97,8 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
 
 
 def _rates(draft: Draft, options: Options) -> None:
-    rate, told = options.line("learning_rate", "number")
-    draft.set("optimizer.lr", rate, told)
+    rate, line = options.line("learning_rate", "number")
+    draft.set("optimizer.lr", rate, line)
     given: dict[str, Any] = {"weight_decay": options.number("adam_weight_decay")}
     if options.has("optimizer_beta1") and options.has("optimizer_beta2"):
         given["betas"] = [options.number("optimizer_beta1"), options.number("optimizer_beta2")]
@@ -129,8 +129,8 @@ def _times(draft: Draft, options: Options, family: Family) -> None:
         return
     if options.flag("flow_use_beta_schedule"):
         draft.cannot("objective.timesteps", f"{options.told('flow_use_beta_schedule')}: no such distribution here")
-    told = options.told("flow_use_uniform_schedule", False)
-    draft.set("objective.timesteps", "uniform" if uniform[0] else "logit_normal", told)
+    line = options.told("flow_use_uniform_schedule", False)
+    draft.set("objective.timesteps", "uniform" if uniform[0] else "logit_normal", line)
     if not uniform[0]:
         draft.set("objective.logit_std", *scale)
     follows = auto[0] and not shift[0]
@@ -175,15 +175,15 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
         draft.note(DIFFERS, f"{path}: {table.told('resolution')} {shorter}")
     elif crop:
         draft.note(DIFFERS, f"{path}: {table.told('crop')}: photos are cut to squares there, to buckets of their shapes here")
-    strategy, told = table.line("caption_strategy", "word")
+    strategy, line = table.line("caption_strategy", "word")
     if strategy not in CAPTIONS:
-        draft.note(ABSENT, f"{path}: {told}: no such place of captions here; `auto` is written")
-    source["captions"] = (CAPTIONS.get(strategy, "auto"), told)
+        draft.note(ABSENT, f"{path}: {line}: no such place of captions here; `auto` is written")
+    source["captions"] = (CAPTIONS.get(strategy, "auto"), line)
     if strategy == "textfile":
         source["caption_lines"] = (True, "one line of a caption file at each appearance there")
     if strategy == "instanceprompt":
-        trigger, told = table.line("instance_prompt", "word")
-        source["trigger"] = (trigger or "", f"{told}: the caption of every photo")
+        trigger, line = table.line("instance_prompt", "word")
+        source["trigger"] = (trigger or "", f"{line}: the caption of every photo")
     if table.flag("is_regularisation_data"):
         source["regularisation"] = (True, table.told("is_regularisation_data"))
     if table.number("probability", 1) != 1:
@@ -194,16 +194,16 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
 
 
 def _samples(draft: Draft, options: Options) -> None:
-    every, told = options.line(options.first("validation_steps", "validation_step_interval"), "whole")
-    draft.set("validation.every_steps", 0 if options.flag("validation_disable") else every, told)
-    prompt, (size, told) = options.word("validation_prompt"), options.line("validation_resolution", "word")
+    every, line = options.line(options.first("validation_steps", "validation_step_interval"), "whole")
+    draft.set("validation.every_steps", 0 if options.flag("validation_disable") else every, line)
+    prompt, (size, line) = options.word("validation_prompt"), options.line("validation_resolution", "word")
     guidance, negative = options.line("validation_guidance", "number"), options.line("validation_negative_prompt", "word")
     if not prompt:
         return
     sample = {"prompt": (prompt, "validation_prompt"), "guidance": guidance}
     sides = (size or "").split(",")[0].lower().split("x")
     if all(side.isdigit() for side in sides):
-        sample |= {"width": (int(sides[0]), told), "height": (int(sides[-1]), told)}
+        sample |= {"width": (int(sides[0]), line), "height": (int(sides[-1]), line)}
     if negative[0]:
         sample["negative"] = negative
     draft.samples.append(sample)

@@ -87,11 +87,11 @@ def _count_epochs(draft: Draft, config: Config) -> bool:
             _, length = plan_data(config, FAMILIES[config.model.family], processes=1)
         except UserError as error:
             why = f"the photos cannot be counted: {str(error).partition(chr(10))[0]}"
-    for key, (epochs, told) in draft.epochs.items():
+    for key, (epochs, line) in draft.epochs.items():
         if key not in draft.fixed and length is not None:
-            draft.set(key, epochs * length.steps_per_epoch, f"{told}: an epoch has {length.steps_per_epoch} steps")
+            draft.set(key, epochs * length.steps_per_epoch, f"{line}: an epoch has {length.steps_per_epoch} steps")
         elif key not in draft.fixed:
-            draft.note(FILL, f"{key}: {told}; {why}. --plan says how many an epoch has")
+            draft.note(FILL, f"{key}: {line}; {why}. --plan says how many an epoch has")
     return length is not None
 
 

@@ -35,8 +35,8 @@ def may_pass(error: Exception) -> bool:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one line, without keys."""
-    said = without_keys(one_line(error))
-    return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
+    text = without_keys(one_line(error))
+    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 
 class Troubles:
@@ -140,8 +140,8 @@ class Asker:
 
 
 class Copier:
-    """Copies a run's files to its mirror in a thread. The newest checkpoint goes first; of older ones those that `keep_last`
-    would keep follow.
+    """Copies a run's files to its mirror in a thread. The newest checkpoint goes first, then older ones, newest
+    first, up to `keep_last` in all.
 
     owner: as Mirror.claim. there: the steps that a start found there. say: prints a line of the run. clock: gives seconds.
     """

@@ -55,7 +55,7 @@ class Mirroring:
         self._finish(signals, None)
 
     def _finish(self, signals: Signals, ended: BaseException | None) -> None:
-        """ended: by what the run did, where it was stopped: only another signal ends the waiting then."""
+        """ended: the exception that ended the run, or None. After a signal, only a second one cuts the wait short."""
         copier, context, processes, wait = self.copier, self.context, self.context.processes, self.wait
         stopped: Interrupted | PeerStopped | None = None
         if copier is not None:
@@ -96,7 +96,7 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
             return Mirroring(wait, context, None)
         check_library(url)
         note = files.read_json(layout.mirror) if layout.mirror.exists() else {}
-        own, back = note.get("id"), note.get("back_to", math.inf)
+        run_id, back = note.get("id"), note.get("back_to", math.inf)
         ask = Asker(url, wait, processes.say, phases.check)
         with phases("asking the mirror", keep=False):
             mirror = ask(lambda: open_mirror(url), "opening it")
@@ -104,18 +104,18 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
             steps = ask(mirror.steps, "listing its checkpoints") if theirs else []
             _refuse_others(url, theirs, layout, holds=bool(steps), name=name, newest=resume_from in NEWEST)
             ask(mirror.try_out, "trying to write")
-            # Every start has a mark of its own: one run on two machines is two starts, too.
+            # Every start has a mark of its run_id: one run on two machines is two starts, too.
             owner = {
                 "run": name,
-                "id": own or (theirs["id"] if theirs and steps else secrets.token_hex(8)),
+                "id": run_id or (theirs["id"] if theirs and steps else secrets.token_hex(8)),
                 "start": secrets.token_hex(8),
             }
-            if not steps and theirs != {"run": name, "id": own}:
+            if not steps and theirs != {"run": name, "id": run_id}:
                 ask(lambda: mirror.claim(owner), "claiming it")  # else once the run begins: this start may be refused yet
         if resume_from in NEWEST and steps:
             files.make_folder(layout.root, "run.output_dir")
             with files.locked(layout.lock):
-                if own is None:
+                if run_id is None:
                     files.write_atomic(layout.mirror, [files.json_bytes({"id": owner["id"]})])
                 _fetch(mirror, [step for step in steps if step <= back], ask, context, name)
     copier = Copier(mirror, layout, owner=owner, there=steps, keep_last=config.checkpoint.keep_last, say=processes.say)
@@ -127,8 +127,8 @@ def _refuse_others(url: str, theirs: dict[str, str] | None, layout: Layout, *, h
     if theirs is None:
         return
     here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
-    own = files.read_json(layout.mirror)["id"] if layout.mirror.exists() else None
-    if theirs["run"] != name or own not in (None, theirs["id"]) or (own is None and here):
+    run_id = files.read_json(layout.mirror)["id"] if layout.mirror.exists() else None
+    if theirs["run"] != name or run_id not in (None, theirs["id"]) or (run_id is None and here):
         gone = "" if holds else f", or delete {RUN} there if that run is gone"
         raise UserError(
             f"checkpoint.mirror = {url!r} holds another run ({theirs['run']!r}, of another run.output_dir); give another "

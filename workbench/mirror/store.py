@@ -90,7 +90,7 @@ class Mirror:
         """The bytes of every file below a folder, by name. Empty where nothing is there."""
         # Not fsspec's `find`: it takes a folder that could not be listed for an empty one.
         self.fs.invalidate_cache()
-        folder, found = self._at(below), dict[str, int]()
+        folder, sizes = self._at(below), dict[str, int]()
         try:
             entries = self.fs.ls(folder, detail=True)
         except FileNotFoundError:
@@ -100,10 +100,10 @@ class Mirror:
             if entry["name"].strip("/") == folder.strip("/"):  # some stores have an empty file that stands for a folder
                 continue
             if entry["type"] == "directory":
-                found |= self.listing(name)
+                sizes |= self.listing(name)
             else:
-                found[name] = int(entry["size"])
-        return found
+                sizes[name] = int(entry["size"])
+        return sizes
 
     def read(self, name: str) -> bytes:
         """A small file. Raises FileNotFoundError where it is not there."""
@@ -182,12 +182,12 @@ class Mirror:
 
     def _checkpoints(self) -> dict[int, dict[str, int]]:
         """The bytes of files by step and name, of half-copied ones, too."""
-        found: dict[int, dict[str, int]] = {}
+        files: dict[int, dict[str, int]] = {}
         for path, size in self.listing(INSIDE.checkpoints.as_posix()).items():
             folder, _, name = path.removeprefix(f"{INSIDE.checkpoints.as_posix()}/").partition("/")
             if (step := step_of(folder)) is not None:
-                found.setdefault(step, {})[name] = size
-        return found
+                files.setdefault(step, {})[name] = size
+        return files
 
     def put(self, folder: Path, step: int, log: bytes) -> None:
         """Copy a checkpoint, and the log beside it. What is not the same there loses its manifest first.
@@ -227,9 +227,9 @@ class Mirror:
         """Delete all but the newest `keep_last` checkpoints, and what copies that were cut off left below the newest."""
         there = self._checkpoints()
         whole = sorted(step for step, names in there.items() if MANIFEST in names)
-        kept, newest = {*whole[-keep_last:]}, max(whole, default=-1)
+        staying, newest = {*whole[-keep_last:]}, max(whole, default=-1)
         for step, names in sorted(there.items()):
-            if step not in kept and step < newest:
+            if step not in staying and step < newest:
                 self.remove(f"{_place(step)}/{name}" for name in sorted(names, key=lambda name: name != MANIFEST))
 
     def set_aside(self, after: int) -> list[str]:

@@ -37,7 +37,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axes:
-    """The way from values to places in the viewBox. Ticks enclose the values; those of a logarithmic axis lie between
+    """The way from values to places in the viewBox. Ticks enclose the values; ticks of a logarithmic axis lie between
     them."""
 
     first: float
@@ -106,12 +106,12 @@ def draw(
     steps = [step for line in lines for step in (line.series[0][0], line.series[-1][0])]
     steps += [range_of[0][0], range_of[-1][0]] if range_of else []
     steps += [mark.step for mark in events.marks if mark.step < min(steps)] if wide else []
-    said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in known.items())
+    text = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in known.items())
     # From here on a long run costs what a short one does.
     lines = [replace(line, series=thin(line.series), band=[thin(series) for series in line.band]) for line in lines]
     values = [value for line in lines for series in (line.series, *line.band) for _, value in series if value is not None]
     axes = Axes.over(steps, values, log=min(values) > 0 and max(values) / min(values) > LOG_ABOVE)
-    summary = f"{title} over {lines[0].over} {axes.first:g} to {axes.last:g}: {said}"
+    summary = f"{title} over {lines[0].over} {axes.first:g} to {axes.last:g}: {text}"
     inside = {
         name: [axes.x_of(step) for step in mine if axes.first <= step <= axes.last] for name, mine in events.steps.items()
     }
@@ -161,15 +161,15 @@ def thin(series: Series) -> Series:
     gap."""
     if len(series) <= 2 * POINTS:
         return series
-    kept: list[tuple[float, float | None]] = []
+    points: list[tuple[float, float | None]] = []
     for part in _slices(series):
         known = [point for point in part if point[1] is not None]
         if known:
             extremes = (min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1]))
-            kept += sorted(set(extremes))
+            points += sorted(set(extremes))
         else:
-            kept.append((part[0][0], None))
-    return kept
+            points.append((part[0][0], None))
+    return points
 
 
 def broken(series: Series, where: Sequence[float]) -> Series:

@@ -32,32 +32,32 @@ PICTURE_PX, JPEG_QUALITY = 200, 80
 VARIANTS = 8  # of a caption beside its picture
 
 
-def strict_problems(data: DataPlan, said: captions.CaptionReport) -> list[tuple[str, str]]:
+def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tuple[str, str]]:
     """(photo, reason) of every caption that data.strict_captions = true refuses."""
     photos = ((photo, photo.caption if photo.has_caption else None) for photo in data.scanned.photos)
-    found = [(printable(photo.sample), why) for photo, caption in photos if (why := strict_problem(photo.source, caption))]
-    return found + [
-        (printable(sample), f"too long for {encoder}, which reads {said.tokens[encoder].limit} tokens")
-        for encoder, samples in said.truncated.items()
+    problems = [(printable(photo.sample), why) for photo, caption in photos if (why := strict_problem(photo.source, caption))]
+    return problems + [
+        (printable(sample), f"too long for {encoder}, which reads {report.tokens[encoder].limit} tokens")
+        for encoder, samples in report.truncated.items()
         for sample in samples
     ]
 
 
-def text(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport) -> str:
+def text(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport) -> str:
     """`lines`, and what strict mode would refuse."""
-    problems = strict_problems(data, said)
+    problems = strict_problems(data, report)
     strict = [f"  {sample}: {why}" for sample, why in problems[:ROWS]] + [f"  {line}" for line in _more(problems)]
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     refused = [f"data.strict_captions = true would refuse these captions: {count}", *strict] if problems else []
-    return "\n".join([*lines, str(said), *refused])
+    return "\n".join([*lines, str(report), *refused])
 
 
-def sections(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
-    """The sections of the page. lines: as `data_lines` gives. said: of the same data. Reads the pictured photos again."""
+def sections(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
+    """The sections of the page. lines: as `data_lines` gives. report: of the same data. Reads the pictured photos again."""
     photos = {photo.sample: photo for photo in data.scanned.photos}
     notes, warnings = ([e for e in data.account.entries(kind) if e.names] for kind in (Heading.NOTE, Heading.WARNING))
     held_out = dict.fromkeys(example.photo.sample for example in data.held_out)
-    found: Sections = {
+    parts: Sections = {
         "Damaged": {
             "columns": ("file and reason",),
             "rows": [(problem,) for problem in data.scanned.damaged],
@@ -65,10 +65,10 @@ def sections(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport,
                 "A run is refused until these are repaired or removed. The rest of this page is about the other photos."
             ],
         },
-        "In short": {"text": "\n".join([*lines, str(said)])},
+        "In short": {"text": "\n".join([*lines, str(report)])},
         "Buckets": _buckets(data),
-        "Tokens of captions": _tokens(said),
-        "What strict mode would refuse": _table(("photo", "why"), strict_problems(data, said)),
+        "Tokens of captions": _tokens(report),
+        "What strict mode would refuse": _table(("photo", "why"), strict_problems(data, report)),
         "Near duplicates": _table(
             ("group", "photo", "pixels", "bytes", "used"), _alike_rows(data.alike, set(held_out)), notes=_alike_notes(data)
         ),
@@ -81,9 +81,9 @@ def sections(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport,
             "rows": [(printable(what), why) for what, why in data.scanned.left_out],
             "folded": True,
         },
-        **_pictures(data, said, phases),
+        **_pictures(data, report, phases),
     }
-    return {title: section for title, section in found.items() if any(section.get(k) for k in ("text", "pictures", "rows"))}
+    return {title: section for title, section in parts.items() if any(section.get(k) for k in ("text", "pictures", "rows"))}
 
 
 def _by_name(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
@@ -122,10 +122,10 @@ def _buckets(data: DataPlan) -> dict[str, Any]:
     }
 
 
-def _tokens(said: captions.CaptionReport) -> dict[str, Any]:
+def _tokens(report: captions.CaptionReport) -> dict[str, Any]:
     rows = [
-        (encoder, own.limit, max(own.counts.values(), default=0), len(said.truncated[encoder]))
-        for encoder, own in said.tokens.items()
+        (encoder, counts.limit, max(counts.counts.values(), default=0), len(report.truncated[encoder]))
+        for encoder, counts in report.tokens.items()
     ]
     return {"columns": ("text encoder", "reads at most", "longest caption", "photos whose caption is cut"), "rows": rows}
 
@@ -153,24 +153,24 @@ def _small_rows(data: DataPlan) -> Iterator[tuple[str, str, str, str]]:
             yield printable(example.sample), _pixels(photo), _by(example.bucket), f"{scale:.2f} x" if scale > 1 else "no"
 
 
-def _pictures(data: DataPlan, said: captions.CaptionReport, phases: Phases) -> Sections:
+def _pictures(data: DataPlan, report: captions.CaptionReport, phases: Phases) -> Sections:
     """All photos, those that are held out apart; of more than PICTURES the first of each bucket."""
     members: dict[tuple[bool, tuple[int, int]], list[Example]] = {}
     for examples, held_out in ((data.examples, False), (data.held_out, True)):
         for example in examples:
             members.setdefault((held_out, example.bucket), []).append(example)
     each = _share([len(mine) for mine in members.values()])
-    shown = [(example, held_out) for (held_out, _), mine in sorted(members.items()) for example in mine[:each]][:PICTURES]
+    pairs = [(example, held_out) for (held_out, _), mine in sorted(members.items()) for example in mine[:each]][:PICTURES]
     trained, apart = [], []
     with (
-        phases("drawing photos as they are cropped", len(shown), "photo") as phase,
-        closing(in_threads(partial(_picture, limits=said.tokens), [example for example, _ in shown])) as made,
+        phases("drawing photos as they are cropped", len(pairs), "photo") as phase,
+        closing(in_threads(partial(_picture, limits=report.tokens), [example for example, _ in pairs])) as made,
     ):
-        for (_, held_out), picture in zip(shown, made, strict=True):
+        for (_, held_out), picture in zip(pairs, made, strict=True):
             (apart if held_out else trained).append(picture)
             phase.advance()
-    left = len(data.examples) + len(data.held_out) - len(shown)
-    note = f"The first photos of each bucket are pictured, {len(shown):,} in all; {left:,} more are not pictured."
+    left = len(data.examples) + len(data.held_out) - len(pairs)
+    note = f"The first photos of each bucket are pictured, {len(pairs):,} in all; {left:,} more are not pictured."
     paths = [source.path for source in data.config.sources]
     named = "; ".join(f'{number}/ is "{printable(path)}"' for number, path in enumerate(paths))
     notes = [f"A name begins with the number of its source: {named}.", *([note] if left else [])]
@@ -193,16 +193,16 @@ def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict
     and the lines below it."""
     photo, jpeg = example.photo, None
     try:
-        shown = [_small(*each) for each in (*views.beside(example, View()), (example, View()))]
+        images = [_small(*each) for each in (*views.beside(example, View()), (example, View()))]
         buffer = io.BytesIO()
-        _in_a_row(shown).save(buffer, "JPEG", quality=JPEG_QUALITY)
+        _in_a_row(images).save(buffer, "JPEG", quality=JPEG_QUALITY)
         jpeg = buffer.getvalue()
     except (OSError, ValueError):
         pass  # it could be read when the run began; the page says that it is gone
     variants = list(dict.fromkeys(example.captions))
     lines = []
     for text in variants[:VARIANTS]:
-        counted = ", ".join(f"{encoder} {own.counts[text]} of {own.limit}" for encoder, own in limits.items())
+        counted = ", ".join(f"{encoder} {tokens.counts[text]} of {tokens.limit}" for encoder, tokens in limits.items())
         lines += [text or "(no caption)", f"tokens: {counted}"] if counted else [text or "(no caption)"]
     if len(variants) > VARIANTS:
         lines.append(f"and {len(variants) - VARIANTS} more variants")
@@ -214,9 +214,9 @@ def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict
 
 
 def _small(example: Example, view: View) -> Image.Image:
-    shown = view.show(decode(example.photo.image.read(), background=example.photo.source.background).image, example)
-    shown.thumbnail((PICTURE_PX, PICTURE_PX))
-    return shown
+    image = view.show(decode(example.photo.image.read(), background=example.photo.source.background).image, example)
+    image.thumbnail((PICTURE_PX, PICTURE_PX))
+    return image
 
 
 def _in_a_row(images: Sequence[Image.Image]) -> Image.Image:

@@ -53,8 +53,8 @@ class Verdict:
     """What a run is called.
 
     kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither.
-    sound: of one that has diverged the last step that surely has no part in it. measured: of one that has learned, the
-    beginning of the sentence, which says what was measured. doubt: whether something speaks against it.
+    sound: after a divergence, the last step known to be good. measured: after learning, the opening clause of the sentence,
+    which names what was measured. doubt: whether something speaks against it.
     """
 
     kind: Kind
@@ -82,12 +82,12 @@ def judge(
     course = Course(rows, levers)
     alarm = course.alarm
 
-    def diverged(said: str) -> Verdict:
+    def diverged(text: str) -> Verdict:
         step, sound = (alarm.step, alarm.sound) if alarm else (None, course.sound)
-        return Verdict("diverged", f"{said}; {course.remedy()}", step, sound)
+        return Verdict("diverged", f"{text}; {course.remedy()}", step, sound)
 
-    if said := _not_finite(rows, blocks, course):
-        return diverged(f"the training has diverged: {said}")
+    if text := _not_finite(rows, blocks, course):
+        return diverged(f"the training has diverged: {text}")
     moves = [row["weight_change"] for row in rows if "weight_change" in row]
     change = largest(blocks.values()) if blocks else moves[-1] if moves else None
     far = change is not None and change > TOO_FAR
@@ -105,26 +105,26 @@ def judge(
         since = f"at step {alarm.step} {alarm.what}"
         if above := _still_above(rows, known, course, alarm):
             return diverged(f"the training has diverged: {since}; {above}")
-        said = f"the training came back: {since}; look at the samples; {course.remedy()}"
-        return Verdict("recovered", said, alarm.step)
+        text = f"the training came back: {since}; look at the samples; {course.remedy()}"
+        return Verdict("recovered", text, alarm.step)
     moved = bool(changes) and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > MOVED
     if change is not None and change < TOO_LITTLE and not moved:
         it = "it" if course.rate_of == levers else course.rate_of
-        said = (
+        text = (
             f"nothing was learned: no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a "
             f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
         )
-        return Verdict("nothing", said)
+        return Verdict("nothing", text)
     changed = f" (layers changed by {moved_by(change)} of their own weights)" if change is not None else ""
     if not known:
-        found = _by_steps(rows, changed, bool(useless))
+        verdict = _by_steps(rows, changed, bool(useless))
     elif few:
-        found = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
+        verdict = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
     else:
         trained = [] if "trained_loss" in useless else _changes(rows, known, "trained_loss")
-        found = _by_held_out(known, changes, trained, changed, levers, kept)
+        verdict = _by_held_out(known, changes, trained, changed, levers, kept)
     beside = _leak(rows) + _useless(useless)
-    return replace(found, sentence=found.sentence + beside, doubt=found.doubt or far or bool(beside))
+    return replace(verdict, sentence=verdict.sentence + beside, doubt=verdict.doubt or far or bool(beside))
 
 
 def _not_finite(rows: Sequence[Line], blocks: Mapping[str, float] | None, course: Course) -> str:
@@ -216,7 +216,7 @@ def _leak(rows: Sequence[Line]) -> str:
 
 
 def _by_held_out(
-    known: Known, changes: Changes, trained: Changes, changed: str, levers: str, kept: Iterable[int] | None
+    known: Known, changes: Changes, trained: Changes, changed: str, levers: str, steps: Iterable[int] | None
 ) -> Verdict:
     """What a run is called that has not diverged, and changed something or may have. known: losses by step. changes, trained:
     of each held-out or trained photo, since each measurement but the last.
@@ -238,26 +238,26 @@ def _by_held_out(
     if high < 0:
         measured = f"{of} fell by {_share(1 - now / start)}"
         ended = f" at step {last}" if now == lowest else f", and was {lowest:.4g} at step {best}"
-        said = f"{measured}, from {start:.4g} to {now:.4g}{ended}{by}{changed}"
+        text = f"{measured}, from {start:.4g} to {now:.4g}{ended}{by}{changed}"
         if overfits:
-            said += f"; since step {best} it rose{since}, while {by_heart}; {_take(best, last, kept)}"
-        return Verdict("learned", f"{said}; {LOOK}", best, measured=measured, doubt=overfits)
+            text += f"; since step {best} it rose{since}, while {by_heart}; {_take(best, last, steps)}"
+        return Verdict("learned", f"{text}; {LOOK}", best, measured=measured, doubt=overfits)
     if overfits and fell:
-        said = f"{was}, and rose to {now:.4g} since{since}, while {by_heart}; {_take(best, last, kept)}"
-        return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
+        text = f"{was}, and rose to {now:.4g} since{since}, while {by_heart}; {_take(best, last, steps)}"
+        return Verdict("memorising", f"{text}; or train with more photos or a lower {levers}", best)
     if overfits:
-        said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell{since}, while {by_heart}"
-        return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
+        text = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell{since}, while {by_heart}"
+        return Verdict("memorising", f"{text}; train with more photos or a lower {levers}")
     if fell and rise[0] > 0:
-        said = f"{was}, and has got worse since: {now:.4g} at step {last}{since}{changed}; {_take(best, last, kept)}"
-        return Verdict("worse", f"{said}; or start a new run with a lower {levers}", best)
+        text = f"{was}, and has got worse since: {now:.4g} at step {last}{since}{changed}; {_take(best, last, steps)}"
+        return Verdict("worse", f"{text}; or start a new run with a lower {levers}", best)
     if low > 0:
-        said = f"the held-out loss rose from {start:.4g} to {now:.4g}{'' if fell else ' and never fell'}{by}"
-        said += f": the adapter makes the model worse{changed}; start a new run with a lower {levers}, a tenth for a start"
-        return Verdict("worse", said)
+        text = f"the held-out loss rose from {start:.4g} to {now:.4g}{'' if fell else ' and never fell'}{by}"
+        text += f": the adapter makes the model worse{changed}; start a new run with a lower {levers}, a tenth for a start"
+        return Verdict("worse", text)
     went = f"{'rose' if now > start else 'fell'} by {_share(abs(1 - now / start) if start else 0)}"
-    said = f"too few photos to tell: {of} {went}, from {start:.4g} to {now:.4g}{by}: that may be chance{changed}"
-    return Verdict("unclear", f"{said}; hold out more photos" + ("" if now > start else f", train longer or raise {levers}"))
+    text = f"too few photos to tell: {of} {went}, from {start:.4g} to {now:.4g}{by}: that may be chance{changed}"
+    return Verdict("unclear", f"{text}; hold out more photos" + ("" if now > start else f", train longer or raise {levers}"))
 
 
 def _share(part: float) -> str:
@@ -265,11 +265,11 @@ def _share(part: float) -> str:
     return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.2g} %"
 
 
-def _take(best: int, last: int, kept: Iterable[int] | None) -> str:
+def _take(best: int, last: int, steps: Iterable[int] | None) -> str:
     """The step to take, of those that are kept."""
-    if kept is None:
+    if steps is None:
         return f"take step {best}"
-    nearest = min((step for step in kept if step != last), key=lambda step: (abs(step - best), step), default=None)
+    nearest = min((step for step in steps if step != last), key=lambda step: (abs(step - best), step), default=None)
     if nearest is None:
         return "no earlier step is kept: set export.every_steps in a new run"
     return f"take step {nearest}" + ("" if nearest == best else ", the nearest that is kept")
@@ -283,9 +283,9 @@ def _by_steps(rows: Sequence[Line], changed: str, useless: bool) -> Verdict:
     early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]
     if len(losses) >= 2 * TOLD and _fall(early, late) > ERRORS:
         measured = f"the loss of the steps fell by {_share(1 - fmean(late) / fmean(early))}"
-        said = f"{measured}, from {fmean(early):.4g} to {fmean(late):.4g}{changed}; {LOOK}"
-        said += "; only held-out photos can tell whether it is more than memorising"
-        return Verdict("learned", said, measured=measured, doubt=True)
+        text = f"{measured}, from {fmean(early):.4g} to {fmean(late):.4g}{changed}; {LOOK}"
+        text += "; only held-out photos can tell whether it is more than memorising"
+        return Verdict("learned", text, measured=measured, doubt=True)
     if useless:
         return Verdict("unclear", f"the loss of the steps jitters more than it fell{changed}; {LOOK}")
     return Verdict(
@@ -307,8 +307,8 @@ def series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
     if field not in (*FIXED, *BY_PHOTO.values()):
         first = max((row["step"] for row in rows if CHANGED in row), default=0)
         return [(row["step"], row[field]) for row in rows if field in row and row["step"] >= first]
-    every = [(step, found) for step, found in measured(rows) if field in found]
-    return [(step, found[field]) for step, found in every if found.get(PHOTOS) == every[-1][1].get(PHOTOS)]
+    every = [(step, fields) for step, fields in measured(rows) if field in fields]
+    return [(step, fields[field]) for step, fields in every if fields.get(PHOTOS) == every[-1][1].get(PHOTOS)]
 
 
 def _finite(series: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
@@ -317,4 +317,4 @@ def _finite(series: Iterable[tuple[int, float | None]]) -> list[tuple[int, float
 
 def _newest(rows: Sequence[Line], field: str) -> Any:
     """What was told last under this name."""
-    return next((found[field] for _, found in reversed(list(measured(rows))) if found.get(field) is not None), None)
+    return next((fields[field] for _, fields in reversed(list(measured(rows))) if fields.get(field) is not None), None)

@@ -31,7 +31,7 @@ def forked(history: History, layout: Layout) -> Fork | None:
     if not layout.original.exists():
         return None
     original, (step, _) = History(layout.original).read(), read_starts(layout.phases)[0]
-    said, charts = [], []
+    rows, charts = [], []
     for field, name in (("held_out_loss", "held-out loss"), ("loss", "loss of a step")):
         if field == "loss":  # up to where one of the two changed what it measures, and not the other
             until = min((at - 1 for at, _ in history.levels.items() ^ original.levels.items() if at > step), default=math.inf)
@@ -39,14 +39,14 @@ def forked(history: History, layout: Layout) -> Fork | None:
             until = math.inf if mark_of(history.rows) == mark_of(original.rows) else step
         apart = [pair for pair in difference(history.series(field), original.series(field), step) if pair[0] <= until]
         if until == step and history.values(field):
-            said.append(f"Its {name} is not compared: it measures something else than that of the original.")
+            rows.append(f"Its {name} is not compared: it measures something else than that of the original.")
         if not apart:
             continue
         values = [value for _, value in apart if value is not None]
         at = f"at step {apart[-1][0]:,.0f}" if field == "held_out_loss" else f"on average over {len(values)} steps"
         value = values[-1] if field == "held_out_loss" else fmean(values)
         how = "equal to" if not any(values) else f"{'lower' if value < 0 else 'higher'} by {abs(value):.4g} than"
-        said.append(f"Its {name} is {how} that of the original {at}.")
+        rows.append(f"Its {name} is {how} that of the original {at}.")
         smooth = _smooth if field == "loss" else list
         both = {"this run": smooth(history.series(field)), "the original": smooth(original.series(field))}
         about = "This run less the original, at the same photos, noise and times: below 0 this run is better."
@@ -54,7 +54,7 @@ def forked(history: History, layout: Layout) -> Fork | None:
             curves.draw(f"{name[0].upper()}{name[1:]}, both runs", "", curves.lines_of(both)),
             curves.draw(f"Difference of the {name}", "", [Curve("difference", smooth(apart), "line0")], about=about),
         ]
-    return Fork(step, tuple(said), tuple(charts))
+    return Fork(step, tuple(rows), tuple(charts))
 
 
 def difference(series: Series, original: Series, after: int) -> Series:

@@ -39,9 +39,9 @@ class History:
         """All that is written by now; a missing file gives no rows."""
         try:
             with open_regular(self.path) as file:
-                found = os.fstat(file.fileno())
-                if self._file != found.st_ino or found.st_size < self._place:
-                    self.rows, self._bad, self._place, self._file, self._columns = [], 0, 0, found.st_ino, {}
+                stat = os.fstat(file.fileno())
+                if self._file != stat.st_ino or stat.st_size < self._place:
+                    self.rows, self._bad, self._place, self._file, self._columns = [], 0, 0, stat.st_ino, {}
                 file.seek(self._place)
                 *lines, torn = file.read().split(b"\n")
         except FileNotFoundError:
@@ -167,30 +167,30 @@ class Standing:
 
 def read_standing(path: Path) -> Standing:
     """The standing of a run by its phases.jsonl; a missing file tells nothing."""
-    found = Standing()
+    standing = Standing()
     for entry in _moments(path):
         if entry["phase"] == START:
             total = entry.get("total")
             known = total if isinstance(total, int) else None
-            found = Standing(known, begun=entry["done"], started=_finite(entry.get("started")))
+            standing = Standing(known, begun=entry["done"], started=_finite(entry.get("started")))
         else:
             why = entry.get("why", "")
-            found = replace(found, ended=True, why=why if isinstance(why, str) else "")
-    return found
+            standing = replace(standing, ended=True, why=why if isinstance(why, str) else "")
+    return standing
 
 
 def marks_of(starts: Sequence[tuple[int, float]], rows: Sequence[Mapping[str, Any]], changes: Sequence[Mapping[str, Any]]):
     """Resumed starts, and what --allow changed. changes: what --allow changed, in order."""
     ended = {row["step"]: row["time"] for row in rows if is_number(row.get("time"))} if len(starts) > 1 else {}
-    found = []
+    marks = []
     for step, time in starts:
         if step > 0:
             pause = f", after a pause of {duration(time - ended[step])}" if time - ended.get(step, math.inf) > 0 else ""
-            found.append(Mark(step, "resumed", f"resumed after step {step:,}{pause}"))
+            marks.append(Mark(step, "resumed", f"resumed after step {step:,}{pause}"))
     for change in changes:
         what = "; ".join(change["what"]).replace(" -> ", " \N{RIGHTWARDS ARROW} ")  # which no line's end cuts in two
-        found.append(Mark(change["step"], "changed", f"changed after step {change['step']:,}: {what}"))
-    return tuple(found)
+        marks.append(Mark(change["step"], "changed", f"changed after step {change['step']:,}: {what}"))
+    return tuple(marks)
 
 
 def _finite(value: object) -> float | None:

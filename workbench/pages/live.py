@@ -88,8 +88,8 @@ class LiveReport:
             if error is None or isinstance(error, Interrupted):
                 self.state = State("stopped", self.total, self.begun)
             else:
-                said = "; ".join(ending(error)[1].splitlines())
-                self.state = State("ended", self.total, self.begun, cause(error), said, not isinstance(error, NonFiniteError))
+                why = "; ".join(ending(error)[1].splitlines())
+                self.state = State("ended", self.total, self.begun, cause(error), why, not isinstance(error, NonFiniteError))
             self._write_if_possible()
 
     def after_step(self, *, news: bool) -> None:
@@ -191,10 +191,10 @@ class LiveReport:
 
     def _hashed(self, check: Callable[[], None]) -> dict[Path, str]:
         files = {file: file.stat() for file in sorted(self.layout.adapters.glob("*.safetensors"))}
-        found = {}
+        digests = {}
         for file, about in files.items():
             stamp = about.st_mtime_ns, about.st_size
             if file not in self._hashes or self._hashes[file][0] != stamp:
                 self._hashes[file] = stamp, hash_file(file, lambda _: check())
-            found[file] = self._hashes[file][1]
-        return found
+            digests[file] = self._hashes[file][1]
+        return digests

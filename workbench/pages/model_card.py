@@ -37,26 +37,26 @@ def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str
     samples = [file for file in pngs(layout.samples_of(about.step)) if is_sound(file)]
     for file in samples:
         files.write(layout.card_images / file.name, [file.read_bytes()])
-    shown = dict(_references(plan))
-    for name, image in shown.items():
+    references = dict(_references(plan))
+    for name, image in references.items():
         files.write(layout.card_images / name, [png(image)])
     for old in layout.card_images.glob("*.png"):
-        if PICTURE.fullmatch(old.name) and old.name not in {*shown, *(file.name for file in samples)}:
+        if PICTURE.fullmatch(old.name) and old.name not in {*references, *(file.name for file in samples)}:
             files.remove(old)
-    said = text(plan, about, {form: path.relative_to(layout.adapters).as_posix() for form, path in written.items()}, samples)
-    files.write(layout.card, [f"{said}{_seal(said)}".encode()])
+    card = text(plan, about, {form: path.relative_to(layout.adapters).as_posix() for form, path in written.items()}, samples)
+    files.write(layout.card, [f"{card}{_seal(card)}".encode()])
     return ""
 
 
-def _seal(said: str) -> str:
+def _seal(card: str) -> str:
     """The last line of a card, by which the next start knows whether anybody has changed it."""
-    return f"\n<!-- as the training wrote it: {hashlib.sha256(said.encode()).hexdigest()} -->\n"
+    return f"\n<!-- as the training wrote it: {hashlib.sha256(card.encode()).hexdigest()} -->\n"
 
 
 def is_own(card: Path) -> bool:
     """Whether it is as a run wrote it."""
-    said, mark, _ = card.read_text(errors="replace").rpartition("\n<!-- as the training wrote it: ")
-    return bool(mark) and card.read_bytes() == f"{said}{_seal(said)}".encode()
+    card_text, mark, _ = card.read_text(errors="replace").rpartition("\n<!-- as the training wrote it: ")
+    return bool(mark) and card.read_bytes() == f"{card_text}{_seal(card_text)}".encode()
 
 
 def base_model(plan: RunPlan) -> str | None:
@@ -133,9 +133,9 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
     negative = f"negative_prompt={request.negative!r}"
     if not plan.model.family.images.negative_text:
         negative = f"negative_prompt_embeds=pipe.encode_prompt({request.negative!r})[0]"
-    shown = ", ".join(f'load_image("images/{_shown(index, number)}")' for number, _ in enumerate(request.images))
+    arguments = ", ".join(f'load_image("images/{_shown(index, number)}")' for number, _ in enumerate(request.images))
     return [
-        *([f"image=[{shown}]"] if shown else []),
+        *([f"image=[{arguments}]"] if arguments else []),
         named + repr(request.prompt),
         negative,
         f"width={request.width}",

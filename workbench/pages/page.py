@@ -103,10 +103,10 @@ def data_part(data: Sections) -> str:
 
 def _saved(layout: Layout) -> dict[str, str] | None:
     """How a step comes to files whose adapter lies in a checkpoint alone; None where there is none."""
-    found = {step: folder for folder in layout.checkpoints.glob("*") if (step := step_of(folder.name)) is not None}
-    if not found:
+    folders = {step: folder for folder in layout.checkpoints.glob("*") if (step := step_of(folder.name)) is not None}
+    if not folders:
         return None
     return {
-        "steps": ", ".join(f"{step:,}" for step in sorted(found)),
-        "command": f"python scripts/adapter.py export {shlex.quote(str(found[max(found)]))} FOLDER",
+        "steps": ", ".join(f"{step:,}" for step in sorted(folders)),
+        "command": f"python scripts/adapter.py export {shlex.quote(str(folders[max(folders)]))} FOLDER",
     }

@@ -26,7 +26,7 @@ INLINE = "'unsafe-inline'"  # a chart's labels have their places in their styles
 
 @cache
 def environment(folder: Path, **filters: Callable[..., Any]) -> Environment:
-    """The templates of a folder. Those of HTML escape every text that is put into them; a name that is not given is an
+    """The templates of a folder. HTML templates escape every text that is put into them; a name that is not given is an
     error, and no empty text. filters: what templates may ask of a value, by name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
@@ -42,16 +42,16 @@ def render(template: str, **values: Any) -> str:
     """The text of a template, which another one takes as it is."""
     from markupsafe import Markup
 
-    own = environment(
+    templates = environment(
         TEMPLATES, clock=clock, data_uri=data_uri, keyed_parts=keyed_parts, number_columns=number_columns, peek=peek,
         percent=percent, place=place, shade=shade, shown=shown, size=size, step_name=step_name, toml=toml,
     )  # fmt: skip
-    return Markup(own.get_template(template).render(values))
+    return Markup(templates.get_template(template).render(values))
 
 
 def document(template: str, *, watched: tuple[float, float] | None = None, scripted: bool = True, **values: Any) -> str:
-    """A whole page. watched: of one that loads itself again the Unix time at which it was written, and the seconds after
-    which it ought to have been written again. scripted: whether it has page.js."""
+    """A whole page. watched: (Unix time of writing, seconds until the page counts as stale); None: it does not reload.
+    scripted: whether it has page.js."""
     style, script = _read("page.css"), _read("page.js") if scripted else ""
     reload = dict(zip(("written", "quiet", "reload"), (*watched, RELOAD_SECONDS), strict=True)) if watched else {}
     return render(template, style=style, script=script, reload=reload, policy=policy(scripted=scripted), **values)

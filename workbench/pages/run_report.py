@@ -38,8 +38,8 @@ class RunPage(LiveReport):
         """(a word, a sentence, whether it is a warning): what became of the training, by its log. blocks: the change of each
         block of the adapter."""
         rows = list(filter(is_line, read_lines(self.layout.metrics)))
-        found = judge(rows, blocks, self.run.levers, self.layout.adapter_steps(self.run.name))
-        return found.kind, found.sentence, found.bad
+        verdict = judge(rows, blocks, self.run.levers, self.layout.adapter_steps(self.run.name))
+        return verdict.kind, verdict.sentence, verdict.bad
 
     def write_card(self, about: About, written: Mapping[str, Path], files: FileGroup) -> str:
         """Write README.md beside the adapter files; returns what is to be said about it, or "". written: by format."""
@@ -87,13 +87,13 @@ def page_of(
 
 
 def _data(plan: RunPlan, components: Components) -> dict[str, dict[str, Any]]:
-    said = report_captions(plan.data, components.family, components.model)
-    return sections(plan.data, data_lines(plan.config, plan.data, plan.length), said, components.phases)
+    report = report_captions(plan.data, components.family, components.model)
+    return sections(plan.data, data_lines(plan.config, plan.data, plan.length), report, components.phases)
 
 
 def _lineage(plan: RunPlan, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:
-    told = {"begun": progress.started.replace("T", " ").replace("+00:00", " UTC"), "base model": plan.config.model.path}
-    told |= {f"{name}, SHA-256": digest for name, digest in contents.items()}
+    rows = {"begun": progress.started.replace("T", " ").replace("+00:00", " UTC"), "base model": plan.config.model.path}
+    rows |= {f"{name}, SHA-256": digest for name, digest in contents.items()}
     if start.path:
-        told["adapter that it started from"] = f"{start.name}, SHA-256 {start.sha256}" if start.sha256 else start.name
-    return told
+        rows["adapter that it started from"] = f"{start.name}, SHA-256 {start.sha256}" if start.sha256 else start.name
+    return rows

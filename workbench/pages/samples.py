@@ -75,26 +75,26 @@ class Samples:
 
 
 def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Callable[[], None] = lambda: None) -> Samples:
-    """Read FOLDER/step-00000000/*.png, FOLDER/truth/*.png and FOLDER/references/*.png. thumbnails: those of earlier readings.
+    """Read FOLDER/step-00000000/*.png, FOLDER/truth/*.png and FOLDER/references/*.png. thumbnails: from earlier readings.
 
     An image belongs to the row of its PNG's text entry "request", whatever its file is called: a run may go on with other
     prompts. Without that entry it is the prompt, else the file's name, and the size that make the row.
     """
     thumbnails = thumbnails or Thumbnails()
-    found = [(file, step) for file in pngs(folder, "*/*.png") if (step := step_of(file.parent.name)) is not None]
+    files_at = [(file, step) for file in pngs(folder, "*/*.png") if (step := step_of(file.parent.name)) is not None]
     files = []
     rows: dict[tuple[str, int], Row] = {}
     asked: Counter[tuple[str, int]] = Counter()
     place: dict[tuple[str, int], tuple[int, str]] = {}
-    for file, step in found:
+    for file, step in files_at:
         check()
-        if (said := thumbnails.describe(file)) is None:
+        if (about := thumbnails.describe(file)) is None:
             continue
         files.append((file, step))
-        what = said.request or f"{said.prompt or file.stem} {said.size}"
+        what = about.request or f"{about.prompt or file.stem} {about.size}"
         key = what, asked[what, step]  # what is asked twice has two rows
         asked[what, step] += 1
-        row = rows.setdefault(key, Row(said.prompt or file.stem, _detail(said.request)))
+        row = rows.setdefault(key, Row(about.prompt or file.stem, _detail(about.request)))
         row.files[step] = file
         place[key] = -step, file.stem
     truths, shown_for = (_by_request(folder, kind, thumbnails) for kind in ("truth", "references"))
@@ -106,29 +106,29 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
     broken = {file for file in (*ends, *between) if file not in pictures}  # below a sound head
 
     def image(file: Path) -> Embedded | None:
-        said = thumbnails.describe(file)
-        if said is None or file not in pictures:
+        about = thumbnails.describe(file)
+        if about is None or file not in pictures:
             return None
-        return Embedded(pictures[file], file.relative_to(folder.parent).as_posix(), max(said.size) <= SMALL)
+        return Embedded(pictures[file], file.relative_to(folder.parent).as_posix(), max(about.size) <= SMALL)
 
     for (what, _), row in rows.items():
         row.files = {step: file for step, file in row.files.items() if file not in broken}
-        row.images = {step: shown for step, file in sorted(row.files.items()) if (shown := image(file)) is not None}
+        row.images = {step: images for step, file in sorted(row.files.items()) if (images := image(file)) is not None}
         asked_for = plain_request(what)
         row.truth = next(map(image, truths.get(asked_for, [])), None)
         row.references = tuple(each for file in shown_for.get(asked_for, []) if (each := image(file)) is not None)
     steps = tuple(sorted({step for file, step in files if file not in broken}))
-    shown = sorted((key for key, row in rows.items() if row.images), key=place.__getitem__)
-    return Samples(steps, tuple(rows[key] for key in shown), len(found) - len(files) + len(broken))
+    images = sorted((key for key, row in rows.items() if row.images), key=place.__getitem__)
+    return Samples(steps, tuple(rows[key] for key in images), len(files_at) - len(files) + len(broken))
 
 
 def _by_request(folder: Path, kind: str, thumbnails: Thumbnails) -> dict[str | None, list[Path]]:
     """The files of FOLDER/KIND by what was asked for, in the order of their names."""
-    found: dict[str | None, list[Path]] = {}
+    files: dict[str | None, list[Path]] = {}
     for file in pngs(folder, f"{kind}/*.png"):
-        if (said := thumbnails.describe(file)) is not None:
-            found.setdefault(said.request, []).append(file)
-    return found
+        if (about := thumbnails.describe(file)) is not None:
+            files.setdefault(about.request, []).append(file)
+    return files
 
 
 def step_name(step: int) -> str:

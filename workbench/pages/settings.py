@@ -25,7 +25,7 @@ def changed_keys(path: Path) -> list[tuple[str, Any, Any]]:
     """
     given = values(path)
     plain = {key: value for key, value in configs.known_keys().items() if isinstance(value, (str, int, float, bool, list))}
-    found: list[tuple[str, Any, Any]] = []
+    changes: list[tuple[str, Any, Any]] = []
     for key, value in given.items():
         whole = configs.whole(key)
         default = plain.get(configs.generic(whole))
@@ -35,8 +35,8 @@ def changed_keys(path: Path) -> list[tuple[str, Any, Any]]:
         else:
             same = default == value and type(default) is type(value)
         if not same:
-            found.append((key, value, default))
-    return found
+            changes.append((key, value, default))
+    return changes
 
 
 def configuration(path: Path) -> dict[str, Any] | None:

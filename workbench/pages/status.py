@@ -34,8 +34,8 @@ KINDS: Mapping[Kind, str] = {"learned": "good", "memorising": "care", "recovered
 class State:
     """What a run is doing, or how it ended. total: its length in steps. begun: the step after which this start began.
 
-    why: of one that has "ended", what ended it, in a few words. said: its message, "" where it is not known. finite: False
-    where it was a value that is not finite.
+    why: after "ended", what ended it, in a few words. said: its message, "" where it is not known. finite: False where it
+    was a value that is not finite.
     """
 
     kind: Literal["training", "stopped", "finished", "ended"]
@@ -97,27 +97,27 @@ def judged(
             return Judgement("open", "No step was recorded.", "", "")
         return Judgement("open", "Too early to tell.", "No step had been made when this page was written.", "")
     kept = sorted(kept)
-    found = judge(history.rows, blocks, levers, kept)
+    verdict = judge(history.rows, blocks, levers, kept)
     known = [(step, value) for step, value in series(history.rows, "held_out_loss") if value is not None]
-    if found.kind == "learned":
+    if verdict.kind == "learned":
         # Whether it is good no number tells: what was measured is said, and nothing more.
-        title = _capital(found.measured)
-        if found.step is not None and found.step == known[-1][0]:
+        title = _capital(verdict.measured)
+        if verdict.step is not None and verdict.step == known[-1][0]:
             title += ", and still falls" if state.alive else ", and was still falling"
-        elif found.step is not None:
-            title += f", but was lowest at step {found.step:,}"
+        elif verdict.step is not None:
+            title += f", but was lowest at step {verdict.step:,}"
     else:
-        title = TITLES[found.kind][not state.alive]
-    said = _said(found.sentence.removeprefix(found.measured).removeprefix(", "))
-    tone = KINDS.get(found.kind, "bad" if found.bad else "open")
-    if found.kind == "learned" and found.doubt:
+        title = TITLES[verdict.kind][not state.alive]
+    text = _said(verdict.sentence.removeprefix(verdict.measured).removeprefix(", "))
+    tone = KINDS.get(verdict.kind, "bad" if verdict.bad else "open")
+    if verdict.kind == "learned" and verdict.doubt:
         tone = "care" if known else "open"
-    if not state.finite and found.kind not in BAD:
+    if not state.finite and verdict.kind not in BAD:
         title, tone = NOT_FINITE, "bad"
-        said = "" if found.kind == "unclear" else _said(found.sentence)  # where the run ended is clear
-    elif state.alive and found.kind in ("nothing", "unclear"):
-        said, tone = _not_yet(found, history), "open"
-    return Judgement(tone, f"{title}.", said and f"{said.rstrip('.')}.", _best(found, dict(known), kept, state, history))
+        text = "" if verdict.kind == "unclear" else _said(verdict.sentence)  # where the run ended is clear
+    elif state.alive and verdict.kind in ("nothing", "unclear"):
+        text, tone = _not_yet(verdict, history), "open"
+    return Judgement(tone, f"{title}.", text and f"{text.rstrip('.')}.", _best(verdict, dict(known), kept, state, history))
 
 
 def _said(sentence: str) -> str:
@@ -125,36 +125,36 @@ def _said(sentence: str) -> str:
     return _capital(TAKE.sub(lambda cut: ";" if cut[3] else "", sentence))
 
 
-def _not_yet(found: Verdict, history: History) -> str:
+def _not_yet(verdict: Verdict, history: History) -> str:
     """In mid-run, where a remedy would come too early."""
     moved = history.newest("weight_change")
-    told = (
+    text = (
         f": by step {moved[0]:,} no layer has changed by more than {max(moved[1], 1e-5):.3%} of its own weights"
         if moved
         else ""
     )
-    if found.kind == "nothing":
-        return f"The weights have hardly moved{told}"
+    if verdict.kind == "nothing":
+        return f"The weights have hardly moved{text}"
     if (measured := len(history.values("held_out_loss"))) == 1:
         return "The held-out loss was measured once so far: too few to tell"
     if measured:
-        return _capital(found.sentence.partition("; hold out more")[0].partition(f"; {LOOK}")[0])
+        return _capital(verdict.sentence.partition("; hold out more")[0].partition(f"; {LOOK}")[0])
     return "The loss of the steps jitters more than it has fallen so far. The samples may tell more"
 
 
-def _best(found: Verdict, known: Mapping[float, float], kept: list[int], state: State, history: History) -> str:
+def _best(verdict: Verdict, known: Mapping[float, float], kept: list[int], state: State, history: History) -> str:
     """Which step to take, and why."""
-    if found.kind == "diverged":
-        sound = [step for step in kept if 0 < step <= found.sound]
-        told = "No step is kept that is surely from before it diverged."
-        return f"Before it diverged: step {sound[-1]:,} is kept." if sound else told
-    if found.kind in ("memorising", "worse") and found.step is None:  # it never fell
+    if verdict.kind == "diverged":
+        sound = [step for step in kept if 0 < step <= verdict.sound]
+        text = "No step is kept that is surely from before it diverged."
+        return f"Before it diverged: step {sound[-1]:,} is kept." if sound else text
+    if verdict.kind in ("memorising", "worse") and verdict.step is None:  # it never fell
         return "Best so far: the model without the adapter." if state.alive else "Best: the model without the adapter."
-    if found.step is None or found.step not in known or found.kind == "recovered":
-        if found.kind in ("learned", "recovered") and not known:
+    if verdict.step is None or verdict.step not in known or verdict.kind == "recovered":
+        if verdict.kind in ("learned", "recovered") and not known:
             return "Which step is best, only the samples can tell here: no photos are held out (data.held_out)."
         return ""
-    best, newest = int(found.step), history.step
+    best, newest = int(verdict.step), history.step
     why = f"its held-out loss, {known[best]:.4g}, is the lowest of {len(known)} that were measured"
     start = "Best so far" if state.alive else "Best"
     if best in kept or (best == newest and state.kind == "finished"):
@@ -167,30 +167,30 @@ def _best(found: Verdict, known: Mapping[float, float], kept: list[int], state: 
 
 def figures(history: History, blocks: Mapping[str, float | None]) -> dict[str, str]:
     """What is looked at most, by name. blocks: the change of each block."""
-    found: dict[str, str] = {}
+    rows: dict[str, str] = {}
     losses = series(history.rows, "loss")
     if known := [value for _, value in losses if value is not None]:
         window = curves.smoothing_window(len(losses))
         loss = curves.smooth(losses, window)[-1][1] if window else known[-1]
-        found["Loss, averaged" if window else "Loss"] = f"{loss:.4g}"
+        rows["Loss, averaged" if window else "Loss"] = f"{loss:.4g}"
     if known := [value for _, value in series(history.rows, "held_out_loss") if value is not None]:
-        found["Held-out loss (lowest)"] = f"{known[-1]:.4g} ({min(known):.4g})"
+        rows["Held-out loss (lowest)"] = f"{known[-1]:.4g} ({min(known):.4g})"
     if (rate := history.last("lr")) is not None:
-        found["Learning rate"] = f"{rate:.3g}"
+        rows["Learning rate"] = f"{rate:.3g}"
     if blocks:
         moved = [change for change in blocks.values() if change is not None and math.isfinite(change)]
-        found["Weights changed by"] = moved_by(max(moved)) if len(moved) == len(blocks) else "no finite number"
+        rows["Weights changed by"] = moved_by(max(moved)) if len(moved) == len(blocks) else "no finite number"
     if seconds := history.values("seconds"):
         last = sorted(seconds[-200:])
-        found["Time of a step"] = f"{last[len(last) // 2]:.3g} s"
+        rows["Time of a step"] = f"{last[len(last) // 2]:.3g} s"
     if (images := history.last("images")) is not None:
         epoch = history.last("epoch")
-        found["Images seen"] = shown(int(images)) + ("" if epoch is None else f" (epoch {epoch:g})")
+        rows["Images seen"] = shown(int(images)) + ("" if epoch is None else f" (epoch {epoch:g})")
     if peaks := history.values("peak_bytes"):
-        found["Peak memory"] = size(int(max(peaks)))
+        rows["Peak memory"] = size(int(max(peaks)))
     if skipped := history.skipped():
-        found["Skipped updates"] = f"{len(skipped):,}"
-    return found
+        rows["Skipped updates"] = f"{len(skipped):,}"
+    return rows
 
 
 def _capital(text: str) -> str:

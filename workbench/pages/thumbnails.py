@@ -45,19 +45,19 @@ class Thumbnails:
         """The size and the words of a picture's file; None where it cannot be opened."""
         from PIL import Image
 
-        said = None
+        about = None
         try:
             stamp = _stamp(file)
             if file in self._described and self._described[file][0] == stamp:
                 return self._described[file][1]
             with Image.open(file, formats=("PNG",)) as image:
-                said = Description(image.info.get("prompt"), image.info.get("request"), image.size)
+                about = Description(image.info.get("prompt"), image.info.get("request"), image.size)
         except FileNotFoundError:  # others have taken it away since
             return None
         except unreadable():
             pass
-        self._described[file] = stamp, said
-        return said
+        self._described[file] = stamp, about
+        return about
 
     def of(self, large: Sequence[Path], small: Sequence[Path], check: Callable[[], None]) -> dict[Path, Picture]:
         """The picture of each file that can be decoded. large: those that are looked at first. check: called now and then;
@@ -69,9 +69,9 @@ class Thumbnails:
             each = {file: side for files, side in zip((large, small), sides, strict=True) for file in files}
             if sum(min(sizes[file], side * side * BYTES_PX) for file, side in each.items()) > EMBED_BYTES:
                 continue
-            found = self._all(each, check)
-            if sum(len(picture.uri) * 3 // 4 for picture in found.values()) <= EMBED_BYTES:
-                return found
+            images = self._all(each, check)
+            if sum(len(picture.uri) * 3 // 4 for picture in images.values()) <= EMBED_BYTES:
+                return images
         return self._all(each, check)
 
     def _all(self, wanted: Mapping[Path, int | None], check: Callable[[], None]) -> dict[Path, Picture]:
@@ -107,5 +107,5 @@ class Thumbnails:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_size

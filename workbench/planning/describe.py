@@ -16,40 +16,40 @@ from workbench.planning.suggestions import Change
 UNITS = ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", inf))
 
 
-def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, updates: int) -> str:
+def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, updates: int) -> str:
     """What a run takes of its device's memory, phase by phase. The last line says whether it fits.
 
     memory: of the device. smaller: what would need less, where it does not fit. updates: micro-batches in an update.
     """
-    width = max(len(phase.name) for phase in found.phases)
+    width = max(len(phase.name) for phase in needs.phases)
     lines = ["memory, at the largest moment of each phase"]  # no table: a terminal may have 80 columns
-    for phase in found.phases:
+    for phase in needs.phases:
         parts = ", ".join(f"{part} {size_text(phase.parts[part])}" for part in PARTS if phase.parts.get(part))
         lines.append(f"  {phase.name:<{width}}  {size_text(phase.peak)}: {parts}")
-    below = "libraries" if found.base else "the device's context"
+    below = "libraries" if needs.base else "the device's context"
     lines.append(
-        f"  saved: what the backward pass needs. Not in these numbers: {size_text(found.base + found.margin)}, an estimate, "
+        f"  saved: what the backward pass needs. Not in these numbers: {size_text(needs.base + needs.margin)}, an estimate, "
         f"for {below} and for what the allocator loses"
     )
-    if found.streaming:
-        lines.append(f"  {found.streaming.about}")
-    if found.host:
-        told = ", ".join(f"{what} {size_text(size)}" for what, size in found.host.items())
+    if needs.streaming:
+        lines.append(f"  {needs.streaming.about}")
+    if needs.host:
+        text = ", ".join(f"{what} {size_text(size)}" for what, size in needs.host.items())
         lines.append(
-            f"  on the host: {size_text(sum(found.host.values()))}: {told}; not counted: what the device's libraries take"
+            f"  on the host: {size_text(sum(needs.host.values()))}: {text}; not counted: what the device's libraries take"
         )
-    lines.append(f"  on the disk: cache {size_text(found.cache)}, each checkpoint {size_text(found.checkpoint)}")
-    for phase in found.phases:
+    lines.append(f"  on the disk: cache {size_text(needs.cache)}, each checkpoint {size_text(needs.checkpoint)}")
+    for phase in needs.phases:
         if phase.name.startswith(STEP):
             flops = updates * phase.cost.flops / 1e9
-            told = f"{flops / 1e3:.2f} TFLOP" if flops >= 100 else f"{flops:.2f} GFLOP"
-            lines.append(f"  {phase.name}: {told} an update in products, convolutions and attention")
-    needed = f"{size_text(found.total)} of {size_text(memory)} are needed, most in {found.largest.name}"
-    if found.fits(memory):
+            text = f"{flops / 1e3:.2f} TFLOP" if flops >= 100 else f"{flops:.2f} GFLOP"
+            lines.append(f"  {phase.name}: {text} an update in products, convolutions and attention")
+    needed = f"{size_text(needs.total)} of {size_text(memory)} are needed, most in {needs.largest.name}"
+    if needs.fits(memory):
         return "\n".join([*lines, f"fits: {needed}"])
     if smaller:
         lines.append("what needs less, the cheapest first, each together with those above it:")
-    total = found.total
+    total = needs.total
     for change in smaller:
         enough = ", which is enough" if change.after.fits(memory) else ""
         saved, total = total - change.after.total, change.after.total
@@ -57,7 +57,7 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
     return "\n".join([*lines, f"does not fit: {needed}"])
 
 
-def describe_time(plan: RunPlan, found: Forecast, device: torch.device | None, *, made: int = 0) -> str:
+def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *, made: int = 0) -> str:
     """How long a step and the rest of a run take on a device: an estimate, as a band.
 
     device: None where the plan is for a card that nobody named. made: steps that were made before.
@@ -72,42 +72,42 @@ def describe_time(plan: RunPlan, found: Forecast, device: torch.device | None, *
         machine = step_time.on_card(name, step_time.bare_operator())
     if machine is None:
         return f"time: no figures for a step's time on {name} (workbench/planning/step_time.py lists the cards)"
-    seconds, steps = step_seconds(plan, found, machine), plan.length.max_steps - made
+    seconds, steps = step_seconds(plan, needs, machine), plan.length.max_steps - made
     several = ", nor the exchange between processes" if plan.length.processes > 1 else ""
     line = (
         f"time: about {band(*seconds)} a step on {name}, {band(*(each * steps for each in seconds))} for {steps} "
         f"{'step' if steps == 1 else 'steps'} (an estimate for a machine without other work; samples, held-out losses, "
         f"encoding and checkpoints are not counted{several})"
     )
-    if found.streaming and plan.model.parts > 1:
-        gathered = size_text(plan.config.step.accumulation * found.streaming.copied)
+    if needs.streaming and plan.model.parts > 1:
+        gathered = size_text(plan.config.step.accumulation * needs.streaming.copied)
         line += (
             f"\n  beside it {gathered} of blocks are brought together a step, over what connects the processes: not counted"
         )
-    elif found.streaming and not on_cpu:
-        copied = size_text(plan.config.step.accumulation * found.streaming.copied)
+    elif needs.streaming and not on_cpu:
+        copied = size_text(plan.config.step.accumulation * needs.streaming.copied)
         slow, fast = sorted(each / 1e9 for each in step_time.BUS)
         line += f"\n  with {copied} of streamed blocks a step, copied beside it at {slow:g} to {fast:g} GB/s: not measured"
-    chosen = plan.config.step
-    if chosen.graphs or chosen.compile != "none":
+    table = plan.config.step
+    if table.graphs or table.compile != "none":
         line += "\n  of eager steps: step.compile and step.graphs take other time and memory, see docs/figures.md"
     if on_cpu and step_time.slow_in(compute):
         line += "\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory"
     return line
 
 
-def step_seconds(plan: RunPlan, found: Forecast, machine: Machine) -> tuple[float, float]:
+def step_seconds(plan: RunPlan, needs: Forecast, machine: Machine) -> tuple[float, float]:
     """The least and the most seconds of an average update of the run: of the operators of its step at the largest size, with
     the share of their tensors that an average micro-batch has."""
     config = plan.config
-    step = next(phase for phase in found.phases if phase.name.startswith(STEP))
+    step = next(phase for phase in needs.phases if phase.name.startswith(STEP))
     sizes = [(sum(map(prod, example.layout)), example.photo.repeats) for example in plan.data.examples]
     pixels = sum(size * repeats for size, repeats in sizes)
     batches = config.step.accumulation
     share = pixels / plan.length.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
     share /= plan.length.processes
     # Whatever the photos' size. What comes from other processes comes by a way that nobody named.
-    copied = found.streaming.copied if found.streaming and plan.model.parts == 1 else 0
+    copied = needs.streaming.copied if needs.streaming and plan.model.parts == 1 else 0
     (least, most), (once, at_most) = machine.seconds(step.cost, share, copied), machine.seconds(step.once)
     return batches * least + once, batches * most + at_most
 

@@ -114,8 +114,8 @@ def _fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: f
 class DryStep(Step):
     """A step that makes its gradients and finds them not finite, so that there is no update."""
 
-    def read(self, told: Tensor, norm: Tensor) -> tuple[list[float], float, float]:
-        return [1.0] + [0.0] * (len(told) - 1), torch.inf, 2.0**16
+    def read(self, losses: Tensor, norm: Tensor) -> tuple[list[float], float, float]:
+        return [1.0] + [0.0] * (len(losses) - 1), torch.inf, 2.0**16
 
 
 class Unread(Components):
@@ -132,12 +132,12 @@ class Unread(Components):
         """The tokenizers that are here. In place of one of a hub id that is not, CLIP's, with room for as many tokens as T5
         reads: how many are read is all that counts."""
         folders = {name: self.source.tokenizer_folder(name) for name in self.family.files.tokenizers}
-        found = {name: load_tokenizer(folder, name) for name, folder in folders.items() if folder.is_dir()}
-        if missing := folders.keys() - found:
+        tokenizers = {name: load_tokenizer(folder, name) for name, folder in folders.items() if folder.is_dir()}
+        if missing := folders.keys() - tokenizers:
             any_texts = build_clip_tokenizer(None)
             any_texts.model_max_length, any_texts.chat_template = 512, "{{ messages[-1].content }}"
-            found |= dict.fromkeys(missing, any_texts)
-        return found
+            tokenizers |= dict.fromkeys(missing, any_texts)
+        return tokenizers
 
     def load(self, name: str) -> nn.Module:
         if name not in self.model.modules:
@@ -270,6 +270,6 @@ class Rehearsal:
     def sample(self, request: SampleRequest, conditioning: Conditioning, negative: Conditioning) -> Any:
         """The image that would be drawn."""
         self.components.load(self.plan.model.family.vae)
-        told = (each.to(self.device) for each in (conditioning, negative))
+        texts = (each.to(self.device) for each in (conditioning, negative))
         with torch.no_grad():
-            return self.components.family.images.draw(self.components.model, request, *told)
+            return self.components.family.images.draw(self.components.model, request, *texts)

@@ -112,17 +112,17 @@ class Forecast:
 
 
 def forecast(plan: RunPlan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
-    """What the planned run would take. kernels: those of the device that is planned for. base: of a CPU, what the process
+    """What the planned run would take. kernels: of the device that is planned for. base: on a CPU, what the process
     itself takes; None: an accelerator.
 
     It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules. So is what the
     program takes on the host of an accelerator.
     """
     with without_values(on_cpu=base is not None):
-        found = Forecaster(plan, kernels, on_cpu=base is not None).forecast()
+        needs = Forecaster(plan, kernels, on_cpu=base is not None).forecast()
     if base is None:
-        return replace(found, host={"the program": psutil.Process().memory_info().rss} | found.host)
-    return replace(found, base=base())
+        return replace(needs, host={"the program": psutil.Process().memory_info().rss} | needs.host)
+    return replace(needs, base=base())
 
 
 class Forecaster:
@@ -184,12 +184,12 @@ class Forecaster:
                 if stay:
                     self.told = self.run.encode_prompts([self._longest()])
                 else:
-                    told = self.run.encode_text(*some, [self._longest()] * at_once(len(texts), captions_at_once(self.plan)))
+                    states = self.run.encode_text(*some, [self._longest()] * at_once(len(texts), captions_at_once(self.plan)))
             yield from phases
             if not stay:
                 self._let_go(some)
-                parts.append({name: tensor[:1].clone() for name, tensor in told.items()})
-                del told
+                parts.append({name: tensor[:1].clone() for name, tensor in states.items()})
+                del states
         if parts:
             self.told = self.family.text.join(parts)
             self.between = len(texts) * sum(tensor.nbytes for part in parts[:-1] for tensor in part.values())
@@ -224,9 +224,9 @@ class Forecaster:
         def noting(*inputs):
             nonlocal saved
             before = self.trace.alive
-            found = losses(*inputs)
+            losses_B = losses(*inputs)
             saved = self.trace.alive - before
-            return found
+            return losses_B
 
         with self._phase(f"{STEP} {named(layout)}, batch {count}") as phases:
             adapter.mark_stale()
@@ -252,20 +252,20 @@ class Forecaster:
     def held_out_loss(self, layout: ReferenceLayout) -> Stage:
         """The phase of the held-out loss, with as many draws as are computed at once."""
         count = fixed_draws.at_once(self.plan.data)
-        told = self._prompts(1) if self.plan.model.cache_text else None
+        prompts = self._prompts(1) if self.plan.model.cache_text else None
         with self._phase(f"{HELD_OUT} {named(layout)}, batch {count}") as phases:
-            self.run.held_out_loss(self.run.batch(layout, told, 1), count)
+            self.run.held_out_loss(self.run.batch(layout, prompts, 1), count)
         return phases[0]
 
     def sample(self, request: SampleRequest) -> Stage:
         """The phase of drawing a sample."""
-        told, (adapter, _, _, average, _) = self._prompts(1), self.run.trained
+        prompts, (adapter, _, _, average, _) = self._prompts(1), self.run.trained
         with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, ExitStack() as stack:
             # While an average is drawn with, the weights that train lie beside it.
             if average:
                 stack.enter_context(average.used())
             stack.enter_context(adapter.at_strength(request.strength))
-            self.run.sample(replace(request, steps=1), told, told)
+            self.run.sample(replace(request, steps=1), prompts, prompts)
         return phases[0]
 
     @contextmanager
@@ -291,15 +291,15 @@ class Forecaster:
                 self.widest = max(self.widest, *map(_weight, module.modules()))
 
     def _in_device_memory(self, name: str, module: nn.Module) -> Iterator[Tensor]:
-        """What of a loaded component takes the device's memory: of streamed blocks the slots, and what it keeps of them."""
+        """The tensors of a loaded component in the device's memory; for streamed blocks the slots and what is kept."""
         streamer = self.run.components.streamers.get(name)
         if streamer is None:
             yield from _tensors(module)
             return
         self.masters[name] = streamer.host
         elsewhere = {id(tensor) for tensor in streamer.at_home()}
-        kept = [block.kept for block in streamer.streamed.values()] if self.on_cpu or not streamer.host else []
-        yield from (tensor for tensor in (*_tensors(module), *streamer.slots, *kept) if id(tensor) not in elsewhere)
+        rest = [block.kept for block in streamer.streamed.values()] if self.on_cpu or not streamer.host else []
+        yield from (tensor for tensor in (*_tensors(module), *streamer.slots, *rest) if id(tensor) not in elsewhere)
 
     def streaming(self) -> Streaming | None:
         """How the denoiser's blocks are streamed, if they are."""
@@ -347,18 +347,18 @@ class Forecaster:
     def host(self, cache: int, checkpoint: int) -> dict[str, int]:
         """What a run takes beside the program itself on an accelerator's host: while it loads and encodes, or in steps."""
         data = self.plan.config.data
-        kept = {"the cache": cache} if data.cache == "memory" else {}
-        kept["the weights of adapter.init_from"] = self.start_bytes()
+        parts = {"the cache": cache} if data.cache == "memory" else {}
+        parts["the weights of adapter.init_from"] = self.start_bytes()
         # Encoders that encode ahead of the steps are gone before the denoiser comes.
         beside = self.masters if data.cache == "none" else self.plan.model.in_steps
-        kept["streamed blocks"] = max([sum(self.masters.get(name, 0) for name in beside), *self.masters.values()])
+        parts["streamed blocks"] = max([sum(self.masters.get(name, 0) for name in beside), *self.masters.values()])
         starting = {"a weight on its way": 4 * self.widest}  # of a file in fp32; they come one by one
         starting["captions between text encoders"] = min(HELD_BYTES, self.between)
         stepping = {"a checkpoint that is written": checkpoint, "workers": WORKER * data.num_workers}
         if self.plan.config.optimizer.name.startswith("paged"):  # it may be on either side
             stepping["pages of the optimizer"] = self.held["optimizer"]
         largest = max(starting, stepping, key=lambda moment: sum(moment.values()))
-        return {what: size for what, size in (kept | largest).items() if size}
+        return {what: size for what, size in (parts | largest).items() if size}
 
     def start_bytes(self) -> int:
         """The bytes of the weights that a run with adapter.init_from keeps of its start."""

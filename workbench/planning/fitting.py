@@ -21,20 +21,20 @@ from workbench.planning.suggestions import changes, lowered, with_keys
 def cheapest(levels: Sequence[Sequence[Any]], fits: Callable[[Sequence[Any]], bool]) -> list[Any] | None:
     """A level of each remedy, with which the run fits: the last one is used as little as can be, then the one before it.
     None where the last levels do not fit. levels: of each the cheapest first; none needs more than the one before it."""
-    chosen = [each[0] for each in levels]
+    levels_now = [each[0] for each in levels]
     used = -1
-    while not fits(chosen):
+    while not fits(levels_now):
         used += 1
         if used == len(levels):
             return None
-        chosen[used] = levels[used][-1]
+        levels_now[used] = levels[used][-1]
     for place in reversed(range(used + 1)):
 
         def enough(level: Any, place: int = place) -> bool:
-            return fits([*chosen[:place], level, *chosen[place + 1 :]])
+            return fits([*levels_now[:place], level, *levels_now[place + 1 :]])
 
-        chosen[place] = levels[place][bisect_left(levels[place][:-1], True, key=enough)]  # the last is known to fit
-    return chosen
+        levels_now[place] = levels[place][bisect_left(levels[place][:-1], True, key=enough)]  # the last is known to fit
+    return levels_now
 
 
 def fitted(
@@ -52,16 +52,16 @@ def fitted(
     accelerator. kept: names of memory.fit_by that may not be changed any more. say: told each choice, and its price. Raises
     UserError where nothing is small enough.
     """
-    chosen = plan.config.memory
-    budget = memory if chosen.fit in (None, "auto") else parse_size(chosen.fit)
-    if chosen.fit is not None:
+    table = plan.config.memory
+    budget = memory if table.fit in (None, "auto") else parse_size(table.fit)
+    if table.fit is not None:
         plan = _fitted_by_remedies(plan, kernels, budget, base=base, kept=kept, say=say)
-        chosen = plan.config.memory
-    if chosen.offload == "blocks" and base is not None:  # what streams lies in the same memory
-        return with_keys(plan, {"memory.resident_blocks": 0}) if chosen.resident_blocks == "auto" else plan
-    if chosen.offload == "blocks" and chosen.resident_blocks == "auto":
+        table = plan.config.memory
+    if table.offload == "blocks" and base is not None:  # what streams lies in the same memory
+        return with_keys(plan, {"memory.resident_blocks": 0}) if table.resident_blocks == "auto" else plan
+    if table.offload == "blocks" and table.resident_blocks == "auto":
         return _with_most_resident(plan, kernels, budget)
-    if chosen.offload == "blocks":
+    if table.offload == "blocks":
         _check_slots(plan, kernels, budget)
     return plan
 
@@ -77,7 +77,7 @@ def _fitted_by_remedies(
 ) -> RunPlan:
     asked, there = plan.config.memory, {remedy.name: remedy for remedy in remedies(on_cpu=base is not None)}
     named = [there[name] for name in asked.fit_by if name in there and name not in kept]
-    chosen = {remedy: levels for remedy in named if len(levels := remedy.levels(plan)) > 1}
+    ladders = {remedy: levels for remedy in named if len(levels := remedy.levels(plan)) > 1}
 
     @cache
     def counted(keys: tuple[tuple[str, Any], ...]) -> Forecast:
@@ -88,20 +88,20 @@ def _fitted_by_remedies(
         keys = _together(settings)
         if not (stay := keys.get("memory.resident_blocks")) or stay == "auto":
             return counted(tuple(keys.items()))
-        found = counted(tuple((keys | {"memory.resident_blocks": 0}).items()))
-        return with_resident(found, plan.model.family.denoiser, stay)
+        needs = counted(tuple((keys | {"memory.resident_blocks": 0}).items()))
+        return with_resident(needs, plan.model.family.denoiser, stay)
 
-    settings = cheapest([*chosen.values()], lambda settings: needing(settings).fits(memory))
+    settings = cheapest([*ladders.values()], lambda settings: needing(settings).fits(memory))
     if settings is None:
-        last = [levels[-1] for levels in chosen.values()]
-        least = ", ".join(remedy.least for remedy in chosen) or "nothing that memory.fit_by may change"
-        auto, found = asked.fit == "auto", needing(last)
+        last = [levels[-1] for levels in ladders.values()]
+        least = ", ".join(remedy.least for remedy in ladders) or "nothing that memory.fit_by may change"
+        auto, needs = asked.fit == "auto", needing(last)
         raise UserError(
             f"memory.fit = {asked.fit!r}{f' ({size_text(memory)})' if auto else ''}: with {least} the run needs "
-            f"{size_text(found.total)}, in {found.largest.name}; {'use a larger card' if auto else 'raise memory.fit'}, or"
-            f"{_advice(with_keys(plan, _together(last)), kernels, found, memory)}"
+            f"{size_text(needs.total)}, in {needs.largest.name}; {'use a larger card' if auto else 'raise memory.fit'}, or"
+            f"{_advice(with_keys(plan, _together(last)), kernels, needs, memory)}"
         )
-    for (remedy, levels), keys in zip(chosen.items(), settings, strict=True):
+    for (remedy, levels), keys in zip(ladders.items(), settings, strict=True):
         if keys != levels[0]:
             say(f"memory.fit = {asked.fit!r}: {in_words(keys)} ({remedy.price})")
     return with_keys(plan, _together(settings))
@@ -111,23 +111,23 @@ def _together(settings: Sequence[Keys]) -> Keys:
     return {key: value for keys in settings for key, value in keys.items()}
 
 
-def _advice(plan: RunPlan, kernels: Kernels, found: Forecast, memory: int) -> str:
+def _advice(plan: RunPlan, kernels: Kernels, needs: Forecast, memory: int) -> str:
     """What ends a refusal: whatever else there is, one below the other."""
-    return "".join(f"\n- {change}" for change in changes(plan, kernels, found, memory)) or " choose smaller photos"
+    return "".join(f"\n- {change}" for change in changes(plan, kernels, needs, memory)) or " choose smaller photos"
 
 
 def _with_most_resident(plan: RunPlan, kernels: Kernels, memory: int) -> RunPlan:
     """The plan of an accelerator with as many blocks that stay as fit."""
     least = with_keys(plan, {"memory.resident_blocks": 0})
-    found, denoiser = forecast(least, kernels), plan.model.family.denoiser
-    if not found.fits(memory):
+    needs, denoiser = forecast(least, kernels), plan.model.family.denoiser
+    if not needs.fits(memory):
         raise UserError(
-            f"memory.offload = 'blocks': with every block streamed the run needs {size_text(found.total)}, in "
-            f"{found.largest.name}, and there are {size_text(memory)}; use a larger card, or"
-            f"{_advice(least, kernels, found, memory)}"
+            f"memory.offload = 'blocks': with every block streamed the run needs {size_text(needs.total)}, in "
+            f"{needs.largest.name}, and there are {size_text(memory)}; use a larger card, or"
+            f"{_advice(least, kernels, needs, memory)}"
         )
-    assert found.streaming is not None
-    stay = next(n for n in range(len(found.streaming.blocks), -1, -1) if with_resident(found, denoiser, n).fits(memory))
+    assert needs.streaming is not None
+    stay = next(n for n in range(len(needs.streaming.blocks), -1, -1) if with_resident(needs, denoiser, n).fits(memory))
     return with_keys(plan, {"memory.resident_blocks": stay})
 
 
@@ -149,11 +149,11 @@ def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
         )
 
 
-def with_resident(found: Forecast, denoiser: str, resident: int) -> Forecast:
+def with_resident(needs: Forecast, denoiser: str, resident: int) -> Forecast:
     """A forecast of a streamed denoiser, with so many blocks that stay."""
-    streaming = found.streaming
+    streaming = needs.streaming
     assert streaming is not None
     more = device_bytes(streaming.blocks, resident) - device_bytes(streaming.blocks, streaming.resident)
-    sizes = {phase.name: phase.loaded.get(denoiser) for phase in found.phases}
-    found = lowered(found, lambda phase: {denoiser: 1 + more / size} if (size := sizes[phase]) else {})
-    return replace(found, streaming=replace(streaming, resident=resident))
+    sizes = {phase.name: phase.loaded.get(denoiser) for phase in needs.phases}
+    needs = lowered(needs, lambda phase: {denoiser: 1 + more / size} if (size := sizes[phase]) else {})
+    return replace(needs, streaming=replace(streaming, resident=resident))

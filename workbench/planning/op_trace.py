@@ -223,17 +223,17 @@ def _made(form: tuple[Any, ...]) -> Any:
 
 def _tensors(*values: Any) -> list[Tensor]:
     """Those in arguments or results, in order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            found += _tensors(*value)
+            tensors += _tensors(*value)
         elif isinstance(value, dict):
-            found += _tensors(*value.values())
-    return found
+            tensors += _tensors(*value.values())
+    return tensors
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of its elements; of one that was expanded, of those that are there."""
+    """The bytes of its elements; an expanded tensor counts only the elements that are stored."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

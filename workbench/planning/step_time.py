@@ -91,7 +91,7 @@ CARDS = {
 @dataclass(frozen=True)
 class Speed:
     """What a machine does at one end of its band. products: FLOPs a second, by the bytes of an element of what is multiplied;
-    those of 4 stand for others that are not there. memory: bytes a second. launch: seconds of the device for an operator,
+    the entry of 4 stands for missing ones. memory: bytes a second. launch: seconds of the device for an operator,
     besides. host: seconds of the host to ask for one. bus: bytes a second from the host's memory to the device's."""
 
     products: Mapping[int, float]

@@ -18,7 +18,7 @@ ACTIVATIONS = ("saved", "transient")  # parts of a phase
 # A change counts that saves so many bytes, and such a share of what is missing.
 LEAST, LEAST_SHARE = 2**20, 0.005
 
-# What is left of a phase, by its name: shares of its parts and of components' weights; all of what is not named.
+# Phase name -> the share that stays of each part and of each component's weights; 1 for what is not named.
 Shares = Callable[[str], Mapping[str, float]]
 
 
@@ -34,47 +34,47 @@ class Change:
         return f"{self.what} ({self.price})"
 
 
-def changes(plan: RunPlan, kernels: Kernels, found: Forecast, memory: int) -> list[Change]:
-    """The cheapest that saves enough to count, again and again, until the run is small enough or nothing does. found: of the
+def changes(plan: RunPlan, kernels: Kernels, needs: Forecast, memory: int) -> list[Change]:
+    """The cheapest that saves enough to count, again and again, until the run is small enough or nothing does. needs: of the
     plan as it is.
 
     Weights, recomputation and the VAE's dtype are counted anew; of fewer images or smaller ones the share is taken.
     """
-    chosen, left = [], list(ladder(plan, kernels, found))
-    while not found.fits(memory):
+    taken, left = [], list(ladder(plan, kernels, needs))
+    while not needs.fits(memory):
         # One that saves nothing now may do so later: what was the largest phase is not, once it was made smaller.
         for rung in left:
             remedy, keys, shares = rung
-            after = lowered(found, shares)
-            if found.total - after.total >= max(LEAST, LEAST_SHARE * (found.total - memory)):
+            after = lowered(needs, shares)
+            if needs.total - after.total >= max(LEAST, LEAST_SHARE * (needs.total - memory)):
                 break
         else:
             break
         left.remove(rung)
         # A key that is set again: what comes later takes the place of this one.
         left = [(other, its, _instead(more, shares) if its.keys() == keys.keys() else more) for other, its, more in left]
-        chosen.append(Change(in_words(keys), remedy.price, after))
-        found = after
-    return chosen
+        taken.append(Change(in_words(keys), remedy.price, after))
+        needs = after
+    return taken
 
 
-def ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[tuple[Remedy, Keys, Shares]]:
+def ladder(plan: RunPlan, kernels: Kernels, needs: Forecast) -> Iterator[tuple[Remedy, Keys, Shares]]:
     """All that is left to change, and what it leaves of a forecast."""
 
     def recount(keys: Keys) -> Forecast:
-        return forecast(with_keys(plan, keys), kernels, base=(lambda: found.base) if found.base else None)
+        return forecast(with_keys(plan, keys), kernels, base=(lambda: needs.base) if needs.base else None)
 
-    for remedy in remedies(on_cpu=bool(found.base)):
+    for remedy in remedies(on_cpu=bool(needs.base)):
         for keys in remedy.left(plan):
-            if (shares := _shares(remedy.name, keys, plan, found, recount)) is not None:
+            if (shares := _shares(remedy.name, keys, plan, needs, recount)) is not None:
                 yield remedy, keys, shares
 
 
-def _shares(remedy: str, keys: Keys, plan: RunPlan, found: Forecast, recount: Callable[[Keys], Forecast]) -> Shares | None:
+def _shares(remedy: str, keys: Keys, plan: RunPlan, needs: Forecast, recount: Callable[[Keys], Forecast]) -> Shares | None:
     """What a remedy leaves; None where a forecast does not show it."""
     match remedy:
         case "checkpointing" | "resident_blocks" | "vae":
-            before = {phase.name: phase for phase in found.phases}
+            before = {phase.name: phase for phase in needs.phases}
             after = cache(lambda: {phase.name: phase for phase in recount(keys).phases})
             return lambda phase: _as_counted(before[phase], after()[phase])
         case "pictures":
@@ -99,7 +99,7 @@ def share_in(dtype: str, plan: RunPlan, name: str) -> float:
 
 
 def _instead(shares: Shares, earlier: Shares) -> Shares:
-    """The shares of what those earlier ones left."""
+    """The shares relative to a forecast that `earlier` has lowered already."""
     return lambda phase: {what: share / earlier(phase)[what] for what, share in shares(phase).items()}
 
 
@@ -115,11 +115,11 @@ def _of_activations(shares: Mapping[str, float]) -> Shares:
 
 def _at_small(data: DataPlan) -> dict[str, float]:
     """The shares of the activations where photos are as small as SMALL. References keep their sizes."""
-    (photo, *shown), *_ = extremes(data.examples)
-    kept, smaller = sum(map(prod, shown)), prod(photo) * (SMALL / data.resolution) ** 2
+    (photo, *references), *_ = extremes(data.examples)
+    constant, smaller = sum(map(prod, references)), prod(photo) * (SMALL / data.resolution) ** 2
     beside = max((_encoded(each.bucket) for e in data.examples for each in e.references), default=0)
     encoded = max(beside, *(_encoded(example.bucket) for example in data.examples))
-    return {STEP: (smaller + kept) / (prod(photo) + kept), PHOTOS: max(SMALL**2, beside) / encoded}
+    return {STEP: (smaller + constant) / (prod(photo) + constant), PHOTOS: max(SMALL**2, beside) / encoded}
 
 
 def _encoded(bucket: Bucket) -> int:
@@ -127,10 +127,10 @@ def _encoded(bucket: Bucket) -> int:
     return min(prod(bucket), (tiles.side(*bucket) or 2**31) ** 2)
 
 
-def lowered(found: Forecast, shares: Shares) -> Forecast:
-    """The forecast with those shares, whatever was changed before."""
+def lowered(needs: Forecast, shares: Shares) -> Forecast:
+    """The forecast after each phase's parts and weights shrink to these shares."""
     phases = []
-    for phase in found.phases:
+    for phase in needs.phases:
         left = shares(phase.name)
         loaded, parts = (
             {what: round(size * left.get(what, 1)) for what, size in sizes.items()} for sizes in (phase.loaded, phase.parts)
@@ -138,7 +138,7 @@ def lowered(found: Forecast, shares: Shares) -> Forecast:
         if loaded != phase.loaded:
             parts["weights"] += sum(loaded.values()) - sum(phase.loaded.values())
         phases.append(replace(phase, parts=parts, loaded=loaded))
-    return replace(found, phases=tuple(phases))
+    return replace(needs, phases=tuple(phases))
 
 
 def with_keys(plan: RunPlan, keys: Keys) -> RunPlan:

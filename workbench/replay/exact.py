@@ -40,8 +40,8 @@ def computing_exactly(components: Components) -> Iterator[None]:
 
     with ExitStack() as back:
         if components.attention.kinds:  # kernels of 16 bits
-            own = components.model.modules[components.family.denoiser].__dict__
-            back.callback(own.__setitem__, "forward", own.pop("forward"))
+            values = components.model.modules[components.family.denoiser].__dict__
+            back.callback(values.__setitem__, "forward", values.pop("forward"))
         for module in components.model.modules.values():
             for layer in [*module.modules()]:
                 back.enter_context(precision.handing_on_fp64(layer))

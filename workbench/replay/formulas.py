@@ -51,8 +51,8 @@ def _at_time(objective: Objective, time: Tensor) -> dict[str, Tensor]:
     t, loss = time.double(), objective.loss
     weight = torch.ones_like(t)
     if isinstance(objective, Diffusion):
-        kept, by = objective.alphas_cumprod.to(t.device)[time], objective.weighting
-        signal, sigma, progress, snr = kept**0.5, (1 - kept) ** 0.5, t / len(objective.alphas_cumprod), kept / (1 - kept)
+        abar, by = objective.alphas_cumprod.to(t.device)[time], objective.weighting
+        signal, sigma, progress, snr = abar**0.5, (1 - abar) ** 0.5, t / len(objective.alphas_cumprod), abar / (1 - abar)
         if by.name != "none":
             of_photo = {
                 "min_snr": lambda: torch.minimum(snr, torch.full_like(snr, by.gamma)),
@@ -122,11 +122,11 @@ class Updates:
 
         The bound of a number is UNIT times the terms of its sum, each as often as fp32 may round it on its way.
         """
-        found: dict[str, tuple[float, str]] = {}
+        worst: dict[str, tuple[float, str]] = {}
 
         def hold(what: str, name: str, here: Tensor, exact: Tensor, terms: Tensor) -> None:
             share = float(((here.double() - exact).abs() / (UNIT * terms + LEAST)).nan_to_num(math.inf).max())
-            found[what] = max(found.get(what, (-1.0, "")), (share, name))
+            worst[what] = max(worst.get(what, (-1.0, "")), (share, name))
 
         groups = {
             _memory(group["params"][0]): index for index, group in enumerate(self.state.optimizer.optimizer.param_groups)
@@ -144,7 +144,7 @@ class Updates:
         if before.average:
             counts = [torch.tensor(float(each)) for each in (n, before.averaged + result.updated)]
             hold("average's count", "the average", *counts, torch.zeros(()))
-        return Update(found, "" if self.adamw else "only AdamW is, without optimizer.options and without adapter.max_norm")
+        return Update(worst, "" if self.adamw else "only AdamW is, without optimizer.options and without adapter.max_norm")
 
     def _adamw(
         self, then: Mapping[str, Tensor], gradient: Tensor, name: str, step: int, result: StepResult, group: int
@@ -165,16 +165,16 @@ class Updates:
         return dict(zip(then, zip((p, m, v, n), (*terms, torch.zeros_like(n)), strict=True), strict=True))
 
 
-def _flat(kept: Kept, name: str, group: int, piece: slice) -> dict[str, Tensor]:
+def _flat(held: Kept, name: str, group: int, piece: slice) -> dict[str, Tensor]:
     """What AdamW has of a parameter, [N] each; zeros before its first update."""
-    p = kept.parameters[name].flatten()
-    moments = [kept.state.get(f"group.{group}|{key}") for key in ("exp_avg", "exp_avg_sq")]
+    p = held.parameters[name].flatten()
+    moments = [held.state.get(f"group.{group}|{key}") for key in ("exp_avg", "exp_avg_sq")]
     m, v = (torch.zeros_like(p) if each is None else each[piece] for each in moments)
     return {
         "weight": p,
         "first moment": m,
         "second moment": v,
-        "step": kept.state.get(f"group.{group}|step", torch.zeros_like(p[0])),
+        "step": held.state.get(f"group.{group}|step", torch.zeros_like(p[0])),
     }
 
 

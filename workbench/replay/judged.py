@@ -41,9 +41,9 @@ class WatchedStep(Step):
     trained: Mapping[str, Tensor]
     seen: dict[str, Tensor] = field(default_factory=dict)
 
-    def read(self, told: Tensor, norm: Tensor) -> tuple[list[float], float, float]:
+    def read(self, losses: Tensor, norm: Tensor) -> tuple[list[float], float, float]:
         self.seen = {name: parameter.grad.detach().clone() for name, parameter in self.trained.items()}
-        return super().read(told, norm)
+        return super().read(losses, norm)
 
 
 @dataclass(frozen=True)
@@ -210,13 +210,13 @@ def _gradients(here: Mapping[str, Tensor], exact: Passed, rounded: Sequence[Pass
         least = [median(roots[name][place] for name in names) for place in (0, 1)] if names else []
         for name in names:
             bounds = [FACTOR * max(pair) for pair in zip(roots[name], least, strict=True)]
-            size, own = _norm([exact.gradients[name]]), _errors(here[name], exact.gradients[name])
-            yield LayerGradient(name.removesuffix(f".{end}"), LABELS.get(end, end), size, *own, (bounds[0], bounds[1]))
+            size, errors = _norm([exact.gradients[name]]), _errors(here[name], exact.gradients[name])
+            yield LayerGradient(name.removesuffix(f".{end}"), LABELS.get(end, end), size, *errors, (bounds[0], bounds[1]))
 
 
-def _errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
+def _errors(values: Tensor, exact: Tensor) -> tuple[float, float]:
     """(||found - exact|| / size, <found - exact, exact> / size^2), size that of exact."""
-    off, size = found.double() - exact, _norm([exact])
+    off, size = values.double() - exact, _norm([exact])
     if size == 0:
         return (math.inf if bool(off.any()) else 0.0), 0.0
     return _norm([off]) / size, float((off * exact).sum()) / size**2

@@ -243,15 +243,15 @@ def _updates(span: Span, plan: RunPlan) -> Iterator[tuple[list[MicroBatch], list
 
 
 def _again(span: Span, rebuilt: Rebuilt) -> Iterator[tuple[int, StepResult, tuple[Made, Update] | None]]:
-    """The steps in the run's own precision; of those that are judged all of them, and what each did with its gradients."""
+    """The steps in the run's own precision. A judged step has what it made, and what it did with its gradients."""
     state, progress, config = rebuilt.state, rebuilt.state.progress, rebuilt.plan.config
-    chosen = config.optimizer
+    table = config.optimizer
     updates = Updates(
         state,
-        adamw=chosen.name == "adamw" and not chosen.options and config.adapter.max_norm is None,
-        betas=tuple(chosen.betas or (0.9, 0.999)),
-        eps=1e-8 if chosen.eps is None else chosen.eps,
-        weight_decay=chosen.weight_decay,
+        adamw=table.name == "adamw" and not table.options and config.adapter.max_norm is None,
+        betas=tuple(table.betas or (0.9, 0.999)),
+        eps=1e-8 if table.eps is None else table.eps,
+        weight_decay=table.weight_decay,
         max_grad_norm=config.step.max_grad_norm,
         average=config.ema.decay,
     )

@@ -208,7 +208,7 @@ def _is_view(func) -> bool:
 
 
 def _tensors(values) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
-        found += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, (tuple, list)) else []
-    return found
+        tensors += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, (tuple, list)) else []
+    return tensors

@@ -24,15 +24,15 @@ OFFLINE = "WANDB_MODE=offline and send the run later with `wandb sync`; or set l
 
 def numbers_of(fields: Mapping[str, Any]) -> Numbers:
     """The numbers in a line of the log by name; those in a list by name and place, counted from 1."""
-    found: Numbers = {}
+    numbers: Numbers = {}
     for key, value in fields.items():
         parts = {f"{key}/{place}": each for place, each in enumerate(value, 1)} if isinstance(value, list) else {key: value}
-        found |= {
+        numbers |= {
             f"train/{name}": each
             for name, each in parts.items()
             if name not in NOT_NUMBERS and isinstance(each, (int, float))
         }
-    return found
+    return numbers
 
 
 def by_step(line: Mapping[str, Any]) -> Iterator[tuple[int, Numbers]]:

@@ -66,10 +66,10 @@ class Runs:
         for root in self._roots():
             roots.setdefault(root.resolve(), root.name)
         named: dict[str, Layout] = {}
-        for root, own in roots.items():
-            name, again = own, 1
+        for root, runs in roots.items():
+            name, again = runs, 1
             while name in named:
-                name, again = f"{own}-{again + 1}", again + 1
+                name, again = f"{runs}-{again + 1}", again + 1
             named[name] = Layout(root)
         return named
 
@@ -95,12 +95,12 @@ class Runs:
         for name, layout in self.found().items():
             root = layout.root
             try:
-                found = seen(name, layout, *self._read.setdefault(root, (History(layout.metrics), Thumbnails())))
+                run = seen(name, layout, *self._read.setdefault(root, (History(layout.metrics), Thumbnails())))
             except OSError as error:
                 unread[name] = f"{error.strerror}: {error.filename}"
                 continue
-            if self._seen.get(root) != found:  # one that is as it was has kept what was made of it
-                self._seen[root] = found
+            if self._seen.get(root) != run:  # one that is as it was has kept what was made of it
+                self._seen[root] = run
             runs.append(self._seen[root])
         return runs, unread
 
@@ -251,6 +251,6 @@ def serve(folders: Sequence[Path], port: int) -> None:
     used."""
     runs = Runs(folders)
     with Server(runs, port) as server:
-        found = ", ".join(map(printable, runs.found())) or "none yet"
-        write(f"{server.address}  (runs: {found}; Ctrl-C ends)")
+        names = ", ".join(map(printable, runs.found())) or "none yet"
+        write(f"{server.address}  (runs: {names}; Ctrl-C ends)")
         server.serve_forever()

@@ -86,7 +86,7 @@ class Reader:
         )
 
     def _latents(self, example: Example, view: View) -> torch.Tensor:
-        """Of one view: from the cache; without one its pixels."""
+        """The latents of one view from the cache; without a cache, its pixels."""
         if self.cache is None:
             return _as_scanned(example.photo.image, lambda: pixels(example, view))
         return self.cache.get(latent_key(example, view, fingerprint=self.latent_fingerprint))["latents"]
@@ -202,15 +202,15 @@ def _next(batches: Iterator[Sent | Batch]) -> Batch:
         return batch.batch() if isinstance(batch, Sent) else batch  # unpacked already where it was pinned
     except RuntimeError as error:
         if isinstance(error, DataError):
-            said = str(error).splitlines()[-1].partition(": ")[2]
+            reason = str(error).splitlines()[-1].partition(": ")[2]
         elif str(error).startswith("DataLoader worker"):
-            said = f"{error}; if memory ran out, lower data.num_workers"
+            reason = f"{error}; if memory ran out, lower data.num_workers"
         else:
             raise
         # The frames would keep the loader, and so its workers: they ignore signals, and the program waits for their end.
         del batches
         traceback.clear_frames(error.__traceback__)
-        raise DataError(said) from None
+        raise DataError(reason) from None
 
 
 def _start_worker(worker: int) -> None:

@@ -23,13 +23,13 @@ def appearances(examples: Iterable[Example]) -> Counter[ReferenceLayout]:
 
 def shapes(examples: Sequence[Example], *, batch_size: int, fill: bool) -> set[tuple[ReferenceLayout, int]]:
     """(layout, photos) of every kind of micro-batch, a bucket on its side counted as the same. fill: short ones are."""
-    found = set()
+    pairs = set()
     for layout, size in appearances(examples).items():
         full, left = divmod(size, batch_size)
         whole = [batch_size] if full or fill else []
         lying = tuple((max(bucket), min(bucket)) for bucket in layout)
-        found |= {(lying, count) for count in [*whole, *([left] if left and not fill else [])]}
-    return found
+        pairs |= {(lying, count) for count in [*whole, *([left] if left and not fill else [])]}
+    return pairs
 
 
 def short(examples: Iterable[Example], *, batch_size: int) -> dict[ReferenceLayout, int]:

@@ -65,7 +65,7 @@ class Cache:
             self._mark(key)
 
     def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
-        """Those of the keys, each once and in order, that have no entry or a damaged one. All of them are claimed."""
+        """The keys, each once and in order, that have no entry or a damaged one. All given keys are claimed."""
         absent, keys = [], dict.fromkeys(keys)
         self._begin_use()
         with phases("reading the cache", len(keys), "entry") as phase:
@@ -215,7 +215,7 @@ class MemoryCache:
         """Nobody else can prune them."""
 
     def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
-        """Those of the keys, each once and in order, that have no entry."""
+        """The keys, each once and in order, that have no entry."""
         return [key for key in dict.fromkeys(keys) if key not in self._entries]
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -72,10 +72,10 @@ def mask_key(example: Example, view: View, *, side: int) -> str:
 
 def _crop(example: Example, view: View) -> dict[str, list[int]]:
     photo = example.photo
-    kept = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
-    if kept == buckets.place(photo.width, photo.height, example.bucket):
+    crop = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
+    if crop == buckets.place(photo.width, photo.height, example.bucket):
         return {}
-    return {"crop": [*kept.resized_size, *kept.crop_top_left]}
+    return {"crop": [*crop.resized_size, *crop.crop_top_left]}
 
 
 def text_key(caption: str, *, fingerprint: str) -> str:
@@ -138,7 +138,7 @@ def fill_latents(
 
 
 def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """fp32 [C, h, w] on the CPU: those of one photo, encoded as `fill_latents` does."""
+    """The latents of one photo, fp32 [C, h, w] on the CPU, encoded as `fill_latents` does."""
     return encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)
 
 
@@ -152,8 +152,8 @@ def fill_masks(
     """
 
     def made(todo: list[str]) -> Entries:
-        with closing(in_threads(lambda key: masks.on_latents(*wanted[key], side=side), todo)) as found:
-            for key, mask in zip(todo, found, strict=True):
+        with closing(in_threads(lambda key: masks.on_latents(*wanted[key], side=side), todo)) as results:
+            for key, mask in zip(todo, results, strict=True):
                 yield key, {"mask": mask}, {"sample": wanted[key][0].sample}
 
     described = {
@@ -192,8 +192,8 @@ def fill_text(
             for text, conditioning in encoded:
                 yield keys[text], conditioning.tensors(), {}
 
-    told = {key: on_non_finite if key in trained else on_black for key in wanted}
-    return _fill(cache, described, made, told, phases, "caption")
+    actions = {key: on_non_finite if key in trained else on_black for key in wanted}
+    return _fill(cache, described, made, actions, phases, "caption")
 
 
 def _fill(

@@ -115,18 +115,18 @@ def prune(
 
     used_since: in milliseconds; entries that were asked for since then stay. dry_run: delete nothing.
     """
-    found = tuple(sorted(entries(folder), key=lambda entry: entry.used))
+    present = tuple(sorted(entries(folder), key=lambda entry: entry.used))
     too_old = 0 if older_than is None else (time.time() - older_than) * 1000
-    excess = 0 if limit is None else size(found) - limit
+    excess = 0 if limit is None else size(present) - limit
     deleted = []
-    idle = [entry for entry in found if entry.used < used_since]
+    idle = [entry for entry in present if entry.used < used_since]
     for entry in idle:
         if entry.used >= too_old and excess <= 0:
             break
         if dry_run or _remove(entry):
             deleted.append(entry)
             excess -= entry.bytes
-    return Pruned(found, tuple(deleted), len(found) - len(idle))
+    return Pruned(present, tuple(deleted), len(present) - len(idle))
 
 
 def entries(folder: Path) -> Iterator[CacheEntry]:
@@ -144,10 +144,10 @@ def entries(folder: Path) -> Iterator[CacheEntry]:
 
 def parse_age(text: str) -> float:
     """Seconds in "12h", "30d" or "8w". Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text.strip())
+    if match is None:
         raise ValueError('write a number of hours, days or weeks, for example "12h", "30d" or "8w"')
-    return float(found[1]) * AGES[found[2]]
+    return float(match[1]) * AGES[match[2]]
 
 
 def require_locks(use: Use, what: str) -> int:

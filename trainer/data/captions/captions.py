@@ -50,18 +50,18 @@ class CaptionReport:
 
 def report(examples: Iterable[Example], *, tokens: Mapping[str, Tokens] | None = None) -> CaptionReport:
     """What stands out in the captions. tokens: by text encoder, of every variant of the examples' captions."""
-    found = {example.photo.sample: example for example in examples}  # the same at every size
+    by_sample = {example.photo.sample: example for example in examples}  # the same at every size
     tokens = tokens or {}
     too_long = {
         encoder: {text for text, count in counted.counts.items() if count > counted.limit}
         for encoder, counted in tokens.items()
     }
     return CaptionReport(
-        photos=len(found),
-        missing=tuple(sample for sample, example in found.items() if not example.photo.has_caption),
-        empty=tuple(sample for sample, e in found.items() if e.photo.has_caption and "" in e.captions),
+        photos=len(by_sample),
+        missing=tuple(sample for sample, example in by_sample.items() if not example.photo.has_caption),
+        empty=tuple(sample for sample, e in by_sample.items() if e.photo.has_caption and "" in e.captions),
         truncated={
-            encoder: tuple(sample for sample, example in found.items() if not texts.isdisjoint(example.captions))
+            encoder: tuple(sample for sample, example in by_sample.items() if not texts.isdisjoint(example.captions))
             for encoder, texts in too_long.items()
         },
         tokens=tokens,

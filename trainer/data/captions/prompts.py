@@ -40,11 +40,11 @@ def words(text: str) -> set[str]:
 
 def unread(prompts: Iterable[str]) -> list[str]:
     """A line on each prompt with what other programs read as settings."""
-    found = {prompt: [each[0].strip() for each in OTHERS.finditer(prompt)] for prompt in dict.fromkeys(prompts)}
+    by_prompt = {prompt: [each[0].strip() for each in OTHERS.finditer(prompt)] for prompt in dict.fromkeys(prompts)}
     return [
         f"the prompt {prompt!r} has {', '.join(dict.fromkeys(marks))}, which other programs read as settings; here all of it "
         "is words: give [[validation.samples]] with width, height, negative, seed, steps and guidance, and no weights"
-        for prompt, marks in found.items()
+        for prompt, marks in by_prompt.items()
         if marks
     ]
 
@@ -52,9 +52,9 @@ def unread(prompts: Iterable[str]) -> list[str]:
 def of_captions(examples: Sequence[Example]) -> list[Example]:
     """Two examples whose captions are prompts: the first and one of the middle, fewer where there are no other captions, and
     none of regularisation images."""
-    told = [e for e in examples if not e.photo.source.regularisation and e.captions[0]]
-    chosen = [told[0], told[len(told) // 2]] if told else []
-    return chosen[: len({e.captions[0] for e in chosen})]
+    subjects = [e for e in examples if not e.photo.source.regularisation and e.captions[0]]
+    picks = [subjects[0], subjects[len(subjects) // 2]] if subjects else []
+    return picks[: len({e.captions[0] for e in picks})]
 
 
 def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:
@@ -64,14 +64,14 @@ def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:
     A prompt without words gives no warning, and nor does a set whose captions have none.
     """
     asked = {prompt: words(prompt) for prompt in dict.fromkeys(prompts)}
-    known, found, wanted = False, set(), set().union(*asked.values())
+    known, common, wanted = False, set(), set().union(*asked.values())
     for text in {text for e in examples if not e.photo.source.regularisation for text in e.captions}:
-        own = words(text)
-        known = known or bool(own)
-        found |= own & wanted
-        if found == wanted and known:
+        terms = words(text)
+        known = known or bool(terms)
+        common |= terms & wanted
+        if common == wanted and known:
             break
-    strange = [prompt for prompt, own in asked.items() if known and own and not own & found]
+    strange = [prompt for prompt, terms in asked.items() if known and terms and not terms & common]
     names = triggers(examples)
     without = [p for p in asked if names and p not in strange and not any(holds(p, name) for name in names)]
     hardly = "no word with any caption or trigger: the samples will hardly show what is trained"

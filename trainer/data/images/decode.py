@@ -139,7 +139,7 @@ def _loaded(data: bytes) -> Iterator[Image.Image]:
 
 
 def _said(error: Exception) -> str:
-    """The message in one line: those of some decoders have several."""
+    """The message in one line; some decoders write several."""
     return one_line(error).partition(". Please build")[0]
 
 

@@ -1,4 +1,4 @@
-"""What of a JPEG XL file has to be read before it is decoded: where the picture is in the file, and its size.
+"""The part of a JPEG XL file that is read before it is decoded: where the picture is in the file, and its size.
 
 pillow-jxl-plugin decodes a file when it opens it, and unpacks its boxes. So it gets the picture alone (the codestream of
 ISO/IEC 18181-1, without the boxes of 18181-2), and only after its size was checked.

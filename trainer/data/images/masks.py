@@ -28,8 +28,8 @@ def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
         raise UserError(f"{photo.mask.place} changed while the run was starting; start again")
     mask = decode(data).alpha if photo.source.masks == "alpha" else decode_mask(data)
     assert mask is not None and mask.size == (photo.width, photo.height)
-    kept = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
-    averaged = area_average(mask, buckets.kept_box(kept), (height // side, width // side))
+    crop = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
+    averaged = area_average(mask, buckets.kept_box(crop), (height // side, width // side))
     return (averaged.flip(1) if view.flip else averaged).contiguous()
 
 

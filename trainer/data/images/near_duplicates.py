@@ -63,9 +63,9 @@ def alike(looks: Sequence[bytes]) -> list[list[int]]:
     """
     first: dict[bytes, int] = {}
     same: dict[int, list[int]] = {}
-    for index, own in enumerate(looks):
-        if own:
-            same.setdefault(first.setdefault(own, index), []).append(index)
+    for index, look in enumerate(looks):
+        if look:
+            same.setdefault(first.setdefault(look, index), []).append(index)
     labels = _labels(np.frombuffer(b"".join(first), dtype=np.uint8).reshape(len(first), -1, PRINT)) if len(first) > 1 else [0]
     groups: dict[int, list[int]] = {}
     for label, indices in zip(labels, same.values(), strict=False):
@@ -104,10 +104,10 @@ def _are_alike(bits: np.ndarray, colours: np.ndarray, one: np.ndarray, other: np
     apart, either = apart[close], _count(a[close] | b[close]).astype(np.int16)
     off = colours[one[close]] - colours[other[close]]
     lighter = (EQUAL * apart <= either) & (either >= 2 * EQUAL) & (np.abs(off.mean(axis=1)) <= LIGHT)
-    found = np.zeros(len(one), dtype=bool)
+    matches = np.zeros(len(one), dtype=bool)
     coloured = np.abs(off).max(axis=1, initial=0) <= COLOUR
-    found[close] = (SHARE * apart <= either) & (either >= least[close]) & (coloured | lighter)
-    return found
+    matches[close] = (SHARE * apart <= either) & (either >= least[close]) & (coloured | lighter)
+    return matches
 
 
 def _count(words: np.ndarray) -> np.ndarray:

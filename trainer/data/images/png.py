@@ -16,7 +16,7 @@ def lean(data: bytes) -> tuple[bytes, bytes | None, bool]:
     which side is up was too large for it, too). A damaged file keeps what follows the damage."""
     if not data.startswith(SIGNATURE):
         return data, None, False
-    kept, profile, lost, begin, at = [], None, False, 0, len(SIGNATURE)
+    chunks, profile, lost, begin, at = [], None, False, 0, len(SIGNATURE)
     while at + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
         body, start, at = data[at + 8 : at + 8 + length] if kind in (*TEXT, b"iCCP") else b"", at, at + 12 + length
@@ -30,9 +30,9 @@ def lean(data: bytes) -> tuple[bytes, bytes | None, bool]:
             drop = length > LIMIT or _too_large(body) is not None
             lost = lost or drop
         if drop:
-            kept.append(data[begin:start])
+            chunks.append(data[begin:start])
             begin = at
-    return b"".join((*kept, data[begin:])) if kept else data, profile, lost
+    return b"".join((*chunks, data[begin:])) if chunks else data, profile, lost
 
 
 def _too_large(body: bytes) -> bytes | None:

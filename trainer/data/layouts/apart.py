@@ -68,8 +68,8 @@ def owned(source: Source, sources: Sequence[Source], outputs: Sequence[str]) -> 
             owners[inode(folder_of(other))] = f"{OWNED}{other.index} alone, and not with the source around it"
         if other.references and other.references != "files":
             owners[inode(other.references)] = "" if other is source else f"references of data.sources.{other.index}"
-    own = inode(folder_of(source))
-    return Apart({key: why for key, why in owners.items() if key not in (None, own)}, {inode(path) for path in outputs})
+    node = inode(folder_of(source))
+    return Apart({key: why for key, why in owners.items() if key not in (None, node)}, {inode(path) for path in outputs})
 
 
 def why(name: str, *, is_folder: bool) -> str:

@@ -111,18 +111,18 @@ class Companions:
         companions of other images, for which none was taken."""
         unused = {folded(name) for image in left_out for name in (image, _stem(image))}
         taken = {folded(image): self._by_stem[stem][0][0] for image, stem in self._taken.items()}
-        used, done, found = {folded(stem) for stem in self._images}, set(self._taken.values()), []
+        used, done, reasons = {folded(stem) for stem in self._images}, set(self._taken.values()), []
         for stem, files in self._by_stem.items():
-            own = folded(stem)
-            instead = files[0][1] if stem in done else printable(taken.get(own, ""))
+            name_folded = folded(stem)
+            instead = files[0][1] if stem in done else printable(taken.get(name_folded, ""))
             if instead:
                 reason = f"{instead} is used instead"
-            elif own in unused:
+            elif name_folded in unused:
                 reason = "its image is left out"
             else:
-                reason = (own in used and why) or NO_NAMESAKE
-            found += [(name, reason) for name, _ in files[stem in done :]]
-        return found
+                reason = (name_folded in used and why) or NO_NAMESAKE
+            reasons += [(name, reason) for name, _ in files[stem in done :]]
+        return reasons
 
 
 def folded(name: str) -> str:

@@ -65,7 +65,7 @@ class Reading:
         """What the folder holds, sorted by name."""
         for folder, files in self.tree.walk(self._leave_out, self.problems):
             self._read_folder(folder, files)
-        self.found.sort(key=lambda found: found.name)
+        self.found.sort(key=lambda photo: photo.name)
         if self.source.captions != "folder":  # else the name of a folder of masks says what its photos show
             self._leave_out_folders_of_masks()
         for table in self.tables.values():
@@ -99,25 +99,25 @@ class Reading:
     def _leave_out_folders_of_masks(self) -> None:
         """Leave out an image without a caption of its own in a folder named like masks, if a photo elsewhere has its name."""
         probable = {
-            found.name
-            for found in self.found
-            if any(map(apart.MASK_FOLDER.fullmatch, found.name.split("/")[:-1]))
-            and (found.caption is None or isinstance(found.caption, str))
-            and not (found.mask or found.references or self._table_of(_folder(found.name)))
+            photo.name
+            for photo in self.found
+            if any(map(apart.MASK_FOLDER.fullmatch, photo.name.split("/")[:-1]))
+            and (photo.caption is None or isinstance(photo.caption, str))
+            and not (photo.mask or photo.references or self._table_of(_folder(photo.name)))
         }
-        stems = {_stem(found.name) for found in self.found if found.name not in probable} if probable else set()
+        stems = {_stem(photo.name) for photo in self.found if photo.name not in probable} if probable else set()
         out = {name for name in probable if _stem(name) in stems or _stem(f"{without_mask_ending(name)}.") in stems}
         why = "in a folder of masks, with the name of a photo; put masks beside the photos: NAME.mask.png"
         for name in sorted(out):
             self._leave_out(name, why)
-        self.found = [found for found in self.found if found.name not in out]
+        self.found = [photo for photo in self.found if photo.name not in out]
 
     def _read_folder(self, folder: str, files: list[str]) -> None:
         files, table = self._find_table(folder, files)
         references = References(self.source, self.tree, folder, files)
-        own = references.beside
+        beside = references.beside
         wanted = {name for name in files if folder + name in table.rows} if table else ()
-        contents = sort_out([name for name in files if name not in own], wanted)
+        contents = sort_out([name for name in files if name not in beside], wanted)
         around = self.around[folder] = kohya.folder_of(self.root, folder)
         captions = Companions(contents.captions, contents.images, CAPTIONS)
         masks = Companions(contents.masks, contents.images, MASK_ENDINGS + PROBABLE_MASK_ENDINGS)
@@ -140,10 +140,10 @@ class Reading:
             origin = "" if origin == NO_CAPTION else origin or table.name
             mask = masks.take(image) if self.source.masks == "files" else None
             mask = self.tree.place(folder + mask) if mask else None
-            shown = references.take(image) if self.source.references else ()
+            places = references.take(image) if self.source.references else ()
             repeats = around[1] if around else 1
-            found = FoundPhoto(self.source, name, self.tree.place(name), caption, mask, shown, repeats, origin)
-            self.found.append(found)
+            photo = FoundPhoto(self.source, name, self.tree.place(name), caption, mask, places, repeats, origin)
+            self.found.append(photo)
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
         rest += captions.rest(not_trained, instead) + references.rest(not_trained)
@@ -166,8 +166,8 @@ class Reading:
         if self.source.captions == "filename":
             return _words(os.path.splitext(image)[0]), OF_FILE
         if self.source.captions == "folder":
-            own = os.path.basename(os.path.abspath(os.path.join(self.root, folder)))
-            return _words(around[2] if around else own.removesuffix(".tar")), OF_FOLDER
+            last = os.path.basename(os.path.abspath(os.path.join(self.root, folder)))
+            return _words(around[2] if around else last.removesuffix(".tar")), OF_FOLDER
         if self.source.captions == "none":
             return None, NO_CAPTION
         if text is not None:
@@ -198,11 +198,11 @@ class Reading:
 
     def _refuse_rows(self, table: ImageTable) -> None:
         """Report the rows for which no image was found."""
-        found = {found.name for found in self.found} if table.rows else set()
+        names = {photo.name for photo in self.found} if table.rows else set()
         out = tuple(name for entry in self.account for name in entry.names if name.endswith("/"))
         for name, (number, _) in table.rows.items():
             path = os.path.join(self.root, name)
-            if name in found:
+            if name in names:
                 why = "the metadata of its own subfolder names it too; remove one of the rows"
             elif any(part.startswith(".") for part in name.split("/")):
                 why = "hidden; give it another name"
@@ -218,7 +218,7 @@ class Reading:
     def _refuse_idle_columns(self) -> None:
         if self.tables:
             return
-        json = any(found.caption_from == ".json" for found in self.found)
+        json = any(photo.caption_from == ".json" for photo in self.found)
         none = f"has no effect: {self.title} has no table of images (metadata.jsonl, .csv, .parquet)"
         idle = {"image_column": none, "caption_column": "" if json else f"{none} and no .json captions"}
         for key, why in idle.items():
@@ -238,27 +238,27 @@ class Reading:
             f"Looked for {', '.join(CAPTIONS)} beside the images and for metadata; found {others or 'no other files'}. "
             'captions = "filename" or "folder" uses names as captions; "none" trains without captions'
         )
-        origins = Counter(found.caption_from for found in self.found)
+        origins = Counter(photo.caption_from for photo in self.found)
         note(captions_note(self.title, self.source.captions, origins, looked))
         for table in self.tables.values():
             column = f"column {table.caption_column}" if table.caption_column else "no caption column"
             note(f"{printable(os.path.join(self.root, table.name))}: names the images, {column}")
-        files = Counter(found.caption for found in self.found if not isinstance(found.caption, str | None))
-        masks = {found.mask for found in self.found if found.mask}
+        files = Counter(photo.caption for photo in self.found if not isinstance(photo.caption, str | None))
+        masks = {photo.mask for photo in self.found if photo.mask}
         used = {"caption file": files, "mask": masks, "table of images": self.tables, "reference": self.shown}
         for noun, items in used.items():
             self.account.add(Heading.USED, "", count=len(items), noun=noun)
-        if shared := [str(found.image) for found in self.found if files[found.caption] > 1]:
+        if shared := [str(photo.image) for photo in self.found if files[photo.caption] > 1]:
             warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
         self._warn_of_lost_captions(origins)
-        for found in self.found:
-            if odd := apart.looks_unintended(found.name, regularisation=self.source.regularisation):
-                warn(odd[0], [str(found.image)], noun="photo", remedy=odd[1])
+        for photo in self.found:
+            if odd := apart.looks_unintended(photo.name, regularisation=self.source.regularisation):
+                warn(odd[0], [str(photo.image)], noun="photo", remedy=odd[1])
         self._note_kohya()
 
     def _note_kohya(self) -> None:
-        photos = {_folder(found.name) for found in self.found}
-        numbered = Counter(around[:2] for found in self.found if (around := self.around[_folder(found.name)]))
+        photos = {_folder(photo.name) for photo in self.found}
+        numbered = Counter(around[:2] for photo in self.found if (around := self.around[_folder(photo.name)]))
         for (name, repeats), count in numbered.items():
             self.account.add(Heading.NOTE, f"{printable(name)}: {repeats} repeats of {count} images")
         rest = [folder for folder, around in self.around.items() if folder in photos and not around]
@@ -288,12 +288,12 @@ class Reading:
 def captions_note(title: str, captions: str, origins: Counter[str], looked: str) -> str:
     """How many photos have their captions from where. captions: of the source. origins: the counts, under "" of photos
     without one. looked: what is said where there are none."""
-    found = ", ".join(f"{count} from {origin}" for origin, count in sorted(origins.items()) if origin)
-    none = f"; {origins['']} images have none" if found and origins[""] else ""
-    line = f"captions of {title}: {found or 'none'}{none}"
+    counts = ", ".join(f"{count} from {origin}" for origin, count in sorted(origins.items()) if origin)
+    none = f"; {origins['']} images have none" if counts and origins[""] else ""
+    line = f"captions of {title}: {counts or 'none'}{none}"
     if captions == "none":
         return f'{line} (captions = "none")'
-    return line if found else f"{line}. {looked}"
+    return line if counts else f"{line}. {looked}"
 
 
 def _folder(name: str) -> str:

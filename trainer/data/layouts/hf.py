@@ -106,20 +106,20 @@ def _listing(source: Source, owned: Apart) -> Listing:
         if odd := apart.looks_unintended(os.path.relpath(path, name), regularisation=source.regularisation):
             account.add(Heading.WARNING, odd[0], [path], noun="photo", remedy=odd[1])
     dataset, column = _with_images(loaded, source.image_column)
-    chosen = caption_field([each for each in loaded.column_names if each != column], source.caption_column)
-    if source.caption_column and chosen is None:
+    field = caption_field([each for each in loaded.column_names if each != column], source.caption_column)
+    if source.caption_column and field is None:
         raise ValueError(f"has no column {source.caption_column} for captions ({shortened(loaded.column_names, 200)})")
     images, problems = Images(source.path, dataset, column, _roots(name)), []
-    captions = _captions(loaded, chosen, problems, source.path) if source.captions == "auto" and chosen else {}
-    found, of_column = [], f"column {chosen}"
+    captions = _captions(loaded, field, problems, source.path) if source.captions == "auto" and field else {}
+    photos, of_column = [], f"column {field}"
     for number in range(len(dataset)):
         origin = of_column if number in captions else ""
-        found.append(FoundPhoto(source, str(number), RowImage(images, number), captions.get(number), caption_from=origin))
+        photos.append(FoundPhoto(source, str(number), RowImage(images, number), captions.get(number), caption_from=origin))
     looked = f"Its columns: {printable(', '.join(loaded.column_names))}. caption_column names another one"
     title, of = printable(source.path), f"split {printable(split)}, " if split else ""
-    line = captions_note(title, source.captions, Counter(photo.caption_from for photo in found), looked)
+    line = captions_note(title, source.captions, Counter(photo.caption_from for photo in photos), looked)
     notes = (line, f"{title}: {of}images of column {printable(column)}")
-    return Listing(found, Account(Entry(Heading.NOTE, note) for note in notes) + account, problems)
+    return Listing(photos, Account(Entry(Heading.NOTE, note) for note in notes) + account, problems)
 
 
 def _enter_the_rest(
@@ -151,8 +151,8 @@ def _spelled(path: str) -> tuple[str, str | None, str | None]:
     for spelling in SPELLINGS:
         match = re.fullmatch(spelling, path.removeprefix(PREFIX))
         if match and (spelling is SPELLINGS[-1] or os.path.exists(match["name"])):
-            found = match.groupdict()
-            return found["name"], found.get("configuration"), found.get("split")
+            groups = match.groupdict()
+            return groups["name"], groups.get("configuration"), groups.get("split")
     raise ValueError("write hf:NAME, hf:NAME@SPLIT or hf:NAME:CONFIGURATION@SPLIT")
 
 
@@ -233,20 +233,20 @@ def _is_image(path: str) -> bool:
 
 def _said(error: BaseException) -> str:
     """The message in one line, with the cause if the library only says that something went wrong."""
-    said = printable(one_line(error))
+    text = printable(one_line(error))
     cause = error.__cause__ or error.__context__
-    more = f": {_said(cause)}" if cause is not None and said.startswith("An error occurred while generating") else ""
-    return f"{type(error).__name__}: {said}{more}"
+    more = f": {_said(cause)}" if cause is not None and text.startswith("An error occurred while generating") else ""
+    return f"{type(error).__name__}: {text}{more}"
 
 
 def _split(loaded: Any, asked: str | None) -> tuple[Any, str]:
     """(the dataset, the name of its split; "" if it has none)."""
     if not isinstance(loaded, Mapping):
-        own = "" if loaded.split is None else str(loaded.split)
-        if asked not in (None, own):
-            has = f"it is the split {own}" if own else "it has no splits"
+        name = "" if loaded.split is None else str(loaded.split)
+        if asked not in (None, name):
+            has = f"it is the split {name}" if name else "it has no splits"
             raise ValueError(f"has no split {asked}, {has}; leave out @{asked}")
-        return loaded, own
+        return loaded, name
     split = asked or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
     if split not in loaded:
         raise ValueError(f"has no split {split}; name one of its own with @: {printable(', '.join(map(str, loaded)))}")
@@ -288,5 +288,5 @@ def _roots(name: str) -> tuple[str, ...]:
     from datasets import config
 
     caches = (config.HF_DATASETS_CACHE, config.HF_CACHE_HOME)  # of what it prepared, and of all that it fetched
-    own = [os.path.dirname(name) if os.path.isfile(name) else name] if os.path.exists(name) else []
-    return tuple(os.path.abspath(os.path.expanduser(folder)) for folder in (*own, *caches))
+    root = [os.path.dirname(name) if os.path.isfile(name) else name] if os.path.exists(name) else []
+    return tuple(os.path.abspath(os.path.expanduser(folder)) for folder in (*root, *caches))

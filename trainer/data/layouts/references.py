@@ -54,35 +54,35 @@ class References:
         numbered = _NUMBERED.fullmatch(stem)
         if numbered is None and not plain:
             return
-        own, number = (stem, 1) if numbered is None else (numbered[1], int(numbered[2] or 1))
-        key = (own, True) if own in self._images else (folded(own), False)
+        base, number = (stem, 1) if numbered is None else (numbered[1], int(numbered[2] or 1))
+        key = (base, True) if base in self._images else (folded(base), False)
         self._by_name.setdefault(key, {}).setdefault(number, []).append(name)
 
     @property
     def beside(self) -> set[str]:
         """The files of the photos' own folder that are references."""
-        every = {name for found in self._by_name.values() for names in found.values() for name in names}
+        every = {name for numbered in self._by_name.values() for names in numbered.values() for name in names}
         return set() if self.root else every
 
     def take(self, image: str) -> tuple[Place, ...]:
-        """Those of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
+        """The references of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
         stem = os.path.splitext(image)[0]
-        found: dict[int, list[str]] = {}
+        by_number: dict[int, list[str]] = {}
         for key in ((stem, True), (folded(stem), False)):
             for number, names in self._by_name.get(key, {}).items():
-                found.setdefault(number, []).extend(names)
-        self.taken |= {name for names in found.values() for name in names}
-        shown = printable(str(self._tree.place(self._folder + image)))
-        if not found:
+                by_number.setdefault(number, []).extend(names)
+        self.taken |= {name for names in by_number.values() for name in names}
+        where = printable(str(self._tree.place(self._folder + image)))
+        if not by_number:
             place = f".* in {printable(os.path.join(self.root, self._folder))}" if self.root else ".ref.png beside it"
-            self.problems.append(f"{shown}: no reference image for it ({printable(stem)}{place})")
-        elif sorted(found) != list(range(1, len(found) + 1)):
-            missing = next(number for number in range(1, max(found)) if number not in found)
-            self.problems.append(f"{shown}: it has reference {max(found)}, and reference {missing} is missing")
-        for number, names in found.items():
+            self.problems.append(f"{where}: no reference image for it ({printable(stem)}{place})")
+        elif sorted(by_number) != list(range(1, len(by_number) + 1)):
+            missing = next(number for number in range(1, max(by_number)) if number not in by_number)
+            self.problems.append(f"{where}: it has reference {max(by_number)}, and reference {missing} is missing")
+        for number, names in by_number.items():
             if len(names) > 1:
-                self.problems.append(f"{shown}: {', '.join(map(printable, names))} are all its reference {number}; keep one")
-        return tuple(self._place(found[number][0]) for number in sorted(found))
+                self.problems.append(f"{where}: {', '.join(map(printable, names))} are all its reference {number}; keep one")
+        return tuple(self._place(by_number[number][0]) for number in sorted(by_number))
 
     def _place(self, name: str) -> Place:
         return File(self.root, self._folder + name) if self.root else self._tree.place(self._folder + name)
@@ -92,8 +92,8 @@ class References:
         unused = {folded(os.path.splitext(image)[0]) for image in left_out}
         return [
             (name, "its image is left out" if folded(stem) in unused else NOT_SHOWN)
-            for (stem, _), found in (() if self.root else self._by_name.items())
-            for names in found.values()
+            for (stem, _), by_number in (() if self.root else self._by_name.items())
+            for names in by_number.values()
             for name in names
             if name not in self.taken
         ]
@@ -121,9 +121,9 @@ def misplaced(source: Source) -> str:
     return ""
 
 
-def refuse_differing(found: Iterable[FoundPhoto]) -> list[str]:
+def refuse_differing(photos: Iterable[FoundPhoto]) -> list[str]:
     """A problem for each photo with another count of references than most of its source: batches have one layout."""
-    counts = {photo.image: len(photo.references) for photo in found if photo.references}
+    counts = {photo.image: len(photo.references) for photo in photos if photo.references}
     usual = next((count for count, _ in Counter(counts.values()).most_common(1)), 0)
     rest = f"and most photos of its source have {usual}; give all the same number, or make two sources of them"
     return [f"{image}: {counted(count, 'reference')}, {rest}" for image, count in counts.items() if count != usual]

@@ -131,15 +131,15 @@ class Archives:
 def _images_of_samples(folder: str, files: list[str], leave_out: LeaveOut) -> list[str]:
     """The files without images that are not photos: beside 01.jpg, 01.depth.png is another part of WebDataset's sample 01."""
     images = {stem: name for name in files for stem, suffix in [os.path.splitext(name)] if suffix.lower() in IMAGES}
-    kept = []
+    members = []
     for name in files:
         stem, suffix = os.path.splitext(name)
         image = images.get(stem.partition(".")[0]) if "." in stem and suffix.lower() in IMAGES else None
         if image is None or name.lower().endswith(MASK_ENDINGS):
-            kept.append(name)
+            members.append(name)
         else:
             leave_out(folder + name, "another part of a sample that has a photo", 1)
-    return kept
+    return members
 
 
 def _opener(path: str, flags: int) -> int:
@@ -153,13 +153,13 @@ def _matching(path: str, problems: list[str]) -> list[str]:
     """The archives that match the pattern `path`, or `path` itself if it exists. Raises ValueError for too many."""
     if os.path.exists(path):
         return [path]
-    found: set[str] = set()
+    paths: set[str] = set()
     for name in _expanded(path):
         matches = glob.glob(name, recursive=True)
         if not matches:
             problems.append(f"{printable(name)}: no {'archive of this pattern' if glob.has_magic(name) else 'such file'}")
-        found.update(matches)
-    return sorted(found)
+        paths.update(matches)
+    return sorted(paths)
 
 
 def _expanded(pattern: str) -> Iterator[str]:

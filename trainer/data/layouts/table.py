@@ -40,10 +40,10 @@ class ImageTable:
 
     def adopt(self, names: list[str]) -> None:
         """Give rows the names of files from which only the form of the letters (a Mac's) or of spaces differs."""
-        own, lacking = set(names), [name for name in names if name not in self.rows]
+        present, lacking = set(names), [name for name in names if name not in self.rows]
         self.forms = self.forms or ({spaced(composed(row)): row for row in self.rows} if lacking else {})
         for name in lacking:
-            if (row := self.forms.get(spaced(composed(name)))) in self.rows and row not in own:
+            if (row := self.forms.get(spaced(composed(name)))) in self.rows and row not in present:
                 self.rows[name] = self.rows.pop(row)
 
 
@@ -70,10 +70,10 @@ def read_table(root: str, name: str, source: Source) -> ImageTable:
                 if not table.rows:
                     return table  # the other rows will not have it either
                 continue
-            chosen = caption_field(row, source.caption_column)
-            table.caption_column = table.caption_column or chosen
+            field = caption_field(row, source.caption_column)
+            table.caption_column = table.caption_column or field
             try:
-                image, caption = table.folder + _image_name(row[column], column), caption_in(row[chosen]) if chosen else None
+                image, caption = table.folder + _image_name(row[column], column), caption_in(row[field]) if field else None
             except ValueError as error:
                 refuse(f"row {number}: {error}")
                 continue

@@ -42,22 +42,22 @@ def members(file: BinaryIO, length: int) -> Iterator[Member]:
 
     Raises OSError, and ValueError with the reason if the archive is damaged, cut off or compressed.
     """
-    at, shared, own = 0, {}, {}  # fields from pax headers. own: of the next member; shared: of all that follow
+    at, shared, local = 0, {}, {}  # fields from pax headers. local: of the next member; shared: of all that follow
     while True:
         file.seek(at)
         header, data = _header(file.read(BLOCK), at), at + BLOCK
         if header is None:
             return _check_end(file, at)
         if header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE):
-            (shared if header.type == tarfile.XGLTYPE else own).update(_records(_text(file, header.size, at), at))
+            (shared if header.type == tarfile.XGLTYPE else local).update(_records(_text(file, header.size, at), at))
             at = data + _padded(header.size)
             continue
         if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
             text = _decoded(_text(file, header.size, at).partition(b"\0")[0])
-            own |= {"path": text} if header.type == tarfile.GNUTYPE_LONGNAME else {}
+            local |= {"path": text} if header.type == tarfile.GNUTYPE_LONGNAME else {}
             at = data + _padded(header.size)
             continue
-        fields, own = shared | own, {}
+        fields, local = shared | local, {}
         name = fields.get("path", header.name)
         size = _number(fields["size"], at) if "size" in fields else header.size
         unread = _unread(header.type, fields)
@@ -80,7 +80,7 @@ class _Header(NamedTuple):
 
 
 def _header(block: bytes, at: int) -> _Header | None:
-    """None at the end mark."""
+    """The header in one block of 512 bytes; None for the end-of-archive block."""
     if block == bytes(BLOCK):
         return None
     if not at:

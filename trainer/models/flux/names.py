@@ -7,7 +7,7 @@ from trainer.base.types import KeyStyle, Link
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 from trainer.models.shared import flow
 
-# What a config.json leaves out, as the class takes it.
+# Defaults of the class for keys missing from config.json.
 DEFAULTS = {
     "attention_head_dim": 128, "guidance_embeds": False, "in_channels": 64, "joint_attention_dim": 4096,
     "num_attention_heads": 24, "num_layers": 19, "num_single_layers": 38, "pooled_projection_dim": 768,

@@ -11,7 +11,7 @@ from trainer.models.names import ComponentConfig, Names, Shape, how_many
 from trainer.models.shared import flow
 from trainer.models.shared.vae import infer_vae, vae_names
 
-# What a config.json leaves out, as the classes take it.
+# Defaults of the classes for keys missing from config.json.
 DEFAULTS = {
     "attention_head_dim": 128, "axes_dims_rope": [32, 32, 32, 32], "guidance_embeds": True, "in_channels": 128,
     "joint_attention_dim": 15360, "mlp_ratio": 3.0, "num_attention_heads": 48, "num_layers": 8, "num_single_layers": 48,

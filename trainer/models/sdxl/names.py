@@ -7,7 +7,7 @@ from trainer.base.errors import UserError
 from trainer.base.types import KeyStyle
 from trainer.models.names import ComponentConfig, Names, Shape, each_level, how_many
 
-# What a config.json leaves out, as the class takes it.
+# Defaults of the class for keys missing from config.json.
 DEFAULTS = {
     "block_out_channels": [320, 640, 1280, 1280], "cross_attention_dim": 1280, "in_channels": 4,
     "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"], "layers_per_block": 2, "out_channels": 4,

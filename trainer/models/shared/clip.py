@@ -11,7 +11,7 @@ from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 BLOCKS = ("*encoder.layers.*",)
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),)
-# What a config.json leaves out, as the classes take it.
+# Defaults of the classes for keys missing from config.json.
 CLIP_DEFAULTS = {
     "hidden_size": 512, "intermediate_size": 2048, "max_position_embeddings": 77, "num_hidden_layers": 12,
     "vocab_size": 49408,
@@ -84,7 +84,7 @@ def repeated(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:
-    """Several captions' conditioning side by side; those of fewer rows `repeated`."""
+    """Several captions' conditioning side by side; sequences of fewer rows are `repeated`."""
     pooled = None if parts[0].pooled is None else torch.cat([part.pooled for part in parts])
     return Conditioning(repeated([part.sequence for part in parts]), pooled=pooled)
 

@@ -9,7 +9,7 @@ from trainer.base import tiles
 from trainer.models.base import Component
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
-# What a config.json leaves out, as the class takes it.
+# Defaults of the class for keys missing from config.json.
 DEFAULTS = {"block_out_channels": [64], "in_channels": 3, "latent_channels": 4, "layers_per_block": 1, "out_channels": 3}
 
 
