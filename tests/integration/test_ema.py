@@ -196,7 +196,7 @@ def test_whatever_ends_a_sample_of_the_average_the_weights_come_back(bench: Work
                 raise error
             return Image.new("RGB", (8, 8))
 
-        monkeypatch.setitem(vars(run.family), "sample", sample)  # it is frozen, and there to the end
+        monkeypatch.setitem(vars(run.family.images), "draw", sample)  # it is frozen, and there to the end
         with pytest.raises(type(error)):
             run.artifacts().draw_samples(Position(2, 4))
         for name, parameter in run.adapter.named_parameters().items():

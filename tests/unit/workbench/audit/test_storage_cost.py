@@ -84,7 +84,8 @@ def made() -> Iterator[tuple[Denoiser, Any, HeldOutLoss]]:
         time_at=lambda shares: shares.float(), at=lambda time: time,
         noised=lambda x, noise, at: x + at.view(-1, 1, 1, 1) * noise, target=lambda x, noise, at: noise - x,
     )  # fmt: skip
-    family = SimpleNamespace(predict=lambda model, noised, time, told, batch: denoiser(noised, told.sequence))
+    images = SimpleNamespace(predict=lambda model, noised, time, told, batch: denoiser(noised, told.sequence))
+    family = SimpleNamespace(images=images)
     device = torch.device("cpu")
     components: Any = SimpleNamespace(
         family=family, model=SimpleNamespace(device=device), plan=SimpleNamespace(objective=objective), attention=TORCHS_OWN
