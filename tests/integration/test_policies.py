@@ -24,8 +24,8 @@ from tests.harness import Workbench, built, metrics_of, take_step
 from trainer import config as configs
 from trainer.adapters import export
 from trainer.artifacts import sampling
-from trainer.base import files, memory, signals
-from trainer.base.errors import DataError, UserError
+from trainer.base import files, signals
+from trainer.base.errors import DataError, UserError, is_out_of_memory
 from trainer.base.signals import Signals
 from trainer.base.tensorfile import TensorFile
 from trainer.base.types import Batch
@@ -286,9 +286,9 @@ def test_out_of_memory_in_a_sample_keeps_what_was_trained(bench: Workbench, monk
 
 def test_what_is_taken_for_want_of_memory() -> None:
     for_cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes"
-    assert all(map(memory.is_out_of_memory, (torch.OutOfMemoryError("CUDA"), RuntimeError(for_cpu), MemoryError())))
-    assert not memory.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not memory.is_out_of_memory(ValueError("memory"))
+    assert all(map(is_out_of_memory, (torch.OutOfMemoryError("CUDA"), RuntimeError(for_cpu), MemoryError())))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("memory"))
 
 
 # --- storage --------------------------------------------------------------------------------------------------------

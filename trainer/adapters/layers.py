@@ -119,7 +119,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
     @property
     def stale(self) -> bool:
         """Whether A, B, m or the active adapter changed since `refresh`; never where every forward makes A and B."""
-        return self.now.part is None and self.kinds[self.active()[0]].factors is None
+        return self.now.part is None and self.kinds[(self.now.active or self.active())[0]].factors is None
 
     def mark_stale(self) -> None:
         """A, B, m or the active adapter changed: the next forward makes anew what follows from them."""
