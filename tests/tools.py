@@ -1,4 +1,4 @@
-"""Which tests of a tool the quick suite runs: those of a tool that changed, or that imports what changed.
+"""The tests of tools that the quick suite runs. A tool's tests run when the tool, or a file that it imports, changed.
 
 A tool is a folder of workbench/ that may be deleted. Its tests are those of its folder in unit/workbench/, and the files of
 integration/ with the mark `tool("NAME")`. What changed is what differs from the commit TESTS_SINCE (left out: the one before

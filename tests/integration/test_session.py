@@ -64,7 +64,7 @@ def test_the_rate_can_be_changed_and_a_sample_drawn(bench: Workbench) -> None:
             session.lr = 0
 
 
-def test_a_loss_and_a_job_come_from_outside(bench: Workbench) -> None:
+def test_a_loss_and_a_job_come_from_outside(bench: Workbench, capsys) -> None:
     """A squared error given as one's own trains the same bytes; another one does not."""
     seen: list[int] = []
 
@@ -76,6 +76,7 @@ def test_a_loss_and_a_job_come_from_outside(bench: Workbench) -> None:
         with opened(bench, out, loss=loss, jobs=[job]) as session:
             assert session.train()
     assert seen == [2, 4] * 3
+    assert capsys.readouterr().out.count("the steps train on the caller's loss; the held-out loss is objective.loss") == 2
     assert saved(bench.tmp / "same", 4) == saved(bench.tmp / "none", 4) != saved(bench.tmp / "other", 4)
 
 
@@ -83,6 +84,8 @@ def test_one_session_trains_at_a_time_and_others_measure_beside_it(bench: Workbe
     with opened(bench, "out") as session:
         with pytest.raises(UserError, match="a Session is training in this process already"):
             opened(bench, "second").__enter__()
+        with pytest.raises(UserError, match="leave out resume_from, ports, loss and jobs"):
+            Session.open(bench.config("flux"), only="measure", resume_from="auto")
         beside = Session.open(bench.config("flux"), only="measure")
         assert beside.plan().length.max_steps == 3 and session.step == 0
         with pytest.raises(UserError, match="a Session that trains"):

@@ -107,6 +107,8 @@ class Session:
         loss: (prediction, target), fp32 [B, C, H, W] -> the loss of each latent, in place of objective.loss. jobs: are done
         between two steps, after the run's own. Neither stands in a checkpoint: whoever resumes gives them again.
         """
+        if only == "measure" and (resume_from is not None or loss is not None or jobs or ports is not ALONE):
+            raise UserError('only="measure" trains nothing; leave out resume_from, ports, loss and jobs')
         session = cls(config, only, Launch(resume_from, Allowance(resume_from=resume_from or "auto"), ports))
         session.errors, session.jobs = loss, jobs
         return session
@@ -195,6 +197,7 @@ class Session:
             if run.step.graphs is not None:
                 raise UserError("step.graphs = true records the objective's own loss; leave it out beside a loss of your own")
             run.step.losses = replace(run.step.losses, errors=self.errors)  # type: ignore[type-var]
+            run.context.processes.say("the steps train on the caller's loss; the held-out loss is objective.loss")
         loop = make_loop(run, signals, self.jobs)
         try:
             for line in loop.steps():
