@@ -56,7 +56,7 @@ from datetime import timedelta
 import torch
 from trainer.engine import assembly
 from trainer.runtime import processes
-from trainer.run import run as runs
+from trainer.run import session as sessions
 from trainer.artifacts import sampling as validation
 from trainer.adapters import export
 from trainer.checkpoint import store
@@ -487,12 +487,12 @@ def stepping(self, number, *more):
         os.kill(os.getpid(), signum)
     return step(self, number, *more)
 caches.fill_latents, Step.run = encoding, stepping
-close = runs.close
+close = sessions.close
 def closing(*arguments, **more):
     if at == 'closing' and rank == victim:
         os.kill(os.getpid(), signum)
     return close(*arguments, **more)
-runs.close = closing
+sessions.close = closing
 """
 
 

@@ -293,6 +293,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from trainer.adapters import Method, Target, inject
+from trainer.adapters.kinds import KINDS
 from trainer.kernels import dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 

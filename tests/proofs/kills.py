@@ -96,7 +96,7 @@ REGIONS = {
     "logging": "trainer.monitoring.metrics:Metrics.log",
     "saving": "trainer.checkpoint.store:save",
     "pruning": "trainer.checkpoint.store:prune",
-    "finishing": "trainer.run.run:close",
+    "finishing": "trainer.run.session:close",
 }
 # What changes the disk there; os.open reads only where a folder is synced or removed.
 CALLS = ("mkdir", "open", "write", "fsync", "replace", "unlink", "rmdir")

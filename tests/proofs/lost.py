@@ -45,7 +45,7 @@ from trainer.base import files  # noqa: E402
 from trainer.checkpoint import store  # noqa: E402
 from trainer.data.cache import fill  # noqa: E402
 from trainer.engine.step import Step  # noqa: E402
-from trainer.run import run as runs  # noqa: E402
+from trainer.run import session as sessions  # noqa: E402
 from workbench.commands import main as cli  # noqa: E402
 
 STEPS, SAVE_EVERY = 8, 2
@@ -130,7 +130,7 @@ class Victim:
         if fault is None or fault.kind != "unlike" or fault.victim != self.rank:
             return []
         # When both know what was to come in this life.
-        before(runs, "refuse_unlike_configs", lambda *_: mark(number).touch())
+        before(sessions, "refuse_unlike_configs", lambda *_: mark(number).touch())
         print(f"--- {fault} in {os.getpid()}", flush=True)
         return ["--set", stale(fault.place)]
 
