@@ -76,7 +76,8 @@ class Taping:
         self.tapes.append(tape)
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad.copy_(gradient)
-        made.fill_(torch.nan)
+        if isinstance(made, Tensor):
+            made.fill_(torch.nan)
 
         def replay() -> None:
             self.replayed += 1

@@ -328,20 +328,22 @@ class Recorded:
         self.share = torch.ones((), device=run.device)
         parameters, said = list(adapter.named_parameters().values()), []
         self.graphs = graphs.Graphs(
-            step.losses, parameters, stale=adapter.mark_stale, recorder=lambda: self.guard, say=said.append
-        )
+            step.losses, parameters, refresh=adapter.refreshed, stale=adapter.mark_stale, recorder=lambda: self.guard,
+            say=said.append,
+        )  # fmt: skip
         self.graphs._look_at_parameters = lambda: None  # they have no addresses here
         with patch.object(graphs, "WARM_UP", 1):
             self.graphs(self.batches[0], self.occurrences, self.share)
 
     def traces(self) -> list[list[str]]:
-        """Of each micro-batch, recorded anew."""
+        """Of each micro-batch, recorded anew, with what follows from the parameters before it."""
         self.guard.traces.clear()
         for batch in self.batches:
             self.graphs.recorded.clear()
+            self.graphs.refreshed = None
             with patch.object(graphs, "WARM_UP", 1):
                 self.graphs(batch, self.occurrences, self.share)
-        return list(self.guard.traces)
+        return [made + micro_batch for made, micro_batch in zip(self.guard.traces[::2], self.guard.traces[1::2], strict=True)]
 
 
 @contextmanager

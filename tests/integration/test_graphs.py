@@ -30,8 +30,11 @@ def trained(bench: Workbench, family: str, *, taped: bool, **more: Any) -> tuple
         taping = Taping(parameters)
         if taped:
             run.step.graphs = Graphs(
-                run.step.losses, parameters, stale=run.adapter.mark_stale, recorder=lambda: taping, say=lambda line: None
-            )
+                run.step.losses, parameters, refresh=run.adapter.refreshed, stale=run.adapter.mark_stale,
+                recorder=lambda: taping, say=lambda line: None,
+            )  # fmt: skip
+            begin, graphs = run.step.begin, run.step.graphs
+            run.step.begin = lambda: (begin(), graphs.begin())
         done = [take_step(run, step, update) for step, update in zip(range(1, STEPS + 1), run.updates(), strict=False)]
         if taped:
             # What is frozen on the way is a new start.

@@ -83,6 +83,25 @@ class Adapter:
             refresh([layer])
             advance(1)
 
+    def refreshed(self) -> Callable[[], None]:
+        """Make what follows from the parameters of stale layers, as their owners' forwards do. Returns what gives all layers
+        that very memory back."""
+        from trainer.adapters.layers import refresh
+
+        for layers in self.together.values():
+            refresh(layers)
+        parts = [(layer, layer.now.part, dict(layer._buffers)) for layer in self.layers.values()]
+        joined = {layer.shared: layer.shared.a_all for layer in self.layers.values() if layer.shared is not None}
+
+        def put_back() -> None:
+            for layer, part, buffers in parts:
+                layer.now.part = part
+                layer._buffers.update(buffers)
+            for shared, a_all in joined.items():
+                shared.a_all = a_all
+
+        return put_back
+
     def share_inputs(self, component: str, groups: Sequence[Sequence[str]]) -> None:
         """Let Linears of `component` that are called with one tensor read it once.
 

@@ -5,12 +5,23 @@ from trainer.config.keys import REMOVED, choices, drop_removed, fields, flatten,
 from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
 from trainer.config.reading import dumps, literal, load, override, parse, read_resolved, tree
-from trainer.config.tables import AdapterTable, ComponentTable, Config, LoggingTable, RuleTable, SampleTable, ValidationTable
+from trainer.config.tables import (
+    AdapterTable,
+    ComponentTable,
+    Config,
+    LoggingTable,
+    RuleTable,
+    SampleTable,
+    ValidationTable,
+    against_graphs,
+    has_graphs,
+)
 from trainer.config.training_tables import ObjectiveTable, OptimizerTable, ScheduleTable
 
 __all__ = [
     "REMOVED", "AdapterTable", "ComponentTable", "Config", "DataTable", "LoggingTable", "ObjectiveTable", "OptimizerTable",
-    "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table", "ValidationTable", "choices",
-    "drop_removed", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "literal", "load",
+    "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table", "ValidationTable", "against_graphs", "choices",
+    "drop_removed", "dumps", "expand_home", "fields", "flatten", "generic", "has_graphs", "hint", "known_keys",
+    "literal", "load",
     "near_miss", "override", "parse", "read_resolved", "tree", "unread", "whole",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ description: docs/keys.md is made of it (scripts/reference_pages.py).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -304,31 +305,34 @@ class Config(Table):
     logging: LoggingTable = LoggingTable()
 
     @model_validator(mode="after")
-    def _graphs_draw_nothing(self) -> Config:
-        if self.step.graphs and self.step.compile != "none":
-            raise ValueError(
-                f"step.graphs = true cannot be combined with step.compile = {self.step.compile!r}: a graph records eager "
-                "kernels, and leaves their bytes; leave out one of them"
-            )
-        if self.step.graphs and self.memory.offload != "none":
-            raise ValueError(
-                f"step.graphs = true cannot be combined with memory.offload = {self.memory.offload!r}: a graph replays "
-                "kernels alone, and the copies of the blocks are asked for by the program; leave out one of them"
-            )
-        if self.step.graphs and self.memory.shard:
-            raise ValueError(
-                "step.graphs = true cannot be combined with memory.shard = true: a graph replays kernels alone, and the "
-                "blocks are brought together by the program; leave out one of them"
-            )
-        if self.step.graphs and "resident_blocks" in self.memory.fit_by:
-            raise ValueError(
-                "step.graphs = true cannot be combined with 'resident_blocks' in memory.fit_by: a graph replays kernels "
-                "alone, and the copies of the blocks are asked for by the program; leave out one of them"
-            )
-        if self.step.graphs and self.adapter.dropout:
-            raise ValueError(
-                f"step.graphs = true cannot be combined with adapter.dropout = {self.adapter.dropout}: its masks are drawn "
-                "in the middle of what is recorded; leave step.graphs out, or use adapter.rank_dropout or "
-                "adapter.module_dropout, which are drawn before"
-            )
+    def _graphs_go_with_the_rest(self) -> Config:
+        refusals = list(against_graphs(self))
+        if "resident_blocks" in self.memory.fit_by:
+            refusals.append(("'resident_blocks' in memory.fit_by", STREAMED))
+        if self.step.graphs is True and refusals:
+            raise ValueError("step.graphs = true cannot be combined with {}: {}; leave out one of them".format(*refusals[0]))
         return self
+
+
+def has_graphs(config: Config) -> bool:
+    """Whether the steps of a run on a CUDA card are replayed as CUDA graphs."""
+    return config.step.graphs is not False and not any(against_graphs(config))
+
+
+STREAMED = "a graph replays kernels alone, and the copies of the blocks are asked for by the program"
+
+
+def against_graphs(config: Config) -> Iterator[tuple[str, str]]:
+    """What CUDA graphs cannot be combined with, as it stands in the config, and why."""
+    step, memory = config.step, config.memory
+    if step.compile != "none":
+        yield f"step.compile = {step.compile!r}", "a graph records eager kernels, and leaves their bytes"
+    if memory.offload != "none":
+        yield f"memory.offload = {memory.offload!r}", STREAMED
+    if memory.shard:
+        yield "memory.shard = true", "a graph replays kernels alone, and the blocks are brought together by the program"
+    if config.adapter.dropout:
+        yield (
+            f"adapter.dropout = {config.adapter.dropout}",
+            "its masks are drawn in the middle of what is recorded (adapter.rank_dropout and adapter.module_dropout are not)",
+        )

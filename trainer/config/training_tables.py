@@ -89,8 +89,9 @@ class StepTable(Table):
     """Have torch.compile make one program of each kind of block. The first steps take minutes."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Which of torch's kernels compute the denoiser's attention: by the card, or this one alone."""
-    graphs: bool = False
-    """Record a micro-batch as a CUDA graph, once for each size, and replay it. Same bytes; more memory."""
+    graphs: Literal["auto"] | bool = "auto"
+    """Record a micro-batch as a CUDA graph, once for each size, and replay it. Same bytes; more memory. `auto`: on a
+    CUDA card, where no other key refuses it."""
 
 
 Blocks = Literal["auto"] | Annotated[int, Field(ge=0)]

@@ -27,6 +27,7 @@ from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
 from trainer.runtime import precision
 from trainer.runtime.compilation import RECOMPUTES
+from trainer.runtime.device import without_graphs
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,11 @@ def build_step(
 
     draws = DrawDigest(config.logging.draws)
 
+    def begin() -> None:
+        draws.value = 0  # of an update that was refused, or is made again
+        if graphs is not None:
+            graphs.begin()
+
     def after_update(step: int) -> dict[str, Any]:
         fields = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
@@ -145,10 +151,15 @@ def build_step(
         return fields | draws.told() | held.log_fields() | (components.compiler.told() if components.compiler else {})
 
     losses = losses_of(components, config.run.seed, draws.add)
+    # A rehearsal of another machine's run has no such device: it counts an eager step.
+    without = without_graphs(config, peers.device)
+    graphs = None if without else _graphs(config, losses, adapter, components)
+    if config.step.graphs is not False:
+        peers.say(f"step.graphs: {f'off: {without}' if without else 'on: micro-batches are recorded as CUDA graphs'}")
     step = Step(
         losses=losses,
-        # A rehearsal of another machine's run has no such device: it counts an eager step.
-        graphs=_graphs(losses, adapter, components) if config.step.graphs and peers.device.type == "cuda" else None,
+        begin=begin,
+        graphs=graphs,
         optimizer=optimizer,
         schedule=schedule,
         scaler=scaler,
@@ -162,13 +173,15 @@ def build_step(
     return state, step
 
 
-def _graphs(losses: Losses, adapter: Adapter, components: Components) -> Graphs:
+def _graphs(config: Config, losses: Losses, adapter: Adapter, components: Components) -> Graphs:
     """The micro-batches of a run as CUDA graphs."""
     peers, parameters = components.processes, list(adapter.named_parameters().values())
     return Graphs(
         losses,
         parameters,
+        refresh=adapter.refreshed,
         stale=adapter.mark_stale,
+        needed=config.step.graphs is True,
         recorder=lambda: CudaGraphs(peers.device),
         say=peers.say,
         attention=components.attention.used,

@@ -4,19 +4,20 @@ Where a card waits for Python, that takes the waiting away. The kernels are thos
 What is recorded is `Losses.of` and its backward: it follows from the shapes of its inputs, and reads nothing back. Draws and
 copies to the device come before it, the sum over processes and the optimizer after it.
 
-DoRA's norms and the casts of A and B are made anew in each graph, from the parameters: so nothing that an update makes anew
-has to lie where a graph expects it. An eager update makes them once for all of its micro-batches.
+DoRA's norms and the casts of A and B follow from the parameters alone. A graph of its own makes them once an update, in
+memory that the graphs of all shapes read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from trainer.base.errors import is_out_of_memory
 from trainer.base.types import Batch, Occurrence, each_tensor
 from trainer.engine.step import Inputs, Losses, backward
 from trainer.kernels.scratch import own_buffers
@@ -25,6 +26,8 @@ from trainer.kernels.scratch import own_buffers
 # tensors that are made once are made.
 WARM_UP = 3
 
+T, P = TypeVar("T"), ParamSpec("P")
+
 
 class Recorder(Protocol):
     """What records a function of no arguments, and runs it beforehand in the same surroundings."""
@@ -32,8 +35,9 @@ class Recorder(Protocol):
     def warm(self, region: Callable[[], Tensor]) -> Tensor:
         """Run it, on the stream that it will be recorded on."""
 
-    def record(self, region: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """(what runs it again over the same memory, the tensor that it then fills). Nothing of it has happened yet."""
+    def record(self, region: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """(what runs it again over the same memory, what it gave, whose tensors are then filled). Nothing of it has happened
+        yet."""
 
 
 class CudaGraphs:
@@ -52,7 +56,7 @@ class CudaGraphs:
         current.wait_stream(self.stream)
         return made
 
-    def record(self, region: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def record(self, region: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """(the graph's replay, its output). Raises torch.OutOfMemoryError where its memory is not there."""
         graph = torch.cuda.CUDAGraph()
         # Its own buffers: the shared ones grow, and a graph would write to where they were. Other threads go on meanwhile,
@@ -81,11 +85,12 @@ class Graphs:
     """(a micro-batch, the occurrences of its global batch, a sample's share in the gradient) -> the losses' values, fp32 [B].
 
     Their gradient is added to the parameters'. As `step.backward` of `losses`; after WARM_UP micro-batches of a shape, by a
-    graph.
+    graph. Where the memory of a graph is not there, this and all later micro-batches are eager.
 
     parameters: all that are trained; they and their gradients stay where they are in memory. Where one does not, or gets no
-    gradient any more, all is recorded anew. stale: marks what follows from the parameters as to be made anew. recorder: makes
-    what records. say: prints a line of the run. attention: as a Step has it.
+    gradient any more, all is recorded anew. refresh: makes what follows from the parameters, and returns what puts that very
+    memory back. stale: marks it as to be made anew. recorder: makes what records. say: prints a line of the run. attention:
+    as a Step has it. needed: whether the config asks for graphs, so that one that cannot be recorded ends the run.
     """
 
     def __init__(
@@ -93,28 +98,56 @@ class Graphs:
         losses: Losses,
         parameters: Sequence[Tensor],
         *,
+        refresh: Callable[[], Callable[[], object]],
         stale: Callable[[], object],
         recorder: Callable[[], Recorder],
         say: Callable[[str], object],
         attention: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        needed: bool = True,
     ) -> None:
-        self.losses, self.parameters, self.stale, self.say, self.attention = losses, parameters, stale, say, attention
-        self.recorder, self.new_recorder = recorder(), recorder
+        self.losses, self.parameters, self.say, self.attention, self.needed = losses, parameters, say, attention, needed
+        self.refresh, self.stale, self.new_recorder = refresh, stale, recorder
         self.places: list[tuple[int, int, bool]] = []  # as they were at the last micro-batch
+        self.off = False
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Free the memory of all graphs; they are recorded anew."""
         self.met: dict[str, int] = {}
         self.recorded: dict[str, Recorded] = {}
+        self.refreshed: tuple[Callable[[], object], Callable[[], object]] | None = None  # its replay, what puts it back
+        self.fresh = False
+        self.recorder = self.new_recorder()  # with a pool of its own: what the layers still hold keeps the old one alive
+
+    def give_up(self, reason: str) -> None:
+        """Be eager from now on."""
+        sizes = len(self.recorded)
+        self.say(f"step.graphs: {reason} ({sizes} sizes are recorded); the steps go on without, in the same bytes")
+        self.off = True
+        self.let_go()
+
+    def begin(self) -> None:
+        """An update begins: the parameters may be others than before."""
+        self.fresh = False
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence], share: Tensor) -> Tensor:
         self._look_at_parameters()
         inputs = self.losses.inputs(batch, update)
+        if self.off:
+            return self._run(inputs, share)
         shapes = shapes_of(inputs)
         if shapes not in self.recorded:
             self.met[shapes] = self.met.get(shapes, 0) + 1
-            self.stale()  # so that what follows from the parameters is made within the graph, and in rehearsing it
             if self.met[shapes] <= WARM_UP:
                 return self.recorder.warm(lambda: self._run(inputs, share))
-            self.recorded[shapes] = self._record(inputs, share)
+            recorded = self._record(inputs, share)
+            if recorded is None:
+                return self._run(inputs, share)
+            self.recorded[shapes] = recorded
             self.say(f"step.graphs: micro-batches of {batch.sized()} are a CUDA graph now")
+        if self.refreshed and not self.fresh:
+            self.refreshed[0]()
+            self.fresh = True
         replay, given, losses = self.recorded[shapes]
         for static, tensor in zip(given, tensors_of((inputs, share)), strict=True):
             static.copy_(tensor)
@@ -124,22 +157,48 @@ class Graphs:
     def _run(self, inputs: Inputs, share: Tensor) -> Tensor:
         return backward(self.losses.of(inputs), share, self.attention())
 
-    def _record(self, inputs: Inputs, share: Tensor) -> Recorded:
-        static = each_tensor((inputs, share), torch.clone)
+    def _record(self, inputs: Inputs, share: Tensor) -> Recorded | None:
+        """The micro-batch, recorded; None where it cannot be, which is said, and nothing is recorded any more."""
         try:
+            static = each_tensor((inputs, share), torch.clone)
+            if self.refreshed is None:
+                self.stale()
+                self.refreshed = self.recorder.record(self.refresh)
+            self.refreshed[1]()
             replay, losses = self.recorder.record(lambda: self._run(*static))
         except RuntimeError as error:
-            error.add_note("while a micro-batch was recorded as a CUDA graph; step.graphs = false does without")
-            raise
+            if self.needed and not is_out_of_memory(error):
+                error.add_note("while a micro-batch was recorded as a CUDA graph; step.graphs = false does without")
+                raise
+            reason = "memory ran out" if is_out_of_memory(error) else f"a micro-batch cannot be recorded ({error})"
+        else:
+            return Recorded(replay, tensors_of(static), losses)
         finally:
             self.stale()  # nothing else is to take from there what the graph makes
-        return Recorded(replay, tensors_of(static), losses)
+        self.give_up(reason)
+        return None
 
     def _look_at_parameters(self) -> None:
         places = [(each.data_ptr(), each.grad.data_ptr(), each.requires_grad) for each in self.parameters]
         if places != self.places:
-            # With a pool of its own: what the layers still hold keeps the old one alive.
-            self.places, self.met, self.recorded, self.recorder = places, {}, {}, self.new_recorder()
+            self.places = places
+            self.let_go()
+
+
+def beside(graphs: Graphs | None, work: Callable[P, T]) -> Callable[P, T]:
+    """The work, which is not a step's; where it runs out of memory beside recorded graphs, they are let go, and it is done
+    again."""
+
+    def done(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return work(*args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if graphs is None or not graphs.recorded or not is_out_of_memory(error):
+                raise
+        graphs.let_go()
+        return work(*args, **kwargs)
+
+    return done
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -57,7 +57,7 @@ def _streaming(plan: RunPlan) -> Sequence[Keys]:
 def _more_streaming(plan: RunPlan) -> Iterator[Keys]:
     """That blocks are streamed at all, of which as many stay as fit; or that none stay."""
     memory, family = plan.config.memory, plan.model.family
-    if family.memory.blocks and memory.offload == "none" and not memory.shard and not plan.config.step.graphs:
+    if family.memory.blocks and memory.offload == "none" and not memory.shard and plan.config.step.graphs is not True:
         yield {"memory.offload": "blocks"}
     if plan.model.resident.get(family.denoiser):
         yield {"memory.resident_blocks": 0}
@@ -101,7 +101,6 @@ def _smaller_denoiser(plan: RunPlan) -> str:
 
 # The cheapest first.
 REMEDIES = (
-    Remedy("graphs", ways=lambda plan: [{"step.graphs": False}] * plan.config.step.graphs, keeps=lambda config: True),
     Remedy(
         "checkpointing", "every step takes up to a third longer; no byte changes",
         levels=_checkpointing, least="every block recomputed",

@@ -29,6 +29,7 @@ from trainer.data.batches import loader, sampler
 from trainer.engine.assembly import TrainState, build_adapter, build_step, load_trained
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode, report_captions
+from trainer.engine.graphs import beside
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.engine.policies import NonFinite, what_would_fit
 from trainer.engine.step import Step
@@ -210,6 +211,7 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
     config, artifacts, go_on = run.plan.config, run.artifacts(), "go on with --resume_from auto"
     held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating)
     held_out.changed = noted(run.progress.changes, FIXED_LOSS)
+    held_out.errors = beside(run.step.graphs, held_out.errors)
 
     def change(at: Position) -> Fields:
         with run.state.evaluating():
@@ -228,14 +230,14 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
         Job(
             name="the change of the weights was measured",
             due=change_due,
-            run=change,
+            run=beside(run.step.graphs, change),
             remedy=TOO_LARGE,
             fields=("weight_change",),
         ),
         Job(
             name="samples were drawn",
             due=lambda at: bool(run.plan.data.requests) and at.due(config.validation.every_steps, ends=True),
-            run=artifacts.draw_samples,
+            run=beside(run.step.graphs, artifacts.draw_samples),
             remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with validation.every_steps = 0",
         ),
         # After the samples, whose first one may be the files' thumbnail. Those of the last step come with the end.
@@ -312,6 +314,7 @@ def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
 def close(run: Run, signals: Signals, *, finished: bool) -> None:
     """Leave what a whole run leaves for people, or what one does that stops before its end."""
     signals.promise = "stopping; the last step is saved"
+    run.step.graphs = None  # pictures may need the memory
     try:
         artifacts = run.artifacts()
         if finished:

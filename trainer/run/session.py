@@ -31,6 +31,7 @@ from trainer.config.reading import literal
 from trainer.data.sources import Scanned
 from trainer.engine.components import Components
 from trainer.engine.encoding import conditionings
+from trainer.engine.graphs import beside
 from trainer.models.base import SampleRequest
 from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, resolve
 from trainer.resume.allowed_changes import Allowance
@@ -194,8 +195,9 @@ class Session:
     def _iterate(self) -> Generator[SimpleNamespace]:
         run, signals = self.run, self._built[1]  # type: ignore[index]
         if self.errors is not None:
-            if run.step.graphs is not None:
+            if self.config.step.graphs is True:
                 raise UserError("step.graphs = true records the objective's own loss; leave it out beside a loss of your own")
+            run.step.graphs = None
             run.step.losses = replace(run.step.losses, errors=self.errors)  # type: ignore[type-var]
             run.context.processes.say("the steps train on the caller's loss; the held-out loss is objective.loss")
         loop = make_loop(run, signals, self.jobs)
@@ -251,7 +253,8 @@ class Session:
         components.load(plan.model.family.vae)
         with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength):
             conditioning = conditionings(components, [prompt, negative])
-            return components.family.images.draw(components.model, asked, conditioning(prompt), conditioning(negative))
+            draw = beside(self.run.step.graphs, components.family.images.draw)
+            return draw(components.model, asked, conditioning(prompt), conditioning(negative))
 
     def export(self, path: str | Path) -> list[Path]:
         """Write the adapter as it is, in the config's formats: diffusers' file at the path, the others beside it. Returns the

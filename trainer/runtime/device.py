@@ -11,7 +11,7 @@ import torch
 from trainer import kernels
 from trainer.base.errors import UserError, number_in
 from trainer.base.protocols import Kernels
-from trainer.config import Config
+from trainer.config import Config, against_graphs
 from trainer.runtime import precision, processes
 from trainer.runtime.compilation import check_compiler
 from trainer.runtime.processes import Processes
@@ -34,9 +34,18 @@ def check_device(config: Config) -> torch.device:
         check_compiler(device)
     choice = kernels.choose(config.adapter.kernels, device)
     precision.check_scaled_matmul(config.precision.matmul, choice, device)
-    if config.step.graphs and device.type != "cuda":
+    if config.step.graphs is True and device.type != "cuda":
         raise UserError(f"step.graphs = true needs a CUDA device, this run is on {device}; leave it out")
     return device
+
+
+def without_graphs(config: Config, device: torch.device) -> str:
+    """Why the steps of a run are not replayed as CUDA graphs; "" where they are."""
+    if config.step.graphs is False:
+        return "step.graphs = false"
+    if device.type != "cuda":
+        return f"they need a CUDA device, this run is on {device}"
+    return next((f"{what}: {why}" for what, why in against_graphs(config)), "")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, 
     )
     if needs.streaming:
         lines.append(f"  {needs.streaming.about}")
+    if needs.graphs:
+        beside = "there is room for them" if needs.fits(memory, graphs=True) else "there is none, so the steps are eager"
+        lines.append(f"  step.graphs: CUDA graphs keep {size_text(needs.graphs)} beside that; {beside}")
     if needs.host:
         text = ", ".join(f"{what} {size_text(size)}" for what, size in needs.host.items())
         lines.append(
@@ -89,7 +92,7 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
         slow, fast = sorted(each / 1e9 for each in step_time.BUS)
         line += f"\n  with {copied} of streamed blocks a step, copied beside it at {slow:g} to {fast:g} GB/s: not measured"
     table = plan.config.step
-    if table.graphs or table.compile != "none":
+    if needs.graphs or table.compile != "none":
         line += "\n  of eager steps: step.compile and step.graphs take other time and memory, see docs/figures.md"
     if on_cpu and step_time.slow_in(compute):
         line += "\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory"

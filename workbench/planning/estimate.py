@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainer import optim
 from trainer.base.protocols import Kernels
 from trainer.base.types import Conditioning
+from trainer.config import has_graphs
 from trainer.data.buckets import ReferenceLayout, named
 from trainer.data.cache import fill
 from trainer.data.cache.texts import HELD_BYTES, at_once
@@ -79,7 +80,8 @@ class Streaming:
 class Forecast:
     """What a run would take of memory and disk. phases: in the order of a run, each at its largest. cache, checkpoint,
     adapter: bytes on the disk, of all entries, of one checkpoint, of the trained weights. base: what the process itself takes
-    where it computes on the CPU, 0 of an accelerator. host: beside an accelerator, bytes of the host's memory by what takes
+    where it computes on the CPU, 0 of an accelerator. graphs: bytes of the CUDA graphs of the steps, beside the rest; where
+    they are not there, the steps are eager. host: beside an accelerator, bytes of the host's memory by what takes
     them, at the largest moment. streaming: of the denoiser; None where it is not."""
 
     phases: tuple[Stage, ...]
@@ -87,6 +89,7 @@ class Forecast:
     checkpoint: int
     adapter: int = 0
     base: int = 0
+    graphs: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
     streaming: Streaming | None = None
 
@@ -106,9 +109,9 @@ class Forecast:
         """The memory that a run needs."""
         return self.base + self.largest.peak + self.margin
 
-    def fits(self, memory: int) -> bool:
-        """Whether the run fits into so many bytes."""
-        return self.total <= memory
+    def fits(self, memory: int, *, graphs: bool = False) -> bool:
+        """Whether the run fits into so many bytes. graphs: with those of its steps."""
+        return self.total + graphs * int((1 + SHARE) * self.graphs) <= memory
 
 
 def forecast(plan: RunPlan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
@@ -149,6 +152,9 @@ class Forecaster:
             self._let_go([self.family.vae])
         self.prepare()
         training = [self.step(layout, config.data.batch_size) for layout in layouts]
+        # What a micro-batch takes stays with its graph, and those of all sizes share it.
+        kept = max(phase.parts["saved"] + phase.parts["transient"] for phase in training)
+        graphs = kept if has_graphs(config) and not self.on_cpu else 0
         if self.on_cpu:
             training += self.update(max(training, key=lambda phase: phase.peak))
         training += [self.held_out_loss(layout) for layout in measured]
@@ -169,7 +175,8 @@ class Forecaster:
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
         cache = self.cache_bytes()
         host = {} if self.on_cpu else self.host(cache, checkpoint)
-        return Forecast((*encoding, *training), cache, checkpoint, adapter, host=host, streaming=self.streaming())
+        phases, streaming = (*encoding, *training), self.streaming()
+        return Forecast(phases, cache, checkpoint, adapter, graphs=graphs, host=host, streaming=streaming)
 
     # --- phases -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tests.tape import Taping
 from tests.unit.engine.test_step import OURS, batch
 from trainer.base.errors import is_out_of_memory
 from trainer.base.types import Batch
-from trainer.engine.graphs import WARM_UP, CudaGraphs, Graphs, shapes_of
+from trainer.engine.graphs import WARM_UP, CudaGraphs, Graphs, beside, shapes_of
 from trainer.engine.step import backward
 from trainer.kernels.scratch import scratch
 
@@ -28,9 +28,14 @@ class Made:
     def inputs(self, batch: Batch, update) -> torch.Tensor:
         return batch.latents
 
-    def of(self, latents: torch.Tensor) -> torch.Tensor:
+    def refresh(self):
+        """As Adapter.refreshed."""
         if self.made is None:
-            self.made = self.parameter.detach() * 2
+            self.made = made = self.parameter.detach() * 2
+        return lambda: setattr(self, "made", made)
+
+    def of(self, latents: torch.Tensor) -> torch.Tensor:
+        self.refresh()
         return (latents * self.made.mean()).mean((1, 2, 3)) * self.parameter.sum()
 
     def stale(self) -> None:
@@ -42,11 +47,11 @@ def micro_batch(value: float, count: int = 2) -> Batch:
     return Batch(made.occurrences, made.latents * value, *list(vars(made).values())[2:])
 
 
-def graphs_of(losses: Made) -> tuple[Graphs, Taping, list[str]]:
+def graphs_of(losses: Made, **more) -> tuple[Graphs, Taping, list[str]]:
     said: list[str] = []
     taping = Taping([losses.parameter])
-    given = {"stale": losses.stale, "recorder": lambda: taping, "say": said.append}
-    return Graphs(losses, [losses.parameter], **given), taping, said
+    given = {"refresh": losses.refresh, "stale": losses.stale, "recorder": lambda: taping, "say": said.append}
+    return Graphs(losses, [losses.parameter], **given | more), taping, said
 
 
 def test_micro_batches_of_a_shape_are_eager_first_then_replayed_with_the_same_bytes() -> None:
@@ -55,6 +60,8 @@ def test_micro_batches_of_a_shape_are_eager_first_then_replayed_with_the_same_by
     graphs, taping, said = graphs_of(one)
     for number in range(1, 11):
         share, given = torch.tensor(1 / number), micro_batch(number / 3, count=1 if number == 5 else 2)
+        if number % 2:
+            graphs.begin()
         losses = graphs(given, OURS, share)
         assert torch.equal(losses, backward(other.of(given.latents), share)) and not losses.requires_grad
         assert torch.equal(one.parameter.grad, other.parameter.grad), f"micro-batch {number}"
@@ -63,14 +70,15 @@ def test_micro_batches_of_a_shape_are_eager_first_then_replayed_with_the_same_by
                 with torch.no_grad():
                     each.parameter.sub_(each.parameter.grad, alpha=0.1)
                 each.stale()
-    assert taping.warmed == WARM_UP + 1 and len(taping.tapes) == 1 and taping.replayed == 10 - taping.warmed
+    replays = 10 - WARM_UP - 1  # of micro-batches, and of what follows from the parameters in each of the updates 2 to 5
+    assert taping.warmed == WARM_UP + 1 and len(taping.tapes) == 2 and taping.replayed == replays + 4
     assert said == ["step.graphs: micro-batches of 2 photo(s) of 96x64 are a CUDA graph now"]
 
 
 def test_what_a_replay_gave_is_still_there_after_the_next() -> None:
     graphs, taping, _ = graphs_of(Made())
     found = [graphs(micro_batch(float(number)), OURS, torch.tensor(1.0)) for number in range(WARM_UP + 2)]
-    assert taping.replayed == 2 and not torch.equal(found[-1], found[-2])
+    assert taping.replayed == 2 + 1 and not torch.equal(found[-1], found[-2])
 
 
 @pytest.mark.parametrize("change", ["frozen", "moved", "gradient moved"])
@@ -79,7 +87,7 @@ def test_parameters_that_are_others_are_recorded_anew(change: str) -> None:
     graphs, taping, _ = graphs_of(losses)
     for _ in range(WARM_UP + 1):
         graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
-    assert len(taping.tapes) == 1
+    assert len(taping.tapes) == 2
     if change == "frozen":
         losses.parameter.requires_grad_(False)
         losses.other = nn.Parameter(torch.ones(()))  # else there is nothing to walk back to
@@ -90,7 +98,7 @@ def test_parameters_that_are_others_are_recorded_anew(change: str) -> None:
         losses.parameter.grad = losses.parameter.grad.clone()
     for _ in range(WARM_UP + 1):
         graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
-    assert len(taping.tapes) == 2 and taping.warmed == 2 * WARM_UP
+    assert len(taping.tapes) == 4 and taping.warmed == 2 * WARM_UP
 
 
 def test_nothing_is_recorded_of_what_failed_and_what_to_do_is_told() -> None:
@@ -107,7 +115,61 @@ def test_nothing_is_recorded_of_what_failed_and_what_to_do_is_told() -> None:
         graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
     assert "step.graphs = false" in raised.value.__notes__[0] and losses.made is None
     taping.record = plain
-    assert torch.isfinite(graphs(micro_batch(1.0), OURS, torch.tensor(1.0))).all() and len(taping.tapes) == 1
+    assert torch.isfinite(graphs(micro_batch(1.0), OURS, torch.tensor(1.0))).all() and len(taping.tapes) == 2
+
+
+@pytest.mark.parametrize(
+    ("needed", "error"),
+    [
+        (True, torch.OutOfMemoryError("CUDA out of memory")), (False, torch.OutOfMemoryError("CUDA out of memory")),
+        (False, RuntimeError("operation not permitted when stream is capturing")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at", [1, 2], ids=["what follows from the parameters", "the micro-batch"])
+def test_what_cannot_be_recorded_is_eager_from_then_on(needed: bool, error: RuntimeError, at: int) -> None:
+    """With the same bytes; where the config asks for graphs, only want of memory is a reason."""
+    losses, other = Made(), Made()
+    graphs, taping, said = graphs_of(losses, needed=needed)
+    for _ in range(WARM_UP):
+        graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
+    plain, asked = taping.record, []
+
+    def broken(region):
+        asked.append(region)
+        if len(asked) == at:
+            raise error
+        return plain(region)
+
+    taping.record = broken
+    for _ in range(2):
+        made = graphs(micro_batch(3.0), OURS, torch.tensor(1.0))
+        assert torch.equal(made, other.of(micro_batch(3.0).latents))
+    assert len(asked) == at and len(said) == 1 and not graphs.recorded and graphs.off
+    assert said[0].startswith("step.graphs: ") and "go on without" in said[0]
+
+
+def test_work_beside_graphs_gets_their_memory_when_it_needs_it() -> None:
+    losses = Made()
+    graphs, taping, _ = graphs_of(losses)
+    for _ in range(WARM_UP + 1):
+        graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
+
+    def picture(size: int) -> int:
+        if graphs.recorded:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return size
+
+    assert beside(graphs, picture)(7) == 7 and not graphs.off
+    with pytest.raises(torch.OutOfMemoryError):
+        beside(None, lambda: beside(graphs, next)(iter(broken())))()
+    for _ in range(WARM_UP + 1):
+        graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
+    assert len(graphs.recorded) == 1 and len(taping.tapes) == 4
+
+
+def broken():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+    yield
 
 
 def test_a_key_tells_shapes_strides_dtypes_and_what_is_not_there() -> None:

@@ -10,7 +10,7 @@ import torch
 from trainer import optim
 from trainer.base.errors import OutOfMemory
 from trainer.base.types import Batch, Occurrence
-from trainer.engine.step import Step
+from trainer.engine.step import Step, backward
 
 OURS, THEIRS = (tuple(Occurrence(0, f"{process}/{i}.jpg", 0) for i in range(2)) for process in (0, 1))
 
@@ -103,6 +103,40 @@ def test_want_of_memory_in_one_process_ends_the_step_of_both(here: bool) -> None
     message = str(raised.value)
     assert ("micro-batch 1 of 1: 2 photo(s) of 96x64 (0/0.jpg, 0/1.jpg)" in message) == here
     assert ("in another process" in message) == (not here) and peer.reductions == 2
+
+
+class Replayed:
+    """Graphs that ran out of memory in the second micro-batch, half of whose gradient is there."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.recorded, self.calls, self.reasons = step, {"a shape": None}, 0, []
+
+    def __call__(self, batch: Batch, update, share: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        losses = backward(self.step.losses(batch, update), share, contextlib.nullcontext())
+        if self.recorded and self.calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return losses
+
+    def give_up(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.recorded = {}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_update_that_runs_out_of_memory_beside_graphs_is_made_again_without(recorded: bool) -> None:
+    """The whole of it: a micro-batch may have left a part of its gradient."""
+    weights, results = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)], []
+    begun: list[int] = []
+    for weight in weights:
+        step = alone(lambda weight=weight: weight.sum(), [weight], max_grad_norm=0.0, begin=lambda: begun.append(1))
+        if weight is weights[0]:
+            step.graphs = graphs = Replayed(step)
+            graphs.recorded = {"a shape": None} if recorded else {}
+            graphs.calls = 0 if recorded else 9
+        results.append(step.run(1, [batch(OURS), batch(THEIRS)], [*OURS, *THEIRS]))
+    assert results[0] == results[1] and torch.equal(*weights)
+    assert graphs.reasons == ["memory ran out"] * recorded and len(begun) == 2 + recorded
 
 
 def test_other_errors_pass() -> None:
