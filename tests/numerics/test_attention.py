@@ -82,7 +82,7 @@ def block(kind: str, **options: Any) -> tuple[nn.Module, Tensor]:
 
 
 def given_processors(kind: str, layers: nn.Module, device: torch.device = CPU) -> None:
-    attention.few_tokens_in_fp32(layers, FAMILIES[kind].memory.attention, device)
+    attention.TORCHS_OWN.give(layers, FAMILIES[kind].memory.attention, device)
 
 
 def angles(tokens: int) -> tuple[Tensor, Tensor]:

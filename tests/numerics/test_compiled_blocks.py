@@ -26,7 +26,7 @@ from trainer.kernels import decode, dora_torch
 from trainer.models import FAMILIES
 from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS, FrozenLinear
-from trainer.runtime.attention import Attention, few_tokens_in_fp32
+from trainer.runtime.attention import TORCHS_OWN, Attention
 from trainer.runtime.compilation import Compiler
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def built(kind: str, adapter: str, storage: str) -> Built:
             else:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     made.share_inputs(name, family.memory.shared_inputs[name])
-    few_tokens_in_fp32(denoiser, family.memory.attention, CPU)
+    TORCHS_OWN.give(denoiser, family.memory.attention, CPU)
     return Built(
         kind, denoiser.blocks[0], made.named_parameters(), torch.bfloat16, lambda: made.mark_stale() or made.refresh()
     )

@@ -10,7 +10,7 @@ import torch
 from tests.harness import DENOISER, Workbench, built
 from tests.integration.test_export import inputs_for
 from trainer.kernels import dora_torch
-from trainer.runtime.attention import few_tokens_in_fp32
+from trainer.runtime.attention import TORCHS_OWN
 
 # Of SDXL, whose hundreds of layers take seconds each time, what Flux has not: convolutions, in 16 bits and converted.
 CASES = [("flux", kind, dtype) for kind in ("lora", "dora") for dtype in ("fp32", "bf16", "fp16", "fp8_e4m3")]
@@ -27,7 +27,7 @@ def test_adapted_output_is_the_base_output(bench: Workbench, family: str, kind: 
         model, inputs = run.model.modules[denoiser], inputs_for(family, run)
         swap = partial(run.plan.model.storage[denoiser].swap, kernels=dora_torch)
         base = run.plan.model.source.load(denoiser, swap=swap, device=run.context.processes.device)
-        few_tokens_in_fp32(base, run.plan.model.family.memory.attention, run.context.processes.device)
+        TORCHS_OWN.give(base, run.plan.model.family.memory.attention, run.context.processes.device)
         with torch.no_grad():
             expected, got = base(**inputs).sample, model(**inputs).sample
         assert torch.isfinite(expected).all() and expected.abs().max() > 0

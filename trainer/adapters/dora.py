@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from trainer.base import memory
 from trainer.base.protocols import BaseLayer
 from trainer.kernels.dora_torch import TINY
 
@@ -152,16 +153,33 @@ def _composed(layers, x, mask, a_all, *tensors):
     outputs, saved = [], [x_a, mask, t_all, a_all]
     for at, (layer, t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
         base, _, _, _, bias_N, _, z_rows, (_, sb_NR, g_N, _) = layer
+        y = _y_again(base, x, g_N) if base.unread else None
+        if y is not None:
+            outputs.append(y)
+            saved += (tensors[at * _GIVEN + 1],) if g_N is None else (tensors[at * _GIVEN + 1], None, y)
+            continue
         y = base.matmul(x_c)
         y_MN = base.rows(y)
         z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
         kernels.compose(y_MN, t_MR, sb_NR, g_N, bias_N, y_MN)
         base.put_rows(y_MN, y)
         y = base.expanded(y, x.shape)
+        if base.unread and g_N is not None:
+            memory.keep(y if z_rows is None else None)  # z0 of some rows is not in y
         outputs.append(y)
         # B, too, of a LoRA, whose s B may be B itself: a change of it in between would be seen.
         saved += (tensors[at * _GIVEN + 1],) if g_N is None else (tensors[at * _GIVEN + 1], z_part, y)
     return outputs, saved
+
+
+def _y_again(base: BaseLayer, x: torch.Tensor, g_N: torch.Tensor | None) -> torch.Tensor | None:
+    """The output of a layer that no backward pass but its own reads, as its block runs again; None: it has to be made.
+
+    A LoRA's gradients need none. Not a number: whoever reads it after all makes the gradient not finite.
+    """
+    if not memory.recomputing():
+        return None
+    return x.new_full(base.output_shape(x.shape), torch.nan) if g_N is None else memory.kept()
 
 
 class _Adapted(torch.autograd.Function):

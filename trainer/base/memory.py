@@ -7,15 +7,18 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 _depth = 0  # of blocks that run again just now
+# Of a block that keeps some of what it computes: what it kept so far as it runs, and what is left of it as it runs again.
+_keeping: list[Any] | None = None
+_kept: list[Any] | None = None
 
 
 def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -33,12 +36,13 @@ def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
 
 def checkpoint_blocks(
     blocks: Mapping[str, nn.Module],
-    every: bool | int,
+    every: bool | int | Literal["selective"],
     unread: Sequence[str] = (),
     skipped: Sequence[str] = (),
     compiled: Collection[str] = (),
 ) -> int:
     """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks.
+    "selective": of all, but for what costs much time and little memory: attention, and a last product that is read (`keep`).
 
     blocks: by name, with their adapters: what is put in later gets no gradient. They take tensors, in tuples, lists and
     dictionaries too, and return one or a tuple. Gradients of their parameters go to `.grad`, past hooks and autograd.grad.
@@ -46,31 +50,53 @@ def checkpoint_blocks(
     again outside of them. compiled: names of blocks that a compiler takes whole: it sees what a second forward is for, keeps
     no more, and leaves out by itself what nothing reads.
     """
-    every_nth = list(blocks)[:: 1 if every is True else every] if every else []
+    selective = every == "selective"
+    step = 1 if isinstance(every, (bool, str)) else every
+    every_nth = list(blocks)[::step] if every else []
     for name in every_nth:
         block = blocks[name]
         if name in compiled:
-            block.forward = _checkpointed(block.forward)
+            block.forward = _checkpointed(block.forward, selective)
             continue
         # Beside blocks that are not recomputed nothing tells which of them read what this one reads.
-        shared = every != 1 or any(fnmatchcase(name, pattern) for pattern in skipped)
-        block.forward = _recomputed(block, shared)
+        shared = step != 1 or any(fnmatchcase(name, pattern) for pattern in skipped)
+        block.forward = _recomputed(block, shared, selective)
         for layer, module in block.named_modules(prefix=name):
-            # Not those under an adapter: it reads what its layer gives.
-            if hasattr(module, "unread") and any(fnmatchcase(layer, pattern) for pattern in unread):
-                module.unread = True
+            if any(fnmatchcase(layer, pattern) for pattern in unread):
+                frozen = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+                if hasattr(frozen, "unread"):
+                    frozen.unread = True
     return len(every_nth)
 
 
-def _checkpointed(forward: Callable) -> Callable:
+def _checkpointed(forward: Callable, selective: bool) -> Callable:
+    keeping = {"context_fn": partial(create_selective_checkpoint_contexts, ATTENTION)} if selective else {}
+
     @wraps(forward)
     def wrapped(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **keeping, **kwargs)
 
     return wrapped
 
 
-def _recomputed(block: nn.Module, shared: bool) -> Callable:
+def keeping() -> bool:
+    """Whether a block runs for the first time that keeps some of what it computes."""
+    return _keeping is not None
+
+
+def keep(value: Any) -> None:
+    """In a block that runs for the first time and keeps some of what it computes: `kept` gives the value when it runs again
+    at the same place. In others nothing happens."""
+    if _keeping is not None:
+        _keeping.append(value)
+
+
+def kept() -> Any:
+    """In a block that runs again: what it kept at this place; None in one that keeps nothing."""
+    return _kept.pop(0) if _kept else None
+
+
+def _recomputed(block: nn.Module, shared: bool, selective: bool) -> Callable:
     forward, parameters = block.forward, list(block.parameters())
     # Nothing else in a block draws, and to keep a generator's state costs as much as a small product.
     draws = any(isinstance(module, _DROPOUTS) and module.p > 0 for module in block.modules())
@@ -89,11 +115,17 @@ def _recomputed(block: nn.Module, shared: bool) -> Callable:
 
         given = _exchanged((args, kwargs), torch.Tensor, taken)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        return _Recomputed.apply(forward, given, draws, shared, len(tensors), *tensors * _READERS, *trained)
+        how = draws, shared, selective
+        return _Recomputed.apply(forward, given, how, len(tensors), *tensors * _READERS, *trained)
 
     return wrapped
 
 
+# What a compiler keeps of a block that is recomputed but for attention.
+ATTENTION = [
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # By how many operators an input is read at most for its gradient to be summed in the order of an ordinary block.
 _READERS = 4
@@ -122,20 +154,27 @@ def _exchanged(value: Any, kind: type, new: Callable[[Any], Any]) -> Any:
 
 
 class _Recomputed(torch.autograd.Function):
-    """A block's outputs, of which only the inputs are kept. Its gradients are those of a second forward.
+    """A block's outputs, of which only the inputs are kept, and what it keeps itself. Its gradients are those of a second
+    forward.
 
     torch.utils.checkpoint is general: it meets each tensor that is saved, and each generator, with Python of its own, which
     takes longer than many a block.
     """
 
     @staticmethod
-    def forward(ctx, forward, given, draws, shared, count, *tensors):
+    def forward(ctx, forward, given, how, count, *tensors):
+        global _keeping
+        draws, shared, selective = how
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:count])
         ctx.block, ctx.given, ctx.shared, ctx.trained = forward, given, shared, tensors[count * _READERS :]
         ctx.drawn = _generators(tensors[0].device) if draws else None
         args, kwargs = _filled(given, tensors)
-        outputs = forward(*args, **kwargs)
+        before, _keeping = _keeping, [] if selective else None
+        try:
+            outputs = forward(*args, **kwargs)
+        finally:
+            ctx.kept, _keeping = _keeping, before
         if not all(isinstance(each, torch.Tensor) for each in (outputs if type(outputs) is tuple else (outputs,))):
             raise TypeError(f"a recomputed block returns a tensor or a tuple of tensors, not a {type(outputs).__name__}")
         return outputs
@@ -143,17 +182,19 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        global _depth
+        global _depth, _kept
         # Each a leaf, of the graph of this block alone.
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[5:], strict=False)
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=False)
         inputs = [tensor.detach().requires_grad_(need) for tensor, need in needed]
         args, kwargs = _filled(ctx.given, inputs)
         _depth += 1
+        before, _kept, ctx.kept = _kept, ctx.kept, None
         try:
             with nullcontext() if ctx.drawn is None else _drawing(ctx.drawn, inputs[0].device), torch.enable_grad():
                 outputs = ctx.block(*args, **kwargs)
         finally:
             _depth -= 1
+            _kept = before
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         read = [
             (get_gradient_edge(y), dy) for y, dy in zip(outputs, gradients, strict=True) if dy is not None and y.requires_grad
@@ -176,7 +217,7 @@ class _Recomputed(torch.autograd.Function):
                 last = those.pop()
                 those[-1] = those[-1] + last
         of_inputs = [those[place] if place < len(those) else None for place in range(_READERS) for those in parts]
-        return None, None, None, None, None, *of_inputs, *[None] * len(ctx.trained)
+        return None, None, None, None, *of_inputs, *[None] * len(ctx.trained)
 
 
 def _keep_parts(outputs: list[Any], inputs: Sequence[torch.Tensor], parts: Sequence[list[torch.Tensor]]) -> None:

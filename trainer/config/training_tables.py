@@ -102,8 +102,9 @@ FitBy = Annotated[tuple[MayChange, ...], Field(strict=False, min_length=1), Afte
 class MemoryTable(Table):
     """What is given up to need less memory."""
 
-    gradient_checkpointing: bool | Count = False
-    """Recompute blocks in the backward pass: none, all, or every n-th. Slower, same bytes."""
+    gradient_checkpointing: Literal["selective"] | bool | Count = False
+    """Recompute blocks in the backward pass: none, every n-th, all but for their attention (`"selective"`), or all. Slower,
+    same bytes."""
     fit: FitText | None = None
     """Fit the run into this much memory, for example `"12GiB"`, or into the card's: `"auto"`."""
     fit_by: Annotated[FitBy, ReadWith("memory.fit")] = ("checkpointing",)

@@ -90,11 +90,13 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     # Norms of a streamed block are made as it passes by.
     adapter.refresh_before(adapted | components.streamed_blocks(adapted))
     unread = family.memory.unread_beside(adapter.layers, half=plan.scales_loss)
-    components.attention.give(modules[family.denoiser], family.memory.attention, components.model.device)
+    every, device = config.memory.gradient_checkpointing, components.model.device
+    components.attention.give(modules[family.denoiser], family.memory.attention, device, kept=every == "selective")
     compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.memory.compiled)}
-    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread, family.memory.skipped, compiled)
+    recomputed = checkpoint_blocks(blocks, every, unread, family.memory.skipped, compiled)
     if recomputed:
-        peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
+        but = ", but for attention" if every == "selective" else ""
+        peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass{but}")
     if compiler is not None:
         peers.say(
             f"step.compile: {compiler.compile(compiled)} blocks are compiled when a shape is met first, which takes minutes"

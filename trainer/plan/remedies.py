@@ -44,7 +44,8 @@ class Remedy:
 
 def _checkpointing(plan: RunPlan) -> Sequence[Keys]:
     """The fastest first: no block, every fourth, ..., all."""
-    return [{"memory.gradient_checkpointing": every} for every in (False, 4, 3, 2, True) if plan.model.family.memory.blocks]
+    ways = (False, 4, 3, 2, "selective", True) if plan.model.family.memory.blocks else ()
+    return [{"memory.gradient_checkpointing": every} for every in ways]
 
 
 def _streaming(plan: RunPlan) -> Sequence[Keys]:

@@ -4,22 +4,27 @@
 takes. They, and the denoiser under "auto" where cuDNN's is not the faster, have torch's own order: flash, memory-efficient,
 plain (precision.py leaves cuDNN's out of it).
 
+In blocks that are recomputed but for attention (memory.gradient_checkpointing = "selective"), the fused kernels' output and
+row sums are kept, and the backward pass begins there. Plain attention and masks keep nothing.
+
 On a CPU, attention over few tokens is computed in fp32, where the denoiser computes in 16 bits. There torch's attention of
 16-bit tensors takes up to 8 times as long as copies in fp32 and attention of these (torch 2.13; docs/precision.md has the
 figures). Over many tokens the copies cost memory and, in bf16, more time than they save.
 """
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainer.base import memory
 from trainer.base.errors import UserError
 
 # Queries up to which fp32 was the faster at every head size, forward and backward.
@@ -63,14 +68,25 @@ class Attention:
         kernels = [KERNELS[kind] for kind in self.kinds]
         return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
 
-    def give(self, denoiser: nn.Module, processor: Callable[[nn.Module, Callable], Any], device: torch.device) -> None:
+    def give(
+        self,
+        denoiser: nn.Module,
+        processor: Callable[[nn.Module, Callable], Any],
+        device: torch.device,
+        *,
+        kept: bool = False,
+    ) -> None:
         """Have a denoiser compute so: for training, for samples, for a loss. A block that runs again in a backward pass is
         not inside its forward: that pass has to be made in `used`.
 
-        processor: as `MemoryPart.attention` of the models. device: where the denoiser computes.
+        processor: as `MemoryPart.attention` of the models. device: where the denoiser computes. kept: whether blocks may keep
+        what attention gave.
         """
+        if not self.kinds and device.type == "cpu":
+            _attend(denoiser, processor, attention)
+        elif kept:
+            _attend(denoiser, processor, attention_once)
         if not self.kinds:
-            few_tokens_in_fp32(denoiser, processor, device)
             return
         forward = denoiser.forward
 
@@ -189,16 +205,10 @@ def only_plain() -> bool:
     return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
 
 
-def few_tokens_in_fp32(denoiser: nn.Module, processor: Callable[[nn.Module, Callable], Any], device: torch.device) -> None:
-    """Give the attention layers of a denoiser on a CPU a processor that computes so: for training, for samples, and in a
-    recomputation.
-
-    processor: as `MemoryPart.attention` of the models. device: where the denoiser computes; on any but a CPU nothing is done.
-    """
-    if device.type != "cpu":
-        return
+def _attend(denoiser: nn.Module, processor: Callable[[nn.Module, Callable], Any], attend: Callable) -> None:
+    """Have the attention layers of a denoiser compute by that function: for training, for samples, and in a recomputation."""
     for layer in denoiser.modules():
-        if hasattr(layer, "set_processor") and (ours := processor(layer, attention)) is not None:
+        if hasattr(layer, "set_processor") and (ours := processor(layer, attend)) is not None:
             layer.set_processor(ours)
 
 
@@ -209,9 +219,99 @@ def attention(
 
     Of up to FEW queries in 16 bits it is computed in fp32 and rounded once.
     """
-    theirs = nn.functional.scaled_dot_product_attention
     if query.shape[-2] > FEW or query.itemsize != 2:
-        return theirs(query, key, value, attn_mask, **keys)
+        return attention_once(query, key, value, attn_mask, **keys)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()
-    return theirs(query.float(), key.float(), value.float(), attn_mask, **keys).to(query.dtype)
+    return attention_once(query.float(), key.float(), value.float(), attn_mask, **keys).to(query.dtype)
+
+
+def attention_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **keys: Any
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention of [..., tokens, head size], in a block that keeps what it gives: once.
+
+    Without a mask, where a fused kernel takes it; else it is computed again with the block.
+    """
+    theirs = nn.functional.scaled_dot_product_attention
+    if memory.recomputing():
+        made = memory.kept()
+        return theirs(query, key, value, attn_mask, **keys) if made is None else _Attended.apply(query, key, value, *made)
+    fused = _fused(query, key, value) if memory.keeping() and attn_mask is None and not keys else None
+    if fused is None:
+        memory.keep(None)
+        return theirs(query, key, value, attn_mask, **keys)
+    made = fused.forward(query, key, value)
+    memory.keep((fused, *made))
+    return made[0]
+
+
+class _Fused(NamedTuple):
+    """One of torch's fused kernels. forward: (query, key, value) -> (its output, what else its backward pass reads).
+    backward: (the output's gradient, query, key, value, what forward gave) -> the gradients of query, key and value."""
+
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., Sequence[torch.Tensor]]
+
+
+def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Fused | None:
+    """The kernel that torch takes for it; None for the plain one, and for heads that torch would pad."""
+    if query.shape[-1] % 8 or only_plain():
+        return None
+    if query.is_meta:
+        return _ON_CPU  # stands for all of them in a plan (dry_run.py)
+    choice = torch._fused_sdp_choice(query, key, value)
+    if query.device.type == "cpu":
+        return _ON_CPU if choice == SDPBackend.FLASH_ATTENTION.value else None
+    return _ON_CARD.get(choice)
+
+
+_ATEN = torch.ops.aten
+_ON_CPU = _Fused(
+    lambda q, k, v: _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v),
+    lambda dy, q, k, v, out, lse: _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        dy, q, k, v, out, lse, 0.0, False
+    ),
+)
+_ON_CARD = {
+    SDPBackend.FLASH_ATTENTION.value: _Fused(
+        lambda q, k, v: _ATEN._scaled_dot_product_flash_attention(q, k, v)[:8],
+        lambda dy, q, k, v, out, lse, of_q, of_k, most_q, most_k, seed, offset: (
+            _ATEN._scaled_dot_product_flash_attention_backward(
+                dy, q, k, v, out, lse, of_q, of_k, most_q, most_k, 0.0, False, seed, offset
+            )
+        ),
+    ),
+    SDPBackend.CUDNN_ATTENTION.value: _Fused(
+        lambda q, k, v: _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True)[:8],
+        lambda dy, q, k, v, out, lse, of_q, of_k, most_q, most_k, seed, offset: (
+            _ATEN._scaled_dot_product_cudnn_attention_backward(
+                dy, q, k, v, out, lse, seed, offset, None, of_q, of_k, most_q, most_k, 0.0, False
+            )
+        ),
+    ),
+    SDPBackend.EFFICIENT_ATTENTION.value: _Fused(
+        lambda q, k, v: _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True),
+        lambda dy, q, k, v, out, lse, seed, offset: _ATEN._scaled_dot_product_efficient_attention_backward(
+            dy, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False]
+        )[:3],
+    ),
+}
+
+
+class _Attended(torch.autograd.Function):
+    """Attention whose output is there already: its backward pass alone."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, fused, out, *made):
+        ctx.fused, ctx.others = fused, [None if isinstance(each, torch.Tensor) else each for each in made]
+        ctx.save_for_backward(query, key, value, out, *(each for each in made if isinstance(each, torch.Tensor)))
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        query, key, value, out, *tensors = ctx.saved_tensors
+        in_turn = iter(tensors)
+        made = [next(in_turn) if each is None else each for each in ctx.others]
+        return *ctx.fused.backward(dy, query, key, value, out, *made), *[None] * (2 + len(made))
