@@ -158,9 +158,8 @@ class Step:
     sum: sums tensors over the processes, in place.
     training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
     attention: a context with the denoiser's attention, for the backward pass: blocks run again there, outside its forward.
-    too_large: what to change where it runs out of memory.
-    begin: called before the first micro-batch of an update. graphs: in place of `losses` and `backward`; None: eager. Where
-    memory runs out beside them, the update is made without.
+    too_large: what to change where memory runs out. begin: called before the first micro-batch of an update. graphs: in place
+    of `losses` and `backward`; None: eager. Where memory runs out beside them, the update is made without.
     A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
     """
 
