@@ -328,7 +328,7 @@ class Recorded:
         self.share = torch.ones((), device=run.device)
         parameters, said = list(adapter.named_parameters().values()), []
         self.graphs = graphs.Graphs(
-            step.losses, parameters, refresh=adapter.refreshed, stale=adapter.mark_stale, recorder=lambda: self.guard,
+            step.losses, parameters, adapter, recorder=lambda: self.guard,
             say=said.append,
         )  # fmt: skip
         self.graphs._look_at_parameters = lambda: None  # they have no addresses here
@@ -340,7 +340,7 @@ class Recorded:
         self.guard.traces.clear()
         for batch in self.batches:
             self.graphs.recorded.clear()
-            self.graphs.refreshed = None
+            self.graphs.pool.refreshed = None
             with patch.object(graphs, "WARM_UP", 1):
                 self.graphs(batch, self.occurrences, self.share)
         return [made + micro_batch for made, micro_batch in zip(self.guard.traces[::2], self.guard.traces[1::2], strict=True)]

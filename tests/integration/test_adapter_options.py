@@ -96,6 +96,7 @@ def test_a_draw_is_of_seed_step_micro_batch_and_layer() -> None:
     assert len({tuple(drawn.tolist()) for drawn in (rows(), *others)}) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["*attn1.to_q", "conv_in"])
 def test_forward_and_gradients_are_those_of_dense_autograd(bench: Workbench, target: str) -> None:
     """fp64 autograd over W + s B (rows A), with the rows that were drawn; other layers share nothing meanwhile."""
@@ -130,6 +131,7 @@ def test_forward_and_gradients_are_those_of_dense_autograd(bench: Workbench, tar
         assert layer.now.rows is None and not layer.training, "off again"
 
 
+@pytest.mark.slow
 def test_each_micro_batch_of_a_step_has_the_draws_of_its_own(bench: Workbench) -> None:
     """The rows of rank dropout are drawn for (step, micro-batch), and the dropout of inputs is on: both while a step trains,
     and neither after it."""
@@ -149,6 +151,7 @@ def test_each_micro_batch_of_a_step_has_the_draws_of_its_own(bench: Workbench) -
         assert all(on for _, on in seen) and not layer.training and layer.now.rows is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_the_limit_is_that_of_the_dense_norm(bench: Workbench, kind: str) -> None:
     """As kohya's sd-scripts: up and down by the root of limit / ||s B A||, where that is below 1, and else not a bit."""
@@ -211,6 +214,7 @@ def test_a_stopped_part_moves_no_more(bench: Workbench, optimizer: str) -> None:
         assert not any(p.requires_grad for p in module.parameters()), "it gets no backward pass any more"
 
 
+@pytest.mark.slow
 def test_a_stopped_part_is_limited_no_more_even_where_no_micro_batch_came(bench: Workbench) -> None:
     """A process without one must leave the part as the others do, though nothing switched its gradients off there."""
     more = {"adapter__rules": [{"component": "unet", "match": "conv_in", "stop_step": 2}], "adapter__max_norm": 0.5}

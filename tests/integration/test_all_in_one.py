@@ -149,6 +149,7 @@ def test_an_all_in_one_file_of_the_tiny_models(bench: Workbench) -> None:
         open_model(FLUX, str(path)).config("transformer")
 
 
+@pytest.mark.slow
 def test_a_plan_asks_for_the_tokenizer_that_is_nowhere(bench: Workbench, capsys) -> None:
     """As the training does."""
     configs = {c: published(c) | sizes for c, sizes in SIZES.items()}

@@ -315,6 +315,7 @@ def _keys(bench: Workbench, use: dict) -> set[str]:
     return asked
 
 
+@pytest.mark.slow
 def test_one_encoder_is_in_memory_at_a_time(bench: Workbench, monkeypatch) -> None:
     """The text encoders one after another, then the VAE, which stays where samples are drawn."""
     load, seen = Components.load, []
@@ -368,6 +369,7 @@ def test_choices_that_cannot_be_are_refused(bench: Workbench, wrong: dict, said:
         open_source(configs.parse(bench.tree(**wrong)))
 
 
+@pytest.mark.slow
 def test_the_limit_is_said(bench: Workbench) -> None:
     lines, _ = encoded(bench, data__cache_limit="1kB")
     assert re.fullmatch(

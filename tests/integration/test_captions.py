@@ -79,6 +79,7 @@ def test_every_step_sees_forms_of_its_captions(bench: Workbench, cached: bool) -
         assert texts == (len(variants | {""}) if cached else 0), "equal variants are kept once"
 
 
+@pytest.mark.slow
 def test_a_changed_caption_key_is_another_run(bench: Workbench) -> None:
     source = written(bench, "bear, sun, sea") | {"shuffle": True}
     train(configs.parse(tree(bench, "out", source, run__stop_after=1)), resume_from=None)

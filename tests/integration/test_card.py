@@ -131,6 +131,7 @@ def test_the_base_is_what_was_trained_on(bench: Workbench) -> None:
     assert base(named, repository=hub, overrides={"unet": Path("other")}) == "somebody/named"
 
 
+@pytest.mark.slow
 def test_a_model_that_predicts_v_is_used_as_one(bench: Workbench) -> None:
     written = text_of(bench.config(model__prediction="v"))
     assert "predicts v" in written and 'from_config(pipe.scheduler.config, prediction_type="v_prediction")' in written

@@ -87,6 +87,7 @@ def test_a_rule_is_of_its_component_and_of_none_whose_name_begins_alike() -> Non
             )
 
 
+@pytest.mark.slow
 def test_rules_set_the_learning_rate(bench: Workbench) -> None:
     rules = [{"component": "unet", "match": "*to_q", "lr": 1e-30}]
     with built(bench.config(adapter__rules=rules, optimizer__lr=1e-2)) as training:
@@ -174,6 +175,7 @@ def test_gradient_checkpointing_changes_no_gradient(
     assert {recomputed[name] for name in not_read} <= {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["text_encoder", "norm"])
 def test_a_recomputation_keeps_the_products_that_trained_gates_multiply(bench: Workbench, gate: str) -> None:
     adapted = {
@@ -199,6 +201,7 @@ def test_a_product_that_something_reads_after_all_is_noticed(bench: Workbench, m
     assert not result.updated and "the gradient is not finite" in result.refused
 
 
+@pytest.mark.slow
 def test_changed_photos_are_refused_on_resume(bench: Workbench, capsys) -> None:
     photos = bench.tmp / "photos"
     shutil.copytree(PHOTOS, photos)
@@ -226,6 +229,7 @@ def test_resume_from_an_older_folder_sets_the_later_ones_aside(bench: Workbench)
     assert metrics_of(bench.tmp / "out") == whole
 
 
+@pytest.mark.slow
 def test_resume_from_a_foreign_folder_spares_the_output_directory(bench: Workbench, capsys) -> None:
     assert run(bench, bench.tree(run__max_steps=2, adapter__targets=FEW)) == 0
     other = bench.tree(run__max_steps=2, run__output_dir=str(bench.tmp / "other"), adapter__targets=FEW)
@@ -237,6 +241,7 @@ def test_resume_from_a_foreign_folder_spares_the_output_directory(bench: Workben
     assert kept == {p: p.read_bytes() for p in (bench.tmp / "other").rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_a_start_that_never_saved_is_replaced_by_a_mended_config(bench: Workbench) -> None:
     tree = bench.tree(run__max_steps=2)
     out = bench.tmp / "out"
@@ -259,6 +264,7 @@ def test_exclude_that_matches_nothing_is_an_error(bench: Workbench, capsys) -> N
     assert "model.components.unet.exclude: the pattern '*to_qq' matches no layer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_excluded_layers_stay_in_16_bit(bench: Workbench) -> None:
     components = {"unet": {"dtype": "fp8_e4m3", "exclude": ["*attn1.to_q"]}}
     with built(bench.config(model__components=components)) as training:
@@ -267,6 +273,7 @@ def test_excluded_layers_stay_in_16_bit(bench: Workbench) -> None:
             assert stored == (torch.bfloat16 if name.endswith("attn1.to_q") else torch.float8_e4m3fn), name
 
 
+@pytest.mark.slow
 def test_resolved_config_names_every_components_dtype(bench: Workbench) -> None:
     import tomllib
 
@@ -277,6 +284,7 @@ def test_resolved_config_names_every_components_dtype(bench: Workbench) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_of_another_shape_or_dtype_is_refused(bench: Workbench) -> None:
     with built(bench.config(adapter__targets=["*attn1.to_q"])) as run:
         saved = {name: tensor.clone() for name, tensor in run.adapter.state_dict().items()}
@@ -325,6 +333,7 @@ def test_the_attention_that_was_asked_for_is_the_denoisers_alone(bench: Workbenc
         assert all(found.keys() == {(False, False)} for found in others.values()), others
 
 
+@pytest.mark.slow
 def test_a_named_attention_is_said_and_auto_is_not(bench: Workbench, capsys) -> None:
     for kind in ("auto", "math"):
         with built(bench.config(step__attention=kind, run__output_dir=str(bench.tmp / kind))):

@@ -437,6 +437,7 @@ def test_power_lost_or_killed_at_any_moment(bench: Bench, name: str) -> None:
     assert read(system.base) == system.disk.as_seen(), "the model lost sight of the disk"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["the first", "keep_last = 1"])
 def test_no_sync_can_be_left_out(bench: Bench, name: str) -> None:
     """None is there for nothing; and the model does find fault where one is missing."""

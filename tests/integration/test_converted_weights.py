@@ -84,6 +84,7 @@ def test_a_damaged_file_is_made_again(bench: Workbench, damage: str) -> None:
     assert path.read_bytes() == sound
 
 
+@pytest.mark.slow
 def test_whatever_changes_the_conversion_is_another_file(bench: Workbench) -> None:
     load(bench)
     for change in ({"format": FORMATS["fp4"]}, {"exclude": ("*to_q",)}, {"fingerprint": "another model"}):

@@ -205,6 +205,7 @@ def test_all_photos_are_pictured_while_there_is_room(bench: Workbench, tmp_path:
     assert {f"0/{number:02}.png" for number in range(3)} <= set(shown)
 
 
+@pytest.mark.slow
 def test_of_damaged_data_the_rest_is_shown_and_the_refusal_is_a_run_s(
     bench: Workbench, photos: Path, tmp_path: Path, capsys
 ) -> None:
@@ -253,6 +254,7 @@ def test_the_exit_status_says_what_strict_mode_would(bench: Workbench, tmp_path:
     assert "no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_held_out_photo_is_reported(bench: Workbench, photos: Path, tmp_path: Path, capsys) -> None:
     buffer = io.BytesIO()
     for name in os.listdir(photos):  # each photo twice, so whichever is held out has a copy

@@ -68,6 +68,7 @@ def tree(bench: Workbench, photos: Path, **more: Any) -> dict[str, Any]:
     return bench.tree("flux2", **({"data__sources": sources, "data__caption_dropout": 0.0} | more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_loss_is_that_of_the_librarys_script(bench: Workbench, photos: Path, count: int) -> None:
     """Of its image-to-image training (train_dreambooth_lora_flux2_klein_img2img.py), on the same draw: references are
@@ -103,6 +104,7 @@ def test_the_loss_is_that_of_the_librarys_script(bench: Workbench, photos: Path,
             torch.testing.assert_close(ours[index : index + 1], wanted, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_same_bytes_and_its_report_shows_what_the_model_was_shown(
     bench: Workbench, photos: Path, capsys, monkeypatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_latents_of_a_reference_that_are_not_finite_are_named_as_latents(bench: 
         assert run.step.run(1, [batch], occurrences).refused == f"the latents of {occurrences[1].sample} are not finite"
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_is_shown(bench: Workbench, photos: Path) -> None:
     """A step takes in the tokens of the references, and the cache their latents."""
 
@@ -198,6 +201,7 @@ def test_a_plan_counts_what_is_shown(bench: Workbench, photos: Path) -> None:
     assert saved[0] < 0.98 * saved[1] and saved[1] == pytest.approx(saved[2], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_advice_counts_the_photos_share_of_the_tokens_alone(bench: Workbench, photos: Path) -> None:
     """References keep their sizes at a smaller resolution."""
     for name in NAMES:

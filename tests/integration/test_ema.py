@@ -67,6 +67,7 @@ def by_formula(weights: list[dict[str, torch.Tensor]], decay: float) -> dict[str
     return average
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_the_formula_and_only_made_by_updates_that_changed_something(
     bench: Workbench, monkeypatch
 ) -> None:
@@ -272,6 +273,7 @@ def test_a_run_of_an_earlier_version_goes_on_to_the_same_bytes_or_is_refused_in_
         assert (whole / file).read_bytes() == (parts / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_an_average_neither_comes_nor_goes_in_mid_run(bench: Workbench) -> None:
     one = {"run__max_steps": 2, "run__stop_after": 1, "adapter__targets": ["conv_in"]}
     train(bench, "with", **CONSTANT | one)

@@ -184,6 +184,7 @@ def tree_of(folder: Path) -> dict[str, tuple[int, int]]:
 WAYS = [in_the_way, link_to_nowhere, link_to_itself]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "place"), [*product(["run__output_dir", "data__cache_dir"], WAYS), ("checkpoint__mirror", lambda tmp: "s3://a/b")]
 )
@@ -211,6 +212,7 @@ def test_a_plan_refuses_what_this_machine_cannot_write_and_notes_it_for_another(
     assert f"note: not on this machine: {messages[0].removeprefix('error: ')}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free", [0, 2**50])
 def test_a_disk_that_is_too_small(bench: Workbench, capsys, monkeypatch, free: int) -> None:
     """A plan refuses it, once all is said; one for another machine, and a start, warn. A start does twice: of encodings when

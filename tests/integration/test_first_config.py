@@ -108,6 +108,7 @@ def test_it_takes_the_config_of_a_cards_size_and_keeps_its_comments(bench: Workb
     capsys.readouterr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80])
 def test_lines_are_broken_between_words_and_the_command_can_be_copied(bench: Workbench, monkeypatch, capsys, columns) -> None:
     """Of --new and of data.py report."""
@@ -262,6 +263,7 @@ def test_what_is_set_stands_in_the_config(bench: Workbench, monkeypatch, capsys)
     assert "; 21 steps = 7 epochs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_is_set_wrongly_is_refused_as_elsewhere(bench: Workbench, monkeypatch, capsys) -> None:
     photos = captions_beside(bench.tmp)
     config = bench.write(bench.tree())

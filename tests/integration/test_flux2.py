@@ -107,6 +107,7 @@ def everything(models: Path, tmp_path_factory) -> Path:
     return bench.tmp / "out"
 
 
+@pytest.mark.slow
 def test_comfyui_has_a_layer_for_every_key(everything: Path, models: Path, capsys) -> None:
     """Names and shapes of its model: of the transformer the original ones, flat, modulation and time among them; of Qwen3
     `text_encoders.` and the name in its state dict (comfy/lora.py, `model_lora_keys_unet` and `model_lora_keys_clip`)."""
@@ -147,6 +148,7 @@ def tiny(models: Path) -> NamedModel:
     return whole_model_at(str(models / "flux2"), recognise)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_qwen3_goes_into_a_folder_of_pefts_and_not_into_the_file_for_diffusers(
     everything: Path, models: Path, tmp_path: Path, capsys
 ) -> None:
@@ -177,6 +179,7 @@ def test_an_adapter_of_qwen3_goes_into_a_folder_of_pefts_and_not_into_the_file_f
         assert torch.equal(layer.lora_magnitude_vector["default"].weight, factors.magnitude.make().flatten())
 
 
+@pytest.mark.slow
 def test_what_becomes_of_the_folder_of_pefts(bench: Workbench) -> None:
     """It follows its files. Of an adapter of Qwen3 alone there is no file for diffusers. A way back sets it
     aside, another choice of formats deletes it; a push sends it, and the card says how to load it."""
@@ -233,6 +236,7 @@ def test_what_is_refused(bench: Workbench, changed: dict, said: str) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_distilled_model_that_is_allowed_is_drawn_without_guidance(bench: Workbench) -> None:
     """And goes on where it had been taken for a base model: what is allowed changes no step."""
     train(bench.tree("flux2", model__variant="base", run__max_steps=2, run__stop_after=1), bench=bench)

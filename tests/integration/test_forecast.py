@@ -289,6 +289,7 @@ def test_advice_where_encoding_is_the_largest_phase(bench: Workbench, largest: s
 ladder = suggestions.ladder
 
 
+@pytest.mark.slow
 def test_a_change_that_helps_only_after_another_is_still_found() -> None:
     """Samples are the largest phase: recomputing blocks saves nothing, until there are none."""
 
@@ -305,6 +306,7 @@ def test_a_change_that_helps_only_after_another_is_still_found() -> None:
     assert told[-1].after.fits(4 * 2**30)
 
 
+@pytest.mark.slow
 def test_a_dtype_that_is_advised_after_another_takes_its_place() -> None:
     """nf4 after float8: the bytes that a component has in nf4, not that share of those in float8. Small layers take more."""
     for name, told in (("text_encoder_2", ["fp8_e4m3", "nf4"]), ("unet", ["fp8_e4m3"])):

@@ -39,6 +39,7 @@ def draws_of(folder: Path) -> list[str]:
     return [json.loads(line)["draws"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_with_nothing_changed_it_is_the_original(bench: Workbench, original: Path, capsys) -> None:
     """In the folder that it names by itself. Its page says that nothing differs."""
     out, new = bench.tmp / "out", bench.tmp / "out-from-2"
@@ -55,6 +56,7 @@ def test_with_nothing_changed_it_is_the_original(bench: Workbench, original: Pat
     assert "Its loss of a step is equal to that of the original on average over 3 steps." in page
 
 
+@pytest.mark.slow
 def test_with_another_rate_every_draw_is_the_same_and_the_page_shows_both(bench: Workbench, original: Path) -> None:
     out, new = bench.tmp / "out", bench.tmp / "wild"
     assert fork(original, "optimizer.lr=1e-2", f"run.output_dir={new}", "run.stop_after=4") == 0
@@ -67,6 +69,7 @@ def test_with_another_rate_every_draw_is_the_same_and_the_page_shows_both(bench:
     assert "optimizer.lr: 0.0001" in page
 
 
+@pytest.mark.slow
 def test_where_its_loss_measures_something_else_the_log_and_the_page_say_so(bench: Workbench, original: Path, capsys) -> None:
     """Here, and in a fork of the fork, whose own is the only other level."""
     new, later, what = bench.tmp / "huber", bench.tmp / "later", "objective.loss: 'mse' -> 'huber'"
@@ -116,6 +119,7 @@ def test_the_same_command_goes_on_after_a_kill_before_its_first_checkpoint(
     assert [line["step"] for line in metrics_of(new.root)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_stop_before_its_first_step_names_the_one_command_that_goes_on(original: Path, capsys, monkeypatch) -> None:
     def stopped(*given: Any, **more: Any) -> bool:
         raise Interrupted(signal.SIGTERM)
@@ -138,6 +142,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_what_a_fork_cannot_be_is_refused_in_one_message(bench: Workbench, original: Path, capsys) -> None:
     there = set(bench.tmp.rglob("*"))
     for overrides, said in REFUSED:

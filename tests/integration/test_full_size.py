@@ -79,6 +79,7 @@ def test_full_size_files_are_planned_over(
     assert sizes[denoiser] == {"sdxl": "4.79 GiB", "flux": "22.17 GiB"}[family], told
 
 
+@pytest.mark.slow
 def test_hundreds_of_damages_of_a_100_gigabyte_files_header_are_each_one_typed_error(monkeypatch, tmp_path) -> None:
     """Of Flux's transformer with two blocks: its names and shapes are known, so what is well-formed is seen too."""
     path = tmp_path / "flux.safetensors"

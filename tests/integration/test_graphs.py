@@ -30,8 +30,7 @@ def trained(bench: Workbench, family: str, *, taped: bool, **more: Any) -> tuple
         taping = Taping(parameters)
         if taped:
             run.step.graphs = Graphs(
-                run.step.losses, parameters, refresh=run.adapter.refreshed, stale=run.adapter.mark_stale,
-                recorder=lambda: taping, say=lambda line: None,
+                run.step.losses, parameters, run.adapter, recorder=lambda: taping, say=lambda line: None,
             )  # fmt: skip
             begin, graphs = run.step.begin, run.step.graphs
             run.step.begin = lambda: (begin(), graphs.begin())

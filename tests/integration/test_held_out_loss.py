@@ -180,6 +180,7 @@ def test_without_held_out_photos_the_trained_ones_are_measured(bench: Workbench,
     )
 
 
+@pytest.mark.slow
 def test_too_little_memory_ends_the_run_at_a_whole_step(bench: Workbench, monkeypatch, capsys) -> None:
     real, calls = held_out_loss.HeldOutLoss._errors, []
 
@@ -301,6 +302,7 @@ def test_average_tells_the_losses_that_the_runs_logged(bench: Workbench, capsys)
     assert found[str(out)] == pytest.approx(mean, rel=1e-5) and found[str(again)] == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_average_writes_nothing_where_a_loss_cannot_be_measured(bench: Workbench, capsys, monkeypatch) -> None:
     """What can be told is refused before the model's weights are read; what fails later comes before the mean is written."""
     run(bench, "out", run__max_steps=1)

@@ -180,6 +180,7 @@ def told(config) -> str:
     return describe(make_plan(resolve(config, source), source, processes=1), sizes=True)
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_read_and_what_is_fetched(bench: Workbench, both: Path, monkeypatch) -> None:
     keys = {"model__path": ID, "precision__compute": "bf16"}
     with stand_in.serve({ID: both}) as served:

@@ -189,6 +189,7 @@ def test_damaged_files_of_a_run_do_not_end_it(bench: Workbench, monkeypatch, cap
     assert [file.name for file in sorted((bench.tmp / "out" / "adapters" / "images").iterdir())] == ["02.png"]
 
 
+@pytest.mark.slow
 def test_verdict_and_files_are_told_also_where_the_report_cannot_be_written(bench: Workbench, monkeypatch, capsys) -> None:
     def full(self, *arguments) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "report.html")

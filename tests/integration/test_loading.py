@@ -54,6 +54,7 @@ def test_single_file_equals_folder_equals_stock(bench: Workbench, family: str) -
             assert torch.equal(one[key], ours[key]), name
 
 
+@pytest.mark.slow
 def test_transformer_under_comfyui_prefix_and_a_components_own_path(bench: Workbench) -> None:
     original = TensorFile(bench.models / "flux-one.safetensors")
     prefixed = bench.tmp / "prefixed.safetensors"
@@ -105,6 +106,7 @@ def test_v_prediction_markers_of_a_single_file(bench: Workbench) -> None:
     source.verify("unet")  # the marker tensors are on the allow-list
 
 
+@pytest.mark.slow
 def test_per_component_dtypes(bench: Workbench) -> None:
     """An fp32 CLIP beside a float8 denoiser: each layer is stored and computes as its own component says."""
     for family, denoiser in DENOISER.items():
@@ -120,6 +122,7 @@ def test_per_component_dtypes(bench: Workbench) -> None:
         assert {t.dtype for t in clip.state_dict().values() if t.is_floating_point()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_diffsynth_450_a_float8_component_never_hands_on_float8(bench: Workbench) -> None:
     """DiffSynth-Studio 450: convolutions and unmapped leaves kept float8. Here only layers with a forward of ours are."""
     source = open_model(FAMILIES["sdxl"], str(bench.models / "sdxl"))
@@ -144,6 +147,7 @@ def test_t5_keeps_its_wo_layers_in_fp32_under_fp16(bench: Workbench) -> None:
     assert torch.isfinite(module(torch.arange(3, 20)[None])[0]).all()
 
 
+@pytest.mark.slow
 def test_record_is_deterministic_and_sees_every_bit(bench: Workbench) -> None:
     from trainer.quantization import record
 

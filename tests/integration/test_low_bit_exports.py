@@ -254,6 +254,7 @@ def test_rows_without_an_adapter_in_a_fused_layer_stay_the_16bit_ones(models: Pa
         assert fused == sum(key.endswith(".alpha") for key in tensors)
 
 
+@pytest.mark.slow
 def test_a_dense_base_is_exported_as_it_is(models: Path) -> None:
     """Nothing was quantised: m itself, and m ||W|| / c, bit for bit."""
     run = trained(models, "sdxl", "bf16").change(0.3)
@@ -352,6 +353,7 @@ def test_a_row_of_zeros_keeps_its_magnitude() -> None:
     assert torch.equal(magnitude(m, torch.ones(2, 8), torch.zeros(3, 2), 1.0, norms), m)
 
 
+@pytest.mark.slow
 def test_the_files_say_what_base_they_are_for(models: Path, tmp_path: Path) -> None:
     run = trained(models, "sdxl", "fp8_e4m3", ("attn1.to_q",)).change(0.1)
     quantised = "as the model's file holds them quantised (unet: nf4)"

@@ -60,6 +60,7 @@ def a1111_shows(path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_entries_for_one_value_are_left_out_where_there_are_several(bench: Workbench) -> None:
     rules = [
         {"component": "unet", "match": "*.to_q", "lr": 1e-3},

@@ -235,6 +235,7 @@ def test_a_thousand_corruptions_are_seen(tmp_path: Path, no_sync) -> None:
     assert hit.keys() == whole.keys() and min(hit.values()) > 100
 
 
+@pytest.mark.slow
 def test_any_change_of_the_manifest_is_seen(tmp_path: Path, no_sync) -> None:
     """Every bit flipped, every byte gone, and what JSON would forgive put in at every place."""
     folder = store.save(tmp_path, 1, {"state.json": [b"x"], "adapter.safetensors": []})

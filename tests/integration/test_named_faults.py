@@ -191,6 +191,7 @@ def test_onetrainer_442_dora_trains_over_a_float8_base(bench: Workbench, cache, 
 # --- DiffSynth-Studio 450 ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_diffsynth_450_a_float8_denoiser_beside_an_fp32_clip(bench: Workbench, cache) -> None:
     """One float8 dtype was given to all components, the CLIP encoder too, which could not run in it."""
     components = {"transformer": {"dtype": "fp8_e4m3", "compute": "bf16"}, "text_encoder": {"dtype": "fp32"}}
@@ -499,6 +500,7 @@ def test_diffusers_10752_a_frozen_layer_compiles_whatever_its_input(storage) -> 
 # --- diffusers: adapters in bf16 --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_diffusers_adapters_stay_fp32_under_bf16_and_small_updates_arrive(bench: Workbench, cache) -> None:
     """Adapters were kept in bf16 under bf16, where an update a ten-thousandth of its weight vanishes."""
     with prepared(

@@ -36,6 +36,7 @@ def test_an_adapter_that_no_update_reached_is_not_published(bench: Workbench, ca
     assert not list((out / "adapters").glob("*")) and not (bench.tmp / "made").exists()
 
 
+@pytest.mark.slow
 def test_only_an_untrained_adapter_is_passed_over(bench: Workbench, monkeypatch, capsys) -> None:
     """Files that cannot be made for another reason end the run, with that reason."""
 

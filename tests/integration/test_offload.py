@@ -92,6 +92,7 @@ def test_magnitudes_over_a_streamed_base_start_in_fp32_as_its_norms(bench: Workb
             assert magnitude.dtype == torch.float32 and torch.allclose(magnitude.double(), norms, rtol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_blocks_are_used_in_the_order_in_which_they_are_copied(bench: Workbench, monkeypatch, family: str) -> None:
     """Another order would be right, too, and each copy would be waited for. Modules of a U-Net lie in another order."""

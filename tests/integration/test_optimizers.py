@@ -129,6 +129,7 @@ def test_what_groups_keep_cannot_be_left_out(bench: Workbench, monkeypatch, name
     assert not list((bench.tmp / "out" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_samples_and_exports_have_the_weights_to_be_used(bench: Workbench, monkeypatch, capsys) -> None:
     monkeypatch.setitem(OPTIMIZERS, "averaging", ENTRIES["averaging"])
     drawn, draw = [], sampling.draw_samples

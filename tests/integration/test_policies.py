@@ -232,17 +232,17 @@ def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench
     assert files_of(bench.tmp / "out") == files_of(whole)
 
 
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", [True, False, "auto"])
 @pytest.mark.parametrize("recomputed", [True, False])
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_what_keeps_the_run_comes_first_of_what_would_fit(
-    bench: Workbench, graphs: bool, recomputed: bool, on_cpu: bool
+    bench: Workbench, graphs: bool | str, recomputed: bool, on_cpu: bool
 ) -> None:
     made = configs.parse(bench.tree(step__graphs=graphs, memory__gradient_checkpointing=recomputed))
     source = open_source(made)
     *ways, last = what_would_fit(make_plan(resolve(made, source), source, processes=1), on_cpu=on_cpu).split("\nor ")
-    wanted = ["step.graphs=false"] * graphs + ["memory.gradient_checkpointing=true"] * (not recomputed)
-    wanted += ["memory.offload=blocks"] * (not on_cpu and not graphs)
+    wanted = ["memory.gradient_checkpointing=true"] * (not recomputed)  # graphs are let go by the run itself
+    wanted += ["memory.offload=blocks"] * (not on_cpu and graphs is not True)
     assert ways == [f"go on with --resume_from auto --set {change}" for change in wanted]
     assert last.startswith("start a new run")
 
@@ -399,6 +399,7 @@ def test_the_start_says_where_only_the_end_is_saved(bench: Workbench, capsys, mi
     assert (note in " ".join(capsys.readouterr().out.split())) == told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "told"), [(3, False), (4, True)])
 def test_the_start_says_which_rhythm_is_longer_than_the_run(bench: Workbench, every: int, told: bool) -> None:
     asked = {"export__every_steps": every, "validation__every_steps": every, "validation__prompts": ["a bear"]}
@@ -448,6 +449,7 @@ def test_what_is_being_written_when_the_run_breaks_is_finished(bench: Workbench,
     assert store.steps(bench.tmp / "out" / "checkpoints") == [4]
 
 
+@pytest.mark.slow
 def test_an_update_that_spoils_the_adapter_is_not_saved(bench: Workbench, monkeypatch, capsys) -> None:
     with monkeypatch.context() as patch:
         step = Step.run
@@ -542,6 +544,7 @@ def test_a_second_sigint_stops_at_once(bench: Workbench, whole: Path, monkeypatc
     assert files_of(bench.tmp / "out") == files_of(whole)
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_entry_in_mid_run_loses_no_step(bench: Workbench, monkeypatch, capsys) -> None:
     get, count = entries.Cache.get, []
 
@@ -557,6 +560,7 @@ def test_a_damaged_cache_entry_in_mid_run_loses_no_step(bench: Workbench, monkey
     assert store.steps(bench.tmp / "out" / "checkpoints") == [len(metrics_of(bench.tmp / "out"))] != [0]
 
 
+@pytest.mark.slow
 def test_what_a_worker_meets_with_is_told_in_plain_words(bench: Workbench, monkeypatch, capfd) -> None:
     read = loader.Reader.read
 
@@ -595,6 +599,7 @@ def test_a_process_without_a_micro_batch_in_its_first_step_unscales_the_others_g
             launch.train(config, resume_from=None)
 
 
+@pytest.mark.slow
 def test_peak_bytes_is_of_one_step(bench: Workbench, monkeypatch) -> None:
     """Each step's own: with a card that counts 10 bytes a step, and 100 before the first."""
     used = [100]
@@ -612,6 +617,7 @@ def test_peak_bytes_is_of_one_step(bench: Workbench, monkeypatch) -> None:
     assert [entry["peak_bytes"] for entry in entries] == [10, 10, 10]
 
 
+@pytest.mark.slow
 def test_every_sample_that_is_not_finite_is_named(bench: Workbench, monkeypatch) -> None:
     around_losses(monkeypatch, lambda batch, losses: losses * torch.nan)
     with built(configs.parse(tree(bench))) as run:
@@ -632,6 +638,7 @@ def test_a_sighup_that_is_ignored_at_the_start_stays_so() -> None:
         signal.signal(signals.HANGUP, before)
 
 
+@pytest.mark.slow
 def test_a_signal_is_acknowledged_while_python_waits_for_a_long_computation(capfd) -> None:
     """Without waiting for the next instruction of Python, before which no handler runs."""
     ended, said = threading.Event(), []
@@ -663,6 +670,7 @@ def test_sigint_sigterm_sigint_stops_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_new_activity_is_a_job_and_one_line(bench: Workbench, whole: Path, monkeypatch, capsys) -> None:
     """It writes a file every 5 steps, and fails once: the run ends as the table of endings says, with the last whole step
     saved. The next start makes what is missing, and no byte of the training is another."""

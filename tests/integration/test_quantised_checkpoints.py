@@ -126,6 +126,7 @@ def test_fused_tensors_of_a_float8_file_keep_their_codes(bench: Workbench, new: 
     assert bool((scales == file.read(scale)).all())
 
 
+@pytest.mark.slow
 def test_a_float8_file_can_be_widened_by_name(bench: Workbench, capsys) -> None:
     """dtype = "bf16" over a raw float8 file: every value is exact in bf16. Norms, biases and the VAE are widened anyway."""
     path = files.float8_file(bench.models / "sdxl-one.safetensors", bench.tmp / "m.safetensors")
@@ -145,6 +146,7 @@ def test_a_float8_file_can_be_widened_by_name(bench: Workbench, capsys) -> None:
         assert {p.dtype for module in (unet, vae) for n, p in module.named_parameters() if "lora" not in n} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_taken_is_refused_before_anything_is_written(bench: Workbench, capsys) -> None:
     comfy = files.comfy_file(bench.models / "flux-one.safetensors", bench.tmp / "c.safetensors", new=False)
     fused = files.bitsandbytes_file(bench.models / "flux-one.safetensors", bench.tmp / "b.safetensors", "nf4")

@@ -58,6 +58,7 @@ def test_metrics_are_cut_to_the_checkpoint(bench: Workbench) -> None:
     assert after[:1] == before and after[1]["loss"] != 9.9 and [entry["step"] for entry in after] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(bench: Workbench, capsys) -> None:
     tree = run_tree(bench, "out", run__stop_after=2, checkpoint__every_steps=1, step__accumulation=1)
     train(tree)

@@ -52,6 +52,7 @@ def test_steps_are_those_of_the_command_line_however_often_a_block_is_left(bench
     assert all(torch.equal(mine.read(name), theirs.read(name)) for name in theirs.shapes)
 
 
+@pytest.mark.slow
 def test_the_rate_can_be_changed_and_a_sample_drawn(bench: Workbench) -> None:
     with opened(bench, "out", optimizer__lr=1e-3, schedule__name="constant") as session:
         rates = []
@@ -64,6 +65,7 @@ def test_the_rate_can_be_changed_and_a_sample_drawn(bench: Workbench) -> None:
             session.lr = 0
 
 
+@pytest.mark.slow
 def test_a_loss_and_a_job_come_from_outside(bench: Workbench, capsys) -> None:
     """A squared error given as one's own trains the same bytes; another one does not."""
     seen: list[int] = []
@@ -80,6 +82,7 @@ def test_a_loss_and_a_job_come_from_outside(bench: Workbench, capsys) -> None:
     assert saved(bench.tmp / "same", 4) == saved(bench.tmp / "none", 4) != saved(bench.tmp / "other", 4)
 
 
+@pytest.mark.slow
 def test_one_session_trains_at_a_time_and_others_measure_beside_it(bench: Workbench) -> None:
     with opened(bench, "out") as session:
         with pytest.raises(UserError, match="a Session is training in this process already"):
@@ -94,6 +97,7 @@ def test_one_session_trains_at_a_time_and_others_measure_beside_it(bench: Workbe
         assert session.step == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("in the body")])
 def test_the_model_goes_with_the_block(bench: Workbench, error: Exception | None) -> None:
     """Though the session, and the error with its traceback, are still there, as in a notebook; so do the signal handlers."""
@@ -112,6 +116,7 @@ def test_the_model_goes_with_the_block(bench: Workbench, error: Exception | None
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@pytest.mark.slow
 def test_a_mistake_is_an_exception_and_leaves_nothing(bench: Workbench) -> None:
     with pytest.raises(UserError, match=r"adapter\.rules"):
         opened(bench, "out", adapter__rules=[{"component": "unet", "match": "nothing.*", "rank": 2}]).__enter__()
@@ -125,6 +130,7 @@ def test_the_door_is_opened_without_the_libraries() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_page_run(bench: Workbench, monkeypatch) -> None:
     """docs/api.md: each block of Python, on the tiny model."""
     monkeypatch.chdir(bench.tmp)

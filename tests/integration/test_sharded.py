@@ -106,6 +106,7 @@ def test_a_process_that_is_lost_takes_its_part_along(
     assert not list((bench.tmp / "out").rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_what_is_whole_is_loaded_without_the_others(bench: Workbench, monkeypatch) -> None:
     """As the VAE by the main process alone, for samples, while the others lend: they would take it for its end."""
     with built(bench.config("sdxl", adapter__targets=["*attn1.to_q"])) as run:
@@ -121,6 +122,7 @@ def planned(bench: Workbench, processes: int, **more: Any) -> Forecast:
     return forecast(make_plan(resolve(config, source), source, processes=processes), dora_torch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_plan_counts_the_part_of_one_process(bench: Workbench, processes: int) -> None:
     """And the slots, and nothing on the host."""

@@ -60,6 +60,7 @@ def test_one_photo_alone_is_warned_of(bench: Workbench, photos: int) -> None:
     assert (warning in said) == (photos == 1)
 
 
+@pytest.mark.slow
 def test_short_batches_are_told_with_what_fills_them(bench: Workbench) -> None:
     kept = describe(planned(bench), sizes=False)
     assert (

@@ -136,6 +136,7 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
     assert "Stopped at step 2 of 4" in (out / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_leaves_files_and_a_report_that_is_open(bench: Workbench, monkeypatch, capsys) -> None:
     out = bench.tmp / "out"
     rule = {"component": "text_encoder", "match": "*.fc1", "rank": 2}
@@ -152,6 +153,7 @@ def test_a_signal_in_the_last_step_leaves_files_and_a_report_that_is_open(bench:
     assert "Did it take?" in (report := (out / "report.html").read_text()) and "this one has not been" not in report
 
 
+@pytest.mark.slow
 def test_a_signal_after_stop_after_names_its_step(bench: Workbench, monkeypatch, capsys) -> None:
     check = Phase.check
 

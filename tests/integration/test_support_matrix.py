@@ -70,6 +70,7 @@ def page_says() -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_the_page_says_of_every_cell_what_the_plan_says(workbench: Workbench, monkeypatch) -> None:
     """No weight is read. One more cell, which no page has, shows that a plan refuses."""
 

@@ -113,6 +113,7 @@ def test_what_is_shown_changes_no_byte_and_without_a_terminal_it_is_plain_lines(
         assert (shown / file).read_bytes() == (hidden / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_what_it_left_and_the_command_that_goes_on(bench: Workbench, capsys) -> None:
     (_, _, *arguments), output = command(bench, run__max_steps=4, checkpoint__every_steps=0)
     assert cli.main([*arguments, "--set", "run.stop_after=2"]) == 0
@@ -139,6 +140,7 @@ logging.getLogger("urllib3").warning("retrying\\r\\n")
 """
 
 
+@pytest.mark.slow
 def test_what_libraries_say_is_plain_lines_without_their_bars(bench: Workbench) -> None:
     (bench.tmp / "loud.py").write_text(LOUD)
     quiet = ("PYTHONWARNINGS", "TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DIFFUSERS_VERBOSITY")

@@ -94,6 +94,7 @@ def test_a_third_family_trains_resumes_samples_and_exports(third: Workbench, fol
     assert run(third, {}, "--config", str(out / "config.toml"), "--plan") == 0
 
 
+@pytest.mark.slow
 def test_captions_of_differing_length_are_padded_and_masked(third: Workbench, folder: Path) -> None:
     """A caption's loss beside a longer one is its loss alone."""
     from trainer import config as configs

@@ -95,6 +95,7 @@ def test_a_third_kind_trains_resumes_and_is_exported(bench: Workbench, kind: str
         assert path.read_bytes() == (out / "adapters" / path.name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scaled", "lengths"])
 def test_its_layers_compute_what_their_merged_weights_do(bench: Workbench, kind: str) -> None:
     """After a step, and again after another: what it makes of its parameters is never stale."""
@@ -114,6 +115,7 @@ def test_its_layers_compute_what_their_merged_weights_do(bench: Workbench, kind:
             assert moved > 0 and (computed - merged).norm() <= 1e-3 * moved
 
 
+@pytest.mark.slow
 def test_a_gradient_reaches_what_it_makes_b_of(bench: Workbench) -> None:
     """dL/ds = <dL/dB', B> where B' = s B: against the gradient of a LoRA whose B is B'."""
     grads = {}
@@ -164,6 +166,7 @@ def test_a_kind_that_no_table_has_is_refused_and_what_a_kind_refuses(bench: Work
     assert said in capsys.readouterr().err and not (bench.tmp / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_kind_with_magnitudes_reads_the_keys_of_magnitudes(bench: Workbench) -> None:
     config = configs.parse(tree(bench, "out", "lengths", optimizer__magnitude_lr=1e-3, export__dora_scale="magnitude"))
     with built(config) as training:

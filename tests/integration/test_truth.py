@@ -110,6 +110,7 @@ def test_a_kill_right_after_the_last_samples_loses_no_truth(bench: Workbench, mo
     assert len(by_request(layout.truths)) == 1
 
 
+@pytest.mark.slow
 def test_long_prompts_and_large_pictures_fit(tmp_path: Path) -> None:
     from trainer.models.base import SampleRequest
 

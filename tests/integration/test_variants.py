@@ -157,6 +157,7 @@ def test_the_published_models_are_accepted(variant: str) -> None:
     assert family.images.objective(read("scheduler/scheduler_config.json"), Markers(), **CHOICES)
 
 
+@pytest.mark.slow
 def test_every_scheduler_that_is_accepted_samples_the_betas_that_are_trained() -> None:
     """The allow-list holds classes of diffusers that know the same betas."""
     import diffusers
@@ -203,6 +204,7 @@ def test_what_a_config_leaves_out_is_as_the_library_has_it(bench: Workbench, lay
     FAMILIES["sdxl"].files.check({c.name: source.config(c.name) for c in FAMILIES["sdxl"].components}, 4)
 
 
+@pytest.mark.slow
 def test_a_marker_in_the_denoisers_own_file_says_v_prediction(bench: Workbench) -> None:
     path = single(bench, "sdxl")
     change_file(path, lambda t: t.update({"v_pred": torch.zeros(0), "model.diffusion_model.ztsnr": torch.zeros(0)}))

@@ -84,6 +84,7 @@ def test_every_such_key_is_told_and_a_mask_that_changed_refused(bench: Workbench
         train(tree, resume_from="latest")
 
 
+@pytest.mark.slow
 def test_a_model_is_told_the_crop_that_was_taken(bench: Workbench) -> None:
     config = parse(run_tree(bench, "out", data__crop_jitter=0.2, data__image_variants=6, data__flip=False))
     crops = set()

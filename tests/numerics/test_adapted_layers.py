@@ -387,6 +387,7 @@ def test_the_rows_that_save_z0_follow_from_the_frozen_weights() -> None:
             layer.mark_stale()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_no_model_changes_an_adapted_output_in_place(bench: Workbench, family: str) -> None:
     """The backward reads it, so torch would refuse. Every layer has an adapter, in the text encoders too."""

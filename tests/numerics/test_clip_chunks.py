@@ -105,6 +105,7 @@ def test_sdxl_reads_chunks_as_comfyui_does(loaded: dict[str, Model], chunks: int
         torch.testing.assert_close(given.pooled, pooled, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_flux_is_told_the_first_chunks_pooled_vector_whatever_the_length(loaded: dict[str, Model]) -> None:
     """ComfyUI gives Flux the first row's: the one that a cut caption has. So more chunks would change nothing."""
@@ -160,6 +161,7 @@ def test_captions_of_one_length_are_put_together_without_a_copy_more(loaded: dic
     assert torch.equal(whole.pooled, torch.cat([part.pooled for part in parts]))
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_for_many_captions_as_for_one(loaded: dict[str, Model]) -> None:
     for family, model in loaded.items():
         model.options = {**model.options, "clip_chunks": 2}

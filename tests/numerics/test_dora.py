@@ -508,6 +508,7 @@ def test_16_bit_dilated_convolution_stays_within_the_envelope(compute: torch.dty
 SHAPES = st.tuples(st.integers(1, 400), st.sampled_from([3, 50, 230, 320]), st.sampled_from([1, 5, 6, 7, 16]))
 
 
+@pytest.mark.slow
 @given(st.lists(SHAPES, min_size=2, max_size=5), st.data())
 @settings(max_examples=40)
 def test_a_norm_is_the_same_beside_any_others(shapes: list[tuple[int, int, int]], data: st.DataObject) -> None:

@@ -189,6 +189,7 @@ def test_backends_of_the_config(bench: Workbench) -> None:
     assert all(FORMATS[f.dtype_name] is next(iter(formats_of(f.dtype_name).values())) for f in ALL_FORMATS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "components", "expected"),
     [

@@ -40,6 +40,7 @@ def test_adapted_output_is_the_base_output(bench: Workbench, family: str, kind: 
             assert not torch.equal(model(**inputs).sample, expected)
 
 
+@pytest.mark.slow
 def test_merge_equals_unmerged_and_unmerge_is_exact(bench: Workbench) -> None:
     """Merging computes with a dense fp32 copy; the float8 payload is never touched."""
     config = bench.config(adapter__type="dora", model__components={"unet": {"dtype": "fp8_e4m3"}})

@@ -168,6 +168,7 @@ def one_edits(word: str, rng: random.Random) -> set[str]:
     return edits | {word[:j] + word[j + 1 : j + 2] + word[j] + word[j + 2 :]}
 
 
+@pytest.mark.slow
 def test_every_one_edit_typo_is_refused_with_a_suggestion() -> None:
     rng, known = random.Random(0), set(configs.known_keys())
     tried = 0

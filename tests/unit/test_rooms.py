@@ -722,6 +722,7 @@ def test_every_room_of_the_rules_is_there(house: Sources) -> None:
     assert not {pattern for pattern in named if not any(fnmatchcase(path, pattern) for path in paths)}
 
 
+@pytest.mark.slow
 def test_the_drawing_has_every_import_between_rooms(house: Sources) -> None:
     pairs = {(source.room, room_of(target)) for source, _, target in edges(house)}
     between = {(here, there) for here, there in pairs if here and there and here != there}

@@ -23,6 +23,7 @@ def item(path: str, *marks: pytest.Mark) -> Any:
     return SimpleNamespace(path=ROOT / path, get_closest_marker=lambda name: next(iter(marks), None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "left"),
     [

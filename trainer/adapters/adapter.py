@@ -90,13 +90,12 @@ class Adapter:
 
         for layers in self.together.values():
             refresh(layers)
-        parts = [(layer, layer.now.part, dict(layer._buffers)) for layer in self.layers.values()]
+        made = [layer.made() for layer in self.layers.values()]
         joined = {layer.shared: layer.shared.a_all for layer in self.layers.values() if layer.shared is not None}
 
         def put_back() -> None:
-            for layer, part, buffers in parts:
-                layer.now.part = part
-                layer._buffers.update(buffers)
+            for layer in made:
+                layer()
             for shared, a_all in joined.items():
                 shared.a_all = a_all
 

@@ -1,7 +1,7 @@
 """PEFT's LoRA layer for our frozen base layers: PEFT matches, injects, names, switches and disables; the math is dora.py."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -126,6 +126,16 @@ class AdaptedLayer(nn.Module, LoraLayer):
         if self.shared is not None:
             self.shared.forget()
         self.now.part = None
+
+    def made(self) -> Callable[[], None]:
+        """What puts back what now follows from the parameters, in the same memory."""
+        part, buffers = self.now.part, dict(self._buffers)
+
+        def put_back() -> None:
+            self.now.part = part
+            self._buffers.update(buffers)
+
+        return put_back
 
     def current_norm(self, adapter_name: str) -> torch.Tensor:
         """c, fp32 [N], from the present A and B."""

@@ -140,11 +140,6 @@ def build_step(
 
     draws = DrawDigest(config.logging.draws)
 
-    def begin() -> None:
-        draws.value = 0  # of an update that was refused, or is made again
-        if graphs is not None:
-            graphs.begin()
-
     def after_update(step: int) -> dict[str, Any]:
         fields = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
@@ -153,14 +148,10 @@ def build_step(
         return fields | draws.told() | held.log_fields() | (components.compiler.told() if components.compiler else {})
 
     losses = losses_of(components, config.run.seed, draws.add)
-    # A rehearsal of another machine's run has no such device: it counts an eager step.
-    without = without_graphs(config, peers.device)
-    graphs = None if without else _graphs(config, losses, adapter, components)
-    if config.step.graphs is not False:
-        peers.say(f"step.graphs: {f'off: {without}' if without else 'on: micro-batches are recorded as CUDA graphs'}")
+    graphs = _graphs(config, losses, adapter, components)
     step = Step(
         losses=losses,
-        begin=begin,
+        begin=lambda: (draws.begin(), graphs and graphs.begin()),
         graphs=graphs,
         optimizer=optimizer,
         schedule=schedule,
@@ -175,18 +166,21 @@ def build_step(
     return state, step
 
 
-def _graphs(config: Config, losses: Losses, adapter: Adapter, components: Components) -> Graphs:
-    """The micro-batches of a run as CUDA graphs."""
-    peers, parameters = components.processes, list(adapter.named_parameters().values())
+def _graphs(config: Config, losses: Losses, adapter: Adapter, components: Components) -> Graphs | None:
+    """The micro-batches of a run as CUDA graphs; None where they are eager, as in a rehearsal of another machine's run."""
+    peers, without = components.processes, without_graphs(config, components.processes.device)
+    if config.step.graphs is not False:
+        peers.say(f"step.graphs: {f'off: {without}' if without else 'on: micro-batches are recorded as CUDA graphs'}")
+    if without:
+        return None
     return Graphs(
         losses,
-        parameters,
-        refresh=adapter.refreshed,
-        stale=adapter.mark_stale,
-        needed=config.step.graphs is True,
+        list(adapter.named_parameters().values()),
+        adapter,
         recorder=lambda: CudaGraphs(peers.device),
         say=peers.say,
         attention=components.attention.used,
+        needed=config.step.graphs is True,
     )
 
 

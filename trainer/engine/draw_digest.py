@@ -22,6 +22,10 @@ class DrawDigest:
     enabled: bool
     value: int = 0
 
+    def begin(self) -> None:
+        """An update begins; one that was refused, or is made again, leaves nothing."""
+        self.value = 0
+
     def add(self, time: torch.Tensor, noise: torch.Tensor) -> None:
         """Take in a micro-batch. time: [B]. noise: fp32 [B, C, H, W]. Both on the CPU."""
         for draws in zip(time.unbind(), noise.unbind(), strict=True) if self.enabled else ():

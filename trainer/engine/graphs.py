@@ -10,8 +10,10 @@ memory that the graphs of all shapes read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -81,6 +83,28 @@ class Recorded(NamedTuple):
     losses: Tensor
 
 
+class Follows(Protocol):
+    """An adapter, of whose parameters something follows that steps compute with."""
+
+    def refreshed(self) -> Callable[[], object]:
+        """Make it where it is stale; returns what puts that very memory back."""
+
+    def mark_stale(self) -> object:
+        """It is to be made anew."""
+
+
+@dataclass
+class Pool:
+    """The memory of all graphs, and their recorder. met: micro-batches of each shape. refreshed: (the replay of what follows
+    from the parameters, what puts that back). fresh: whether it was replayed in this update."""
+
+    recorder: Recorder
+    met: Counter[str] = field(default_factory=Counter)
+    recorded: dict[str, Recorded] = field(default_factory=dict)
+    refreshed: tuple[Callable[[], object], Callable[[], object]] | None = None
+    fresh: bool = False
+
+
 class Graphs:
     """(a micro-batch, the occurrences of its global batch, a sample's share in the gradient) -> the losses' values, fp32 [B].
 
@@ -88,36 +112,35 @@ class Graphs:
     graph. Where the memory of a graph is not there, this and all later micro-batches are eager.
 
     parameters: all that are trained; they and their gradients stay where they are in memory. Where one does not, or gets no
-    gradient any more, all is recorded anew. refresh: makes what follows from the parameters, and returns what puts that very
-    memory back. stale: marks it as to be made anew. recorder: makes what records. say: prints a line of the run. attention:
-    as a Step has it. needed: whether the config asks for graphs, so that one that cannot be recorded ends the run.
+    gradient any more, all is recorded anew. adapter: theirs. recorder: makes what records. say: prints a line of the run.
+    attention: as a Step has it. needed: whether the config asks for graphs, so that one that cannot be recorded ends the run.
     """
 
     def __init__(
         self,
         losses: Losses,
         parameters: Sequence[Tensor],
+        adapter: Follows,
         *,
-        refresh: Callable[[], Callable[[], object]],
-        stale: Callable[[], object],
         recorder: Callable[[], Recorder],
         say: Callable[[str], object],
         attention: Callable[[], AbstractContextManager[Any]] = nullcontext,
         needed: bool = True,
     ) -> None:
-        self.losses, self.parameters, self.say, self.attention, self.needed = losses, parameters, say, attention, needed
-        self.refresh, self.stale, self.new_recorder = refresh, stale, recorder
+        self.losses, self.parameters, self.adapter, self.attention = losses, parameters, adapter, attention
+        self.new_recorder, self.say, self.needed, self.off = recorder, say, needed, False
         self.places: list[tuple[int, int, bool]] = []  # as they were at the last micro-batch
-        self.off = False
-        self.let_go()
+        self.pool = Pool(recorder())
+
+    @property
+    def recorded(self) -> dict[str, Recorded]:
+        """The graphs that hold memory, by the shapes of their inputs."""
+        return self.pool.recorded
 
     def let_go(self) -> None:
         """Free the memory of all graphs; they are recorded anew."""
-        self.met: dict[str, int] = {}
-        self.recorded: dict[str, Recorded] = {}
-        self.refreshed: tuple[Callable[[], object], Callable[[], object]] | None = None  # its replay, what puts it back
-        self.fresh = False
-        self.recorder = self.new_recorder()  # with a pool of its own: what the layers still hold keeps the old one alive
+        # With a pool of its own: what the layers still hold keeps the old one alive.
+        self.pool = Pool(self.new_recorder())
 
     def give_up(self, reason: str) -> None:
         """Be eager from now on."""
@@ -128,27 +151,27 @@ class Graphs:
 
     def begin(self) -> None:
         """An update begins: the parameters may be others than before."""
-        self.fresh = False
+        self.pool.fresh = False
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence], share: Tensor) -> Tensor:
         self._look_at_parameters()
         inputs = self.losses.inputs(batch, update)
         if self.off:
             return self._run(inputs, share)
-        shapes = shapes_of(inputs)
-        if shapes not in self.recorded:
-            self.met[shapes] = self.met.get(shapes, 0) + 1
-            if self.met[shapes] <= WARM_UP:
-                return self.recorder.warm(lambda: self._run(inputs, share))
+        shapes, pool = shapes_of(inputs), self.pool
+        if shapes not in pool.recorded:
+            pool.met[shapes] += 1
+            if pool.met[shapes] <= WARM_UP:
+                return pool.recorder.warm(lambda: self._run(inputs, share))
             recorded = self._record(inputs, share)
             if recorded is None:
                 return self._run(inputs, share)
-            self.recorded[shapes] = recorded
+            pool.recorded[shapes] = recorded
             self.say(f"step.graphs: micro-batches of {batch.sized()} are a CUDA graph now")
-        if self.refreshed and not self.fresh:
-            self.refreshed[0]()
-            self.fresh = True
-        replay, given, losses = self.recorded[shapes]
+        if pool.refreshed and not pool.fresh:
+            pool.refreshed[0]()
+            pool.fresh = True
+        replay, given, losses = pool.recorded[shapes]
         for static, tensor in zip(given, tensors_of((inputs, share)), strict=True):
             static.copy_(tensor)
         replay()
@@ -159,13 +182,14 @@ class Graphs:
 
     def _record(self, inputs: Inputs, share: Tensor) -> Recorded | None:
         """The micro-batch, recorded; None where it cannot be, which is said, and nothing is recorded any more."""
+        pool = self.pool
         try:
             static = each_tensor((inputs, share), torch.clone)
-            if self.refreshed is None:
-                self.stale()
-                self.refreshed = self.recorder.record(self.refresh)
-            self.refreshed[1]()
-            replay, losses = self.recorder.record(lambda: self._run(*static))
+            if pool.refreshed is None:
+                self.adapter.mark_stale()
+                pool.refreshed = pool.recorder.record(self.adapter.refreshed)
+            pool.refreshed[1]()
+            replay, losses = pool.recorder.record(lambda: self._run(*static))
         except RuntimeError as error:
             if self.needed and not is_out_of_memory(error):
                 error.add_note("while a micro-batch was recorded as a CUDA graph; step.graphs = false does without")
@@ -174,7 +198,7 @@ class Graphs:
         else:
             return Recorded(replay, tensors_of(static), losses)
         finally:
-            self.stale()  # nothing else is to take from there what the graph makes
+            self.adapter.mark_stale()  # nothing else is to take from there what the graph makes
         self.give_up(reason)
         return None
 

@@ -138,14 +138,14 @@ def backward(losses: torch.Tensor, share: torch.Tensor, attention: AbstractConte
 _LATENTS, _LOSS = 1, 2
 
 
-class Recorded(Protocol):
-    """Micro-batches by CUDA graphs (graphs.py): (a micro-batch, the occurrences of the update, a sample's share) -> as
-    `backward` of the losses. recorded: what holds memory. give_up: frees that; later micro-batches are eager."""
+class Replays(Protocol):
+    """(a micro-batch, the occurrences of its update, a sample's share) -> as `backward` of the losses, by CUDA graphs
+    (graphs.py). recorded: what holds memory; `give_up` frees it, and later micro-batches are eager."""
 
     recorded: Mapping[str, Any]
+    give_up: Callable[[str], None]
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence], share: torch.Tensor, /) -> torch.Tensor: ...
-    def give_up(self, reason: str) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -158,9 +158,8 @@ class Step:
     sum: sums tensors over the processes, in place.
     training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
     attention: a context with the denoiser's attention, for the backward pass: blocks run again there, outside its forward.
-    too_large: what to change where it runs out of memory.
-    begin: called before the first micro-batch of an update.
-    graphs: in place of `losses` and `backward`; None: eager. Where memory runs out beside them, the update is made without.
+    too_large: what to change where memory runs out. begin: called before the first micro-batch of an update. graphs: in place
+    of `losses` and `backward`; None: eager. Where memory runs out beside them, the update is made without.
     A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
     """
 
@@ -175,7 +174,7 @@ class Step:
     attention: Callable[[], AbstractContextManager[Any]] = nullcontext
     too_large: str = ""
     begin: Callable[[], object] = lambda: None
-    graphs: Recorded | None = None
+    graphs: Replays | None = None
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
@@ -234,8 +233,8 @@ class Step:
         flags = [torch.zeros_like(total)] * len(occurrences)
         # How much a sample's loss counts in the gradient: of a mean over the global batch, times the loss scale.
         share = self.scaler.scale(torch.ones_like(total)) / len(occurrences)
-        exhausted, bad_latents, again = "", False, False
         self.begin()
+        exhausted, bad_latents, beside = "", False, False
         for parameter in self.parameters:
             parameter.grad.zero_()
         for index, batch in enumerate(batches):
@@ -261,13 +260,12 @@ class Step:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                again = self.graphs is not None and bool(self.graphs.recorded)
+                beside = self.graphs is not None and self.graphs.recorded
                 # Only its text is kept: the exception holds on to the activations.
                 text = "\n".join([str(error), *getattr(error, "__notes__", ())])
                 exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{text}"
                 break
-        if again:
-            assert self.graphs is not None
+        if self.graphs is not None and beside:
             self.graphs.give_up("memory ran out")
             return self._backward(step, batches, occurrences)
         return torch.stack([total, torch.full_like(total, float(bool(exhausted))), *flags]), exhausted

@@ -91,15 +91,10 @@ def _fitted_by_remedies(
         needs = counted(tuple((keys | {"memory.resident_blocks": 0}).items()))
         return with_resident(needs, plan.model.family.denoiser, stay)
 
-    def fitting(*, graphs: bool) -> list[Keys] | None:
-        return cheapest([*ladders.values()], lambda settings: needing(settings).fits(memory, graphs=graphs))
-
-    settings, without = fitting(graphs=True), fitting(graphs=False)
-    # Rather recomputation than eager steps, but rather those than streamed blocks, which go without graphs.
-    eager = without is not None and needing(without).graphs and not (settings and needing(settings).graphs)
-    if eager:
-        settings = [*without, {"step.graphs": False}]
-        say(f"memory.fit = {asked.fit!r}: step.graphs = false (steps wait for Python; no byte changes)")
+    # Rather recomputation than eager steps, and rather those than what makes another run, or streams blocks.
+    slower = [levels if remedy.name == "checkpointing" else levels[:1] for remedy, levels in ladders.items()]
+    settings = cheapest(slower, lambda settings: needing(settings).fits(memory, graphs=True))
+    settings = settings or cheapest([*ladders.values()], lambda settings: needing(settings).fits(memory))
     if settings is None:
         last = [levels[-1] for levels in ladders.values()]
         least = ", ".join(remedy.least for remedy in ladders) or "nothing that memory.fit_by may change"
@@ -109,9 +104,12 @@ def _fitted_by_remedies(
             f"{size_text(needs.total)}, in {needs.largest.name}; {'use a larger card' if auto else 'raise memory.fit'}, or"
             f"{_advice(with_keys(plan, _together(last)), kernels, needs, memory)}"
         )
-    for (remedy, levels), keys in zip(ladders.items(), settings, strict=not eager):
+    for (remedy, levels), keys in zip(ladders.items(), settings, strict=True):
         if keys != levels[0]:
             say(f"memory.fit = {asked.fit!r}: {in_words(keys)} ({remedy.price})")
+    if not needing(settings).fits(memory, graphs=True):
+        say(f"memory.fit = {asked.fit!r}: step.graphs = false (steps wait for Python; no byte changes)")
+        settings = [*settings, {"step.graphs": False}]
     return with_keys(plan, _together(settings))
 
 

@@ -62,6 +62,7 @@ def same(one: Portable, other: Portable) -> None:
             assert torch.equal(found.tensors()[kind].make(), tensor.make()), (name, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", LABELS)
 def test_the_tables_have_the_published_layers_one_to_one(label: str) -> None:
     """Each style names each layer once, under a key of its own; the layers are those of diffusers' class."""

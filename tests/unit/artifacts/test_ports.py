@@ -49,6 +49,7 @@ def keys_read(folder: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_key_that_a_part_alone_reads_is_in_the_table() -> None:
     core, everything = keys_read("trainer"), set()
     for part, folder in FOLDERS.items():

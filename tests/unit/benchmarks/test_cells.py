@@ -35,6 +35,7 @@ def bench(measured: list[tuple[str, int]], ends: Callable[[Way, int], bool] = la
     return Bench(Path("bench.py"), "", WAYS, measure, lambda way, asked: {"steps": asked.steps}, lambda found: "measured")
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_a_kill_is_kept(tmp_path: Path) -> None:
     arguments, first = ["--out", str(tmp_path / "out"), "--seeds", "2", "--steps", "3"], list[tuple[str, int]]()
     with pytest.raises(Killed):

@@ -76,6 +76,7 @@ def test_differences_are_of_the_same_seed() -> None:
     assert page.differences(pairs, "forgetting") == pytest.approx([-0.1] * 3)
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path: Path) -> None:
     """The cell's row, the control, and what was not measured; a slow moment moves no cost."""
     (tmp_path / "benchmarks").mkdir()

@@ -190,6 +190,7 @@ def test_the_cells_are_the_whole_and_the_most_important_come_first() -> None:
 WAYS = ("eager", "graphs", "compiled")
 
 
+@pytest.mark.slow
 def test_what_was_cut_off_goes_on_and_measures_nothing_twice(tmp_path, monkeypatch, capsys) -> None:
     """Each call of `measured` takes 10 s; the third leaves a side out."""
     clock, calls = [0.0], []

@@ -34,6 +34,7 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ASKED, ids="-".join)
 def test_a_step_asks_no_more_of_the_host(tmp_path: Path, asked: tuple[str, str, str]) -> None:
     family, adapter, storage = asked

@@ -91,6 +91,7 @@ def test_results_of_another_length_are_not_taken_for_these(tmp_path: Path, capsy
     assert "sdxl-default-0.json is of 90 steps, not of 30" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_together_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file carries the results to another machine, where the rest is measured."""
     asked: list[tuple[str, int]] = []

@@ -79,6 +79,7 @@ def train(bench: Workbench, out: str, resume_from: str | None = None, **more: An
     return bench.tmp / out / "checkpoints" / f"step-{more.get('run__stop_after', 3):08d}"
 
 
+@pytest.mark.slow
 def test_an_optional_piece_is_saved_and_restored(bench: Workbench, averaging) -> None:
     decay = {"average__decay": 0.5}
     whole = train(bench, "whole", **decay)
@@ -99,6 +100,7 @@ def test_an_optional_piece_is_saved_and_restored(bench: Workbench, averaging) ->
     assert sorted(path.name for path in whole.iterdir()) == sorted([*(p.name for p in plain.iterdir()), AVERAGE.file])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("was_asked_for", [True, False])
 def test_it_is_refused_where_config_and_checkpoint_disagree(bench: Workbench, averaging, was_asked_for: bool) -> None:
     with_it, without = {"average__decay": 0.5}, dict[str, float]()

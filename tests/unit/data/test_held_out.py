@@ -38,6 +38,7 @@ def tried(photos, held_out):
         assume(False)
 
 
+@pytest.mark.slow
 @given(collections(), amounts)
 def test_each_photo_stands_on_one_side_and_equal_images_on_the_same(photos, held_out):
     trained, kept = tried(photos, held_out)

@@ -28,17 +28,17 @@ class Made:
     def inputs(self, batch: Batch, update) -> torch.Tensor:
         return batch.latents
 
-    def refresh(self):
-        """As Adapter.refreshed."""
+    def refreshed(self):
+        """As the adapter's."""
         if self.made is None:
             self.made = made = self.parameter.detach() * 2
         return lambda: setattr(self, "made", made)
 
     def of(self, latents: torch.Tensor) -> torch.Tensor:
-        self.refresh()
+        self.refreshed()
         return (latents * self.made.mean()).mean((1, 2, 3)) * self.parameter.sum()
 
-    def stale(self) -> None:
+    def mark_stale(self) -> None:
         self.made = None
 
 
@@ -50,8 +50,8 @@ def micro_batch(value: float, count: int = 2) -> Batch:
 def graphs_of(losses: Made, **more) -> tuple[Graphs, Taping, list[str]]:
     said: list[str] = []
     taping = Taping([losses.parameter])
-    given = {"refresh": losses.refresh, "stale": losses.stale, "recorder": lambda: taping, "say": said.append}
-    return Graphs(losses, [losses.parameter], **given | more), taping, said
+    graphs = Graphs(losses, [losses.parameter], losses, recorder=lambda: taping, say=said.append, **more)
+    return graphs, taping, said
 
 
 def test_micro_batches_of_a_shape_are_eager_first_then_replayed_with_the_same_bytes() -> None:
@@ -69,7 +69,7 @@ def test_micro_batches_of_a_shape_are_eager_first_then_replayed_with_the_same_by
             for each in (one, other):
                 with torch.no_grad():
                     each.parameter.sub_(each.parameter.grad, alpha=0.1)
-                each.stale()
+                each.mark_stale()
     replays = 10 - WARM_UP - 1  # of micro-batches, and of what follows from the parameters in each of the updates 2 to 5
     assert taping.warmed == WARM_UP + 1 and len(taping.tapes) == 2 and taping.replayed == replays + 4
     assert said == ["step.graphs: micro-batches of 2 photo(s) of 96x64 are a CUDA graph now"]

@@ -65,6 +65,7 @@ def test_the_largest_u_stays_below_one() -> None:
     assert strata_of(torch.full((3,), 1 - 2.0**-53, dtype=torch.float64), update, update).max() < 1
 
 
+@pytest.mark.slow
 def test_every_place_is_uniform_and_the_mean_of_a_batch_varies_less() -> None:
     """Over many updates of 8. Kolmogorov and Smirnov's bound at a false alarm of one in a million for each of the 8 places.
 
@@ -86,6 +87,7 @@ def test_every_place_is_uniform_and_the_mean_of_a_batch_varies_less() -> None:
     assert means.var() < free_means.var() / 20
 
 
+@pytest.mark.slow
 def test_the_variance_where_samples_differ_is_that_of_the_formula() -> None:
     """Of the sum of f_j(u_j) over N: by how alike the f_j are; at most N / (N - 1) times that of free draws.
 

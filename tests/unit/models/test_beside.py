@@ -69,6 +69,7 @@ def distractors(root: Path) -> None:
     (root / "models/vae/ae.gguf").touch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "encoders", "vae", "tokenizers"),
     [
@@ -97,6 +98,7 @@ def test_the_parts_are_found_where_programs_keep_them(tmp_path: Path, model, enc
         source.verify(component.name)
 
 
+@pytest.mark.slow
 def test_a_path_as_it_is_typed_inside_the_folder(tmp_path: Path, monkeypatch) -> None:
     part(tmp_path / "models/unet/flux.safetensors", "transformer")
     for name, file in (("text_encoder", "clip/clip_l"), ("text_encoder_2", "clip/t5xxl_fp16"), ("vae", "vae/ae")):
@@ -156,6 +158,7 @@ def test_a_whole_repository_beside_the_file(tmp_path: Path) -> None:
     assert source.tokenizer_folder("tokenizer_2") == folder
 
 
+@pytest.mark.slow
 def test_all_that_is_missing_is_asked_for_at_once(tmp_path: Path) -> None:
     path = part(tmp_path / "models/unet/flux1-dev.safetensors", "transformer")
     clip = part(tmp_path / "models/clip/clip_l.safetensors", "text_encoder")

@@ -19,6 +19,7 @@ from trainer.models.building import build
 UNET = FAMILIES["sdxl"].component("unet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value"),
     [

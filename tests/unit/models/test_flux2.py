@@ -99,6 +99,7 @@ def test_a_reference_that_the_stock_pipeline_refuses_is_refused(stock, size: tup
         buckets.reference_bucket(*size, step=16)
 
 
+@pytest.mark.slow
 def test_captions_are_read_as_the_stock_pipeline_reads_them(model: Model, stock, encoded: Conditioning) -> None:
     """Each alone, whatever stands beside it; all 512 rows, none of them masked, and the padding's are not zero."""
     with torch.no_grad():
@@ -339,6 +340,7 @@ def test_a_distilled_model_is_refused_unless_it_is_allowed() -> None:
     assert [distillation(name) for name in names] == ["base", "distilled", None, None, None, "distilled"]
 
 
+@pytest.mark.slow
 def test_base_or_distilled_is_told_by_the_index_else_by_what_is_asked_for_else_by_the_name(folder: Path, tmp_path) -> None:
     def told(path: Path, **how) -> str | None:
         return open_model(FAMILY, str(path), **how).markers.distillation

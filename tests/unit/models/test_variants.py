@@ -72,6 +72,7 @@ def test_a_dedistilled_dev_is_read_as_dev_and_the_account_says_why_and_what_says
     assert source.contents((), str)["variant"] == "dev", "a run of earlier versions read it as schnell"
 
 
+@pytest.mark.slow
 def test_without_a_word_it_is_schnell_as_ever_and_the_account_says_so(tmp_path: Path) -> None:
     source = opened(tmp_path, "mymodel.safetensors")
     assert source.markers.distillation == "schnell" and source.scheduler["use_dynamic_shifting"] is False
@@ -101,6 +102,7 @@ def test_the_folder_around_a_file_says_it(tmp_path: Path) -> None:
     assert open_model(FLUX, str(path)).variant.name == "dev"
 
 
+@pytest.mark.slow
 def test_a_guidance_embedding_outweighs_every_name(tmp_path: Path) -> None:
     source = opened(tmp_path, "flux1-schnell.safetensors", DEV)
     assert source.variant.name == "dev" and source.root.name == "flux-dev" and "variant" not in source.contents((), str)
@@ -139,6 +141,7 @@ def sdxl(folder: Path, **scheduler: Any) -> ModelSource:
     return open_model(FAMILIES["sdxl"], str(folder))
 
 
+@pytest.mark.slow
 def test_the_account_warns_of_a_name_that_says_another_kind_and_no_other_part_of_the_path_does(tmp_path: Path) -> None:
     source = opened(tmp_path / "control", "my_flux-kontext.safetensors", DEV)
     said = "its name says FLUX.1 Kontext (an editing model) (my_flux-kontext), and it is trained as a Flux model"

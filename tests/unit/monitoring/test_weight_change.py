@@ -200,6 +200,7 @@ def test_nothing_dense_is_made() -> None:
     assert row[1:] == [1, f"{found.largest:.3%}", f"{found.largest:.3%}", f"{found.drift:.3%}"]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverged_ends_with_a_warning(bench: Workbench, capsys) -> None:
     for rate, warned in ((1e-4, False), (100.0, True)):
         out = bench.tmp / str(rate)

@@ -20,6 +20,7 @@ def catalogue() -> list[mutants.Mutant]:
     return mutants.read()
 
 
+@pytest.mark.slow
 def test_every_fault_has_its_place_once_and_is_a_program(catalogue: list[mutants.Mutant]) -> None:
     for mutant in catalogue:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
@@ -101,6 +102,7 @@ def tried(tree: Path, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_seen_is_killed_and_what_is_not_needs_a_reason(tmp_path: Path) -> None:
     for name, text in {
         "trainer/__init__.py": "", "trainer/sums/__init__.py": "", "tests/__init__.py": "", "faults.toml": FAULTS,

@@ -166,6 +166,7 @@ PASSES = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.sampled_from([*PASSES]), max_size=4), min_size=2, max_size=4), st.booleans())
 def test_each_finds_its_blocks_whatever_the_others_do(stories: list[list[str]], late: bool) -> None:

@@ -235,6 +235,7 @@ def empty_tensor(shape: list[int]) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
+@pytest.mark.slow
 def test_no_damage_makes_it_raise(inspect, checkpoint: Path) -> None:
     """Random bytes, and random values where the manifest vouches for them."""
     rng = random.Random(0)

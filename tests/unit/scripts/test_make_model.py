@@ -59,6 +59,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_second_process_writes_the_same_bytes(models, tmp_path):
     arguments = ["--size", "tiny", "--family", "sdxl", "--layout", "diffusers", str(tmp_path / "sdxl")]
     environment = os.environ | {"PYTHONHASHSEED": "99"}
@@ -67,6 +68,7 @@ def test_a_second_process_writes_the_same_bytes(models, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["sdxl"]
 
 
+@pytest.mark.slow
 def test_flux_again_gives_the_same_bytes_and_another_seed_others(models, tmp_path):
     for seed in ("0", "1"):
         out = tmp_path / seed / "flux-1.safetensors"
@@ -91,6 +93,7 @@ def test_stored_dtypes(models):
             assert {entry.dtype for entry in entries} == {dtype}, component
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_stock_pipeline_draws(pipelines, family):
     pipe = pipelines[family]
@@ -176,6 +179,7 @@ def test_t5_tokenizer(models, folder):
     assert tokenizer.tokenize("a photo of plush bear") == ["▁a", "▁photo", "▁of", "▁plush", "▁bear"]
 
 
+@pytest.mark.slow
 def test_v_prediction_is_said_where_real_files_say_it(models, tmp_path):
     options = ["--family", "sdxl", "--prediction", "v"]
     assert make(*options, "--layout", "diffusers", tmp_path / "v") == 0
@@ -227,6 +231,7 @@ FULL_BYTES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FULL_BYTES)
 def test_a_full_model_has_the_published_size_in_shards_of_five_gigabytes(tmp_path, family):
     assert make("--family", family, "--layout", "diffusers", "--sparse", tmp_path / family, size="full") == 0
@@ -249,6 +254,7 @@ def test_a_full_model_has_the_published_size_in_shards_of_five_gigabytes(tmp_pat
         assert len(tokenizer) == 49408 and tokenizer.eos_token_id == 49407
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FULL_BYTES)
 def test_a_full_single_file_holds_what_the_published_one_does(tmp_path, family):
     out = tmp_path / f"{family}.safetensors"

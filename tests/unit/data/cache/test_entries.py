@@ -81,6 +81,7 @@ def fill_folder(folder: Path, delay: float, together=None) -> None:
     fill(Cache(folder), delay)
 
 
+@pytest.mark.slow
 @POSIX
 def test_killed_at_any_moment_only_missing_entries_are_made_again(tmp_path, expected):
     rng, moments = random.Random(3), set()

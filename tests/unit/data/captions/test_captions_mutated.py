@@ -93,6 +93,7 @@ def mutated(rng: random.Random, data: bytes) -> tuple[str, bytes]:
     return done, {"empty": b"", "text": rng.randbytes(rng.randrange(1, 300)), "deep": b"[" * 100_000}.get(done, bytes(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(5000, marks=pytest.mark.proof), 250])
 def test_each_is_named_or_read_for_what_it_says(tmp_path: Path, count: int) -> None:
     rng, files = random.Random(count), {}

@@ -392,6 +392,7 @@ def test_an_avif_of_a_general_brand_needs_no_plug_in(without_plugins):
     assert data[8:12] == b"avif" and decode(data[:8] + b"mif1" + data[12:]).format == "AVIF"
 
 
+@pytest.mark.slow
 def test_other_images_import_no_plug_in():
     """In a process of its own: what this one has imported stays."""
     code = (

@@ -150,6 +150,7 @@ def scanned(folder: Path, seconds: float) -> dict:
 
 
 # The time is for a machine that is busy otherwise; alone it takes a tenth.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "seconds"), [pytest.param(10_000, 1800, marks=pytest.mark.proof), (150, 300)], ids=["all", "some"]
 )

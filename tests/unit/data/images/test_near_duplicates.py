@@ -63,6 +63,7 @@ def test_copies_are_found_and_other_photos_of_the_subject_are_not(name):
     assert alike(prints) == [[index, index + 10] for index in range(10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OF_ALL, *HARD])
 def test_how_many_copies_of_icons_are_found(name):
     """Prints the row of the table in docs/data.md."""
@@ -112,6 +113,7 @@ def test_grouping_agrees_with_comparing_all_pairs():
     assert alike(looks) == [list(group) for group in expected]
 
 
+@pytest.mark.slow
 def test_a_thousand_times_the_same_are_not_compared_each_with_each(monkeypatch):
     """Each with the next ones alone: ten times the prints are ten times the pairs."""
     compared, real = [], near_duplicates._are_alike

@@ -165,6 +165,7 @@ def reader_of(tmp_path, **more) -> Reader:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_latents_captions_and_masks_never_part(tmp_path, num_workers):
     reader = reader_of(tmp_path, flip=True, crop_jitter=0.1, image_variants=3, unmasked_weight=0.5, loss_weight=2.0)

@@ -58,6 +58,7 @@ FILES = st.tuples(
 SINGLE = st.sampled_from(["Thumbs.db", "config.toml", "metrics.jsonl", "metadata.csv"])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sets(st.tuples(FOLDERS, FILES | SINGLE).map(lambda parts: "/".join([*parts[0], parts[1]])), min_size=1, max_size=25),

@@ -87,6 +87,7 @@ def jitter(seed: int, batch: int, steps: int = 400) -> list[dict[str, Any]]:
     return log([sum(one() for _ in range(batch)) / batch for _ in range(steps)], batch=batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 12])
 def test_losses_that_only_jitter_are_no_alarm_and_no_learning(batch: int) -> None:
     for seed in range(40):

@@ -194,6 +194,7 @@ def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
     assert present.count("a bear") == 3 and gone.count("a bear") == 1 and "8 x 8 px, seed 2, 20 steps" in present
 
 
+@pytest.mark.slow
 def test_a_large_set_of_samples_stays_small_and_is_encoded_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(thumbnails, "EMBED_BYTES", budget := 250_000)
     total = sum(len(write_png(tmp_path / f"samples/step-{s:08d}/00.png", None, 250, noise=True)) for s in range(3))
@@ -392,6 +393,7 @@ def test_the_held_out_loss_is_drawn_from_step_0_on(tmp_path: Path) -> None:
     assert drawn.count("M") == 2, "of other photos it is another curve"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [8, 1600], ids=["as they are", "reduced"])
 def test_images_that_cannot_be_read_are_left_out(tmp_path: Path, side: int) -> None:
     """Cut below the head, within it, of no length, of another kind, and beside what says it is an image."""

@@ -32,6 +32,7 @@ def test_a_name_that_is_not_given_is_an_error(tmp_path: Path, text: str) -> None
         filled(tmp_path, "a.html", text, of="")
 
 
+@pytest.mark.slow
 def test_nothing_but_the_making_of_a_text_imports_the_library() -> None:
     """A run's start, --help and --plan make none."""
     code = "import sys, workbench.commands.main, workbench.watch.server; sys.exit('jinja2' in sys.modules)"
