@@ -47,13 +47,13 @@ class Bench:
 
     def __init__(
         self, source: ModelSource, storage: str, device: torch.device, *, dora: bool = True, chosen: Kernels | None = None,
-        recomputed: bool = True, optimizer: str = "adamw", compiler: Compiler | None = None,
+        recomputed: bool | str = True, optimizer: str = "adamw", compiler: Compiler | None = None,
         attention: Attention = TORCHS_OWN, recorder: Callable[[], Recorder] | None = None,
         base: dict[str, Tensor] | None = None, resident: int | None = None,
     ) -> None:  # fmt: skip
-        """chosen: kernels; None for those that a run would choose. recomputed: every block. compiler: of some. recorder: of
-        CUDA graphs. base: another bench's, to share; None: random weights. resident: how many blocks stay on the device, and
-        the others are streamed, with copies of the base; None: all, and none is."""
+        """chosen: kernels; None for those that a run would choose. recomputed: as memory.gradient_checkpointing. compiler: of
+        some. recorder: of CUDA graphs. base: another bench's, to share; None: random weights. resident: how many blocks stay
+        on the device, and the others are streamed, with copies of the base; None: all, and none is."""
         family = source.family
         name = family.denoiser
         component = Storage(
@@ -65,7 +65,8 @@ class Bench:
             {name: adaptable}, denoiser=name, targets="attention+mlp", presets=family.adapters.presets, rules=(), rank=RANK,
             alpha=None,
         )  # fmt: skip
-        component.swap(module, kernels=chosen or kernels.choose("auto", device))
+        chosen = chosen or kernels.choose("auto", device)
+        component.swap(module, kernels=chosen)
         self.streamer = None
         if resident is not None:
             self.streamer = Streamer(family.ordered_blocks(name, module), resident, device)
@@ -88,8 +89,8 @@ class Bench:
         blocks = find_blocks(module, family.memory.blocks)
         streamed = {} if self.streamer is None else self.streamer.blocks
         self.adapter.refresh_before({name: module} | {f"{name}.{n}": block for n, block in streamed.items()})
-        if attention.kinds:  # else a CPU, which stands for a card, would get what is its own
-            attention.give(module, family.memory.attention, device)
+        # A CPU stands for a card here: it would get what is its own.
+        attention.give(module, family.memory.attention, torch.device("cuda"), chosen)
         compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.memory.compiled)}
         checkpoint_blocks(blocks, recomputed, family.memory.unread, family.memory.skipped, compiled)
         if compiler is not None:

@@ -72,7 +72,7 @@ class Row:
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"cost": counted}
 
 
-def traced(family: str, who: str, adapter: str, storage: str, *, recomputed: bool, pixels: int = PIXELS) -> Row:
+def traced(family: str, who: str, adapter: str, storage: str, *, recomputed: bool | str, pixels: int = PIXELS) -> Row:
     """One step after a first one: the optimizer has its state, and DoRA's norms are due."""
     source = ModelSource(family_named(family), PUBLISHED / PUBLISHED_AS[family], quantization.recognise)
     batch = random_models.batch_of(source, pixels, TEXT_TOKENS[family])
@@ -84,7 +84,7 @@ def traced(family: str, who: str, adapter: str, storage: str, *, recomputed: boo
     return Row(family, who, adapter, storage, trace.cost, dict(trace.by_name.most_common()))
 
 
-def ours(source: ModelSource, adapter: str, storage: str, recomputed: bool) -> Callable[[Batch], object]:
+def ours(source: ModelSource, adapter: str, storage: str, recomputed: bool | str) -> Callable[[Batch], object]:
     bench = random_models.Bench(
         source, storage, CPU, dora=adapter == "dora", chosen=kernels.planned("triton"), recomputed=recomputed
     )
@@ -126,7 +126,10 @@ def main() -> int:
     parser.add_argument("--against", choices=["peft"])
     parser.add_argument("--storage", default=None, help="of the denoiser: fp8_e4m3; bf16 with --against")
     parser.add_argument("--pixels", type=int, default=PIXELS)
-    parser.add_argument("--recompute", action="store_true", help="every block, as memory.gradient_checkpointing = true")
+    parser.add_argument(
+        "--recompute", nargs="?", const=True, default=False, choices=["selective"],
+        help="every block, as memory.gradient_checkpointing = true or 'selective'",
+    )  # fmt: skip
     parser.add_argument("--card", choices=sorted(step_time.CARDS), default="NVIDIA H100 80GB HBM3")
     parser.add_argument("--operators", type=int, default=0, help="how many of each step to list")
     parser.add_argument("--json", type=Path)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.nn.attention import SDPBackend
 from torch.utils import backend_registration
 
 from tests import pretend
@@ -355,8 +356,8 @@ def to_be_recorded(folder: Path, family: str, adapter: str, storage: dict[str, s
         adapter__rules=rules, adapter__alpha=8.0, data__resolution=64,
         model__components=dict.fromkeys((DENOISER[family], *encoders), storage),
         # Either way of a block with either kind of kernel and of adapter.
-        memory__gradient_checkpointing=(adapter == "dora") == triton,
-    ) as run:  # fmt: skip
+        memory__gradient_checkpointing=(adapter == "dora") == triton and ("selective" if family == "flux" else True),
+    ) as run, patch.object(torch, "_fused_sdp_choice", lambda *given: SDPBackend.FLASH_ATTENTION.value):  # fmt: skip
         yield Recorded(run)
 
 

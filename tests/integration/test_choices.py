@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 
 import pytest
 import torch
@@ -176,6 +177,47 @@ def test_gradient_checkpointing_changes_no_gradient(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("adapter", "again"), [("lora", (1, 1, 2)), ("dora", (2, 1, 2))])
+def test_what_a_recomputed_block_does_not_make_again(
+    bench: Workbench, monkeypatch, adapter: str, again: tuple[int, ...]
+) -> None:
+    """The last product of a LoRA, that of a DoRA which keeps it, and attention: how often each is made, recomputed whole
+    and selectively; the gradients are the same. again: the last product, it selectively, attention."""
+    attended: Counter = Counter()
+
+    of_torch = torch.nn.functional.scaled_dot_product_attention
+    fused = attention._ON_CPU._replace(forward=partial(counted, attended, attention._ON_CPU.forward))
+    monkeypatch.setattr(attention, "_ON_CPU", fused)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", partial(counted, attended, of_torch))
+    config = bench.config(
+        "flux", adapter__type=adapter, adapter__targets="attention+mlp", memory__gradient_checkpointing="selective",
+        model__components={"transformer": {"dtype": "fp8_e4m3"}},
+    )  # fmt: skip
+    products: Counter = Counter()
+    matmul = FrozenLinear.matmul
+    monkeypatch.setattr(FrozenLinear, "matmul", lambda layer, x: products.update([layer]) or matmul(layer, x))
+    found, made = {}, []
+    with built(config) as training:
+        patterns, denoiser = unread(training), training.model.modules["transformer"]
+        last = [
+            module.base_layer for name, module in denoiser.named_modules()
+            if hasattr(module, "base_layer") and any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]  # fmt: skip
+        for every in ("selective", True, False):
+            checkpoint_every(training, every)
+            products.clear(), attended.clear()
+            found[every] = gradients(training)
+            made.append((max(products[layer] for layer in last), attended["calls"]))
+    (of_selective, once), (of_all, twice), (of_none, plain) = made
+    assert (of_all, of_selective, of_none) == (*again[:2], 1) and (once, twice) == (plain, again[2] * plain)
+    assert all(torch.equal(found[every][name], found[False][name]) for every in found for name in found[False])
+
+
+def counted(calls: Counter, function: Callable, *given, **keys):
+    calls["calls"] += 1
+    return function(*given, **keys)
+
+
 @pytest.mark.parametrize("gate", ["text_encoder", "norm"])
 def test_a_recomputation_keeps_the_products_that_trained_gates_multiply(bench: Workbench, gate: str) -> None:
     adapted = {

@@ -56,7 +56,7 @@ def trained(bench: Workbench, family: str, *, taped: bool, **more: Any) -> tuple
             {
                 "adapter__type": "dora",
                 "adapter__rules": [{"component": "transformer", "match": "*to_q", "stop_step": 5}],
-                "model__components": {"transformer": {"dtype": "nf4"}},
+                "model__components": {"transformer": {"dtype": "nf4"}}, "memory__gradient_checkpointing": "selective",
             },
             id="flux-dora-a-part-that-stops", marks=pytest.mark.slow,
         ),

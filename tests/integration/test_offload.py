@@ -60,10 +60,14 @@ def marked(cell: tuple[Any, ...]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "storage", "adapter", "recomputed"), [marked(cell) for cell in product(*FACTORS[:-1], (False, True, 2))]
+    ("family", "storage", "adapter", "recomputed"),
+    [
+        *(marked(cell) for cell in product(*FACTORS[:-1], (False, True, 2))),
+        pytest.param("flux", "fp8_e4m3", "dora", "selective", marks=pytest.mark.slow),
+    ],
 )
 def test_every_gradient_is_that_of_a_resident_base(
-    bench: Workbench, family: str, storage: str, adapter: str, recomputed: bool | int
+    bench: Workbench, family: str, storage: str, adapter: str, recomputed: bool | int | str
 ) -> None:
     more: dict[str, Any] = {
         "adapter__type": adapter, "memory__gradient_checkpointing": recomputed,

@@ -9,12 +9,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import apply_rotary_emb, get_1d_rotary_pos_embed
 from diffusers.models.transformers.transformer_flux import FluxAttention
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.base.memory import checkpoint_blocks, recomputing
+from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
+from trainer.models.shared.joint_attention import rotated
 from trainer.runtime import attention
 
 CPU = torch.device("cpu")
@@ -116,7 +121,10 @@ def test_our_processors_compute_what_diffusers_do(kind: str, options: dict, more
         (layer,), x = block(kind, **options)
         layer.to(dtype)
         x = x.detach().to(dtype).requires_grad_()
-        if ours and (processor := FAMILIES[kind].memory.attention(layer, scaled_dot_product_attention)) is not None:
+        if (
+            ours
+            and (processor := FAMILIES[kind].memory.attention(layer, scaled_dot_product_attention, dora_torch)) is not None
+        ):
             layer.set_processor(processor)
         out = layer(x, **given)
         outs = out if isinstance(out, tuple) else (out,)
@@ -128,7 +136,7 @@ def test_layers_with_more_than_products_keep_their_processor() -> None:
     for options, _ in CALLS["sdxl"]:
         (layer,), _ = block("sdxl", **options)
         plain = not options.keys() & {"residual_connection", "qk_norm"}
-        assert (FAMILIES["sdxl"].memory.attention(layer, attention.attention) is not None) == plain
+        assert (FAMILIES["sdxl"].memory.attention(layer, attention.attention, dora_torch) is not None) == plain
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
@@ -164,3 +172,22 @@ def test_torchs_function_stays_everybody_elses(kind: str) -> None:
     layers[0].to_v.register_forward_hook(lambda *_: seen.append(nn.functional.scaled_dot_product_attention))
     assert not torch.equal(layers[0](x), plain) and torch.equal(others[0](x), plain)
     assert seen == [theirs, theirs]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), batch=st.integers(1, 2), tokens=st.integers(1, 40),
+    heads=st.integers(1, 3), size=st.sampled_from([2, 6, 16, 128]), seed=st.integers(0, 99),
+    scale=st.sampled_from([1e-6, 1, 300]),
+)  # fmt: skip
+def test_a_rotation_is_bit_for_bit_the_librarys_pieces(dtype, batch, tokens, heads, size, seed, scale) -> None:
+    """And so is its gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (scale * torch.randn(batch, tokens, heads, size, generator=generator).to(dtype) for _ in range(2))
+    angles = get_1d_rotary_pos_embed(size, torch.arange(tokens), repeat_interleave_real=True, use_real=True)
+    theirs, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, turned = apply_rotary_emb(theirs, angles, sequence_dim=1), rotated(ours, angles, dora_torch)
+    expected.backward(dy), turned.backward(dy)
+    assert torch.equal(turned, expected) and torch.equal(ours.grad, theirs.grad)
+    with torch.no_grad():
+        assert torch.equal(rotated(x, angles, dora_torch), expected)

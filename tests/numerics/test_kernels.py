@@ -51,6 +51,8 @@ WEIGHTS = [(37, 131), (21, 96)] + ([] if INTERPRETED else [(641, 259), (3072, 30
 ACTIVATIONS = [((37, 70), torch.float32), ((67, 139), torch.bfloat16), ((67, 139), torch.float16)]
 if not INTERPRETED:
     ACTIVATIONS += [(shape, dtype) for shape in ((100, 641), (512, 3072)) for dtype in FLOATS.values()]
+# Queries and keys [B, tokens, heads, size].
+HEADS = [(2, 5, 3, 6), (1, 40, 2, 128), (1, 3, 1, 2)] + ([] if INTERPRETED else [(2, 4608, 24, 128)])
 RANKS = [(1, "rows"), (3, "columns"), (16, "rows"), (64, "rows"), (128, "columns"), (162, "rows")]
 SCALING = 0.7
 
@@ -354,6 +356,23 @@ if not INTERPRETED:
 
 
 @on_device
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 5, 3, 6), (1, 40, 2, 128), (1, 3, 1, 2)] + [(2, 4608, 24, 128)] * (not INTERPRETED), ids=str
+)
+def test_rotate(fused, shape, dtype, back) -> None:
+    """The twin's bits, of a head of any even size, strided or not."""
+    _, tokens, heads, size = shape
+    rng = generator(shape, dtype)
+    x = fenced((torch.randn(shape, generator=rng) * torch.randn(shape, generator=rng).exp()).to(dtype))
+    cos, sin = (fenced(torch.randn(tokens, size, generator=rng)) for _ in range(2))
+    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+    for each in (x, strided):
+        assert torch.equal(fused.rotate(each, cos, sin, back=back), dora_torch.rotate(x, cos, sin, back=back))
+
+
+@on_device
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("with_factor", [False, True])
 @pytest.mark.parametrize("shape, dtype", QUANTISED, ids=str)
@@ -563,13 +582,14 @@ def test_a_launch_is_made_anew_for_what_decides_it(monkeypatch) -> None:
             dora_triton.compose(y, t, b.to(dtype), g, bias, y)
             dora_triton.adapter_gradients(y, y, t, b, per_row, per_row, bias, scaling, with_z)
             dora_triton.quantize_rows(y, g)
+            dora_triton.rotate(y[None, :, :, None].expand(-1, -1, -1, 2), torch.empty(m, 2), torch.empty(m, 2), back=with_z)
             fp8_triton._transpose(codes.view(torch.uint8)[:, :k], torch.empty(k, n, dtype=torch.uint8))
             dora_triton.adapted_norms(*([given] * count for given in (weight, per_row, a, b, scaling)))
             each.append(list(told))
         assert each[0] == each[1]
         seen += len(told)
         kernels |= {name for name, *_ in told}
-    assert len(kernels) == 9 and 100 < len(kept) < seen / 2
+    assert len(kernels) == 10 and 100 < len(kept) < seen / 2
 
 
 @pytest.mark.gpu
@@ -722,7 +742,11 @@ def test_compiles_for_every_card(monkeypatch, capability: int) -> None:
             dora_triton.adapter_gradients(y, y, t, b, by_row, by_row, by_row, 1.0, False)
             if capability >= 89:  # where float8 is multiplied
                 dora_triton.quantize_rows(y, by_row)
-    assert len(compiled) == (8 if capability >= 89 else 7)
+            for back in (False, True):
+                dora_triton.rotate(y.view(1, 512, -1, 128), torch.empty(512, 128), torch.empty(512, 128), back=back)
+    assert len(compiled) == (9 if capability >= 89 else 8)
+    contracted = {name: any("fma.rn" in kernel.asm["ptx"] for kernel in kernels) for name, kernels in compiled.items()}
+    assert not contracted["rotate_kernel"] and contracted["compose_kernel"], "its roundings are those of separate operators"
     # What one block may have on Ampere's and Ada's small cards, where Hopper has 227 KiB.
     assert max(kernel.metadata.shared for kernels in compiled.values() for kernel in kernels) <= 99 * 1024
 

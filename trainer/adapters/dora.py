@@ -173,13 +173,11 @@ def _composed(layers, x, mask, a_all, *tensors):
 
 
 def _y_again(base: BaseLayer, x: torch.Tensor, g_N: torch.Tensor | None) -> torch.Tensor | None:
-    """The output of a layer that no backward pass but its own reads, as its block runs again; None: it has to be made.
-
-    A LoRA's gradients need none. Not a number: whoever reads it after all makes the gradient not finite.
-    """
-    if not memory.recomputing():
-        return None
-    return x.new_full(base.output_shape(x.shape), torch.nan) if g_N is None else memory.kept()
+    """The output of a layer that no backward pass but its own reads, as its block runs again; None: it has to be made. A
+    LoRA's gradients need none: not a number, as whoever reads it after all makes the gradient not finite."""
+    if g_N is None and memory.recomputing():
+        return x.new_full(base.output_shape(x.shape), torch.nan)
+    return memory.kept()
 
 
 class _Adapted(torch.autograd.Function):

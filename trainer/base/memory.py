@@ -92,7 +92,7 @@ def keep(value: Any) -> None:
 
 
 def kept() -> Any:
-    """In a block that runs again: what it kept at this place; None in one that keeps nothing."""
+    """In a block that runs again: what it kept at this place; None elsewhere, and in one that keeps nothing."""
     return _kept.pop(0) if _kept else None
 
 

@@ -91,7 +91,7 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     adapter.refresh_before(adapted | components.streamed_blocks(adapted))
     unread = family.memory.unread_beside(adapter.layers, half=plan.scales_loss)
     every, device = config.memory.gradient_checkpointing, components.model.device
-    components.attention.give(modules[family.denoiser], family.memory.attention, device, kept=every == "selective")
+    components.attention.give(modules[family.denoiser], family.memory.attention, device, components.kernels)
     compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.memory.compiled)}
     recomputed = checkpoint_blocks(blocks, every, unread, family.memory.skipped, compiled)
     if recomputed:

@@ -10,7 +10,7 @@ from trainer.kernels.decode import decoded, has_plain_codes, pieces, values, who
 from trainer.kernels.scratch import PIECE_BUFFER, SECOND_BUFFER, scratch
 
 __all__ = [
-    "adapted_norms", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "row_squares",
+    "adapted_norms", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "rotate", "row_squares",
     "scaled_input_grad", "scaled_product", "upcast",
 ]  # fmt: skip
 
@@ -141,6 +141,16 @@ def adapter_gradients(
 def _rows(tensor: Tensor, rows: slice) -> Tensor:
     """tensor[rows], without a view of all."""
     return tensor if rows.stop - rows.start == len(tensor) else tensor[rows]
+
+
+def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False) -> Tensor:
+    """x turned pair by pair; with back, the gradient of what was turned, of which each product is rounded to x's dtype."""
+    cos, sin, x = cos_SD[:, None], sin_SD[:, None], x_BSHD.float()
+    if back:
+        by_cos, by_sin = (x * cos).to(x_BSHD.dtype), (x * sin).to(x_BSHD.dtype)
+        return by_cos.add_(torch.stack([by_sin[..., 1::2], -by_sin[..., ::2]], -1).flatten(-2))
+    turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return (x * cos).add_(turned * sin).to(x_BSHD.dtype)
 
 
 def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -45,11 +45,13 @@ def operator(*written: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 class LaunchConfig(NamedTuple):
-    """How a kernel is launched. constants: by name; a kernel names them last."""
+    """How a kernel is launched. constants: by name; a kernel names them last. contracted: whether a product and a sum may
+    be rounded as one."""
 
     grid: tuple[int, ...]
     constants: dict[str, Any]
     num_warps: int = 4
+    contracted: bool = True
 
 
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[int, ...], tuple[object, ...]]] = {}
@@ -73,8 +75,9 @@ def launch(
         compiled, grid, values = _compiled[key]
         compiled[grid](*tensors, *numbers, *values)
         return
-    grid, constants, num_warps = how()
-    compiled = kernel[grid](*tensors, *numbers, num_warps=num_warps, **constants)
+    grid, constants, num_warps, contracted = how()
+    options = {"num_warps": num_warps} | ({} if contracted else {"enable_fp_fusion": False})
+    compiled = kernel[grid](*tensors, *numbers, **options, **constants)
     if isinstance(kernel, JITFunction) and not INTERPRETED:
         values = tuple(constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
         _compiled[key] = compiled, grid + (1,) * (3 - len(grid)), values

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from trainer.base.memory import find_blocks
+from trainer.base.protocols import Kernels
 from trainer.base.types import Batch, Conditioning, KeyStyle, Link, separate
 from trainer.models.names import ComponentConfig, Names, Shape, under_original_names
 from trainer.objectives import Objective
@@ -250,9 +251,9 @@ class MemoryPart:
     compiled: tuple[str, ...] = ("*",)  # fnmatch patterns of those that step.compile compiles: many of few shapes
     # Component -> groups of endings of layer names: Linears that differ in nothing else read one unchanged tensor.
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    # (an attention layer of the denoiser, attend) -> a processor of diffusers for it that calls attend(query, key, value,
-    # mask) as torch's scaled_dot_product_attention; None: the layer keeps its own.
-    attention: Callable[[nn.Module, Callable[..., torch.Tensor]], Any] = lambda layer, attend: None
+    # (an attention layer of the denoiser, attend, kernels) -> a processor of diffusers for it that calls attend(query, key,
+    # value, mask) as torch's scaled_dot_product_attention; None: the layer keeps its own.
+    attention: Callable[[nn.Module, Callable[..., torch.Tensor], Kernels], Any] = lambda layer, attend, kernels: None
     no_fp16: Mapping[str, str] = field(default_factory=dict)  # component that does not compute in fp16 -> why
 
     def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:

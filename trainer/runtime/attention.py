@@ -26,6 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.base import memory
 from trainer.base.errors import UserError
+from trainer.base.protocols import Kernels
+from trainer.kernels import dora_torch
 
 # Queries up to which fp32 was the faster at every head size, forward and backward.
 FEW = 128
@@ -69,23 +71,17 @@ class Attention:
         return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
 
     def give(
-        self,
-        denoiser: nn.Module,
-        processor: Callable[[nn.Module, Callable], Any],
-        device: torch.device,
-        *,
-        kept: bool = False,
+        self, denoiser: nn.Module, processor: Callable[..., Any], device: torch.device, kernels: Kernels = dora_torch
     ) -> None:
         """Have a denoiser compute so: for training, for samples, for a loss. A block that runs again in a backward pass is
         not inside its forward: that pass has to be made in `used`.
 
-        processor: as `MemoryPart.attention` of the models. device: where the denoiser computes. kept: whether blocks may keep
-        what attention gave.
+        processor: as `MemoryPart.attention` of the models. device: where the denoiser computes.
         """
-        if not self.kinds and device.type == "cpu":
-            _attend(denoiser, processor, attention)
-        elif kept:
-            _attend(denoiser, processor, attention_once)
+        attend = attention if device.type == "cpu" and not self.kinds else attention_once
+        for layer in denoiser.modules():
+            if hasattr(layer, "set_processor") and (ours := processor(layer, attend, kernels)) is not None:
+                layer.set_processor(ours)
         if not self.kinds:
             return
         forward = denoiser.forward
@@ -205,13 +201,6 @@ def only_plain() -> bool:
     return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
 
 
-def _attend(denoiser: nn.Module, processor: Callable[[nn.Module, Callable], Any], attend: Callable) -> None:
-    """Have the attention layers of a denoiser compute by that function: for training, for samples, and in a recomputation."""
-    for layer in denoiser.modules():
-        if hasattr(layer, "set_processor") and (ours := processor(layer, attend)) is not None:
-            layer.set_processor(ours)
-
-
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **keys: Any
 ) -> torch.Tensor:
@@ -258,12 +247,9 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Fuse
     """The kernel that torch takes for it; None for the plain one, and for heads that torch would pad."""
     if query.shape[-1] % 8 or only_plain():
         return None
-    if query.is_meta:
-        return _ON_CPU  # stands for all of them in a plan (dry_run.py)
-    choice = torch._fused_sdp_choice(query, key, value)
-    if query.device.type == "cpu":
-        return _ON_CPU if choice == SDPBackend.FLASH_ATTENTION.value else None
-    return _ON_CARD.get(choice)
+    if query.device.type in ("cpu", "meta"):  # as a plan has it, where it stands for a card's (dry_run.py)
+        return _ON_CPU if query.dim() == 4 else None
+    return _ON_CARD.get(torch._fused_sdp_choice(query, key, value))
 
 
 _ATEN = torch.ops.aten

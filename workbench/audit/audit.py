@@ -84,7 +84,7 @@ class Bench:
         """The denoiser, ready to compute as in a run."""
         family = components.family
         denoiser = components.load(family.denoiser).eval()
-        components.attention.give(denoiser, family.memory.attention, components.model.device)
+        components.attention.give(denoiser, family.memory.attention, components.model.device, components.kernels)
         return denoiser
 
     def held_out(self, components: Components) -> HeldOutLoss:

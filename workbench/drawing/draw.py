@@ -34,7 +34,6 @@ from trainer.plan.samples import check_sizes, references
 from trainer.resume.adapter_file import NamedModel, OpenedAdapter, open_adapter
 from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session
-from trainer.runtime.attention import few_tokens_in_fp32
 from workbench.pages.before_after import scaled, table
 
 SHEET = "grid.png"
@@ -207,7 +206,8 @@ def _loaded(config: Config, components: Components, portable: Portable | None) -
     if portable is None:
         for module in components.model.modules.values():
             module.eval()
-        few_tokens_in_fp32(components.model.modules[family.denoiser], family.memory.attention, components.model.device)
+        denoiser = components.model.modules[family.denoiser]
+        components.attention.give(denoiser, family.memory.attention, components.model.device, components.kernels)
         return None
     adapter, norms = build_adapter(config, components, Pieces(None))
     Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)

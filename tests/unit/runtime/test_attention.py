@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends import cuda
 
 from tests.numerics.test_attention import block
 from trainer.base.errors import UserError
 from trainer.models import FAMILIES
-from trainer.models.shared.joint_attention import JointAttention
 from trainer.runtime import attention
 from trainer.runtime.attention import ORDER, TORCHS_OWN, Attention
 
@@ -172,16 +172,17 @@ def test_a_choice_holds_inside_its_block_and_in_its_order() -> None:
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["CPU", "GPU"])
 def test_a_named_kind_is_that_of_the_whole_forward_and_of_nothing_else(device: torch.device) -> None:
-    """Torch's own leaves a denoiser as it was: the CPU's few tokens, a GPU's layers untouched."""
+    """Torch's own: on a CPU few tokens in fp32, elsewhere what blocks may keep."""
     layers, x = block("flux")
-    denoiser, theirs = layers[0], layers[0].processor
+    denoiser = layers[0]
     TORCHS_OWN.give(denoiser, FAMILIES["flux"].memory.attention, device)
-    assert "forward" not in vars(denoiser) and isinstance(denoiser.processor, JointAttention) == (device == CPU)
+    attend = attention.attention if device == CPU else attention.attention_once
+    assert "forward" not in vars(denoiser) and denoiser.processor.attend is attend
 
     layers, x = block("flux")
     denoiser, seen = layers[0], []
     Attention(("math",)).give(denoiser, FAMILIES["flux"].memory.attention, device)
-    assert type(denoiser.processor) is type(theirs)
+    assert denoiser.processor.attend is attention.attention_once
     denoiser.to_v.register_forward_hook(lambda *_: seen.append(attention.only_plain()))
     with torch.profiler.profile() as profile:
         denoiser(x)
@@ -193,3 +194,24 @@ def test_a_named_kind_is_that_of_the_whole_forward_and_of_nothing_else(device: t
 
 def test_head_sizes_are_those_of_every_attention_layer() -> None:
     assert attention.head_sizes(nn.ModuleList([block("flux")[0], block("sdxl")[0], nn.Linear(2, 2)])) == {16}
+
+
+@pytest.mark.parametrize("backend", [*attention._ON_CARD], ids=str)
+def test_what_a_cards_kernel_gives_is_what_its_backward_takes(backend: int) -> None:
+    """Of torch's own forms of these operators, on a card that is not here: of another token count than the queries', too."""
+    kernel = attention._ON_CARD[backend]
+    with FakeTensorMode():
+        query, key = (torch.empty(2, n, 3, 64, dtype=torch.bfloat16, device=CARD).transpose(1, 2) for n in (96, 40))
+        made = kernel.forward(query, key, key)
+        gradients = kernel.backward(torch.empty_like(made[0]), query, key, key, *made)
+    assert made[0].shape == query.shape and len(gradients) == 3
+    assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
+    assert {each.dtype for each in (made[0], *gradients)} == {torch.bfloat16}
+
+
+def test_masks_plain_attention_and_padded_heads_keep_nothing() -> None:
+    """They are computed again with the block, and so is what a block that keeps nothing asks for."""
+    x = torch.randn(1, 2, 8, 12)
+    assert attention._fused(x, x, x) is None and attention._fused(x[..., :8], x[..., :8], x[..., :8]) is not None
+    with Attention(("math",)).used():
+        assert attention._fused(x[..., :8], x[..., :8], x[..., :8]) is None

@@ -6,17 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.models.shared.joint_attention import JointAttention
+from trainer.base.protocols import Kernels
+from trainer.models.shared.joint_attention import JointAttention, rotated
 
 
 class ParallelAttention:
     """A processor for diffusers' `Flux2ParallelSelfAttention`, whose one projection gives query, key, value and both halves
     of the feed-forward. attend: as torch's scaled_dot_product_attention."""
 
-    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
-        from diffusers.models.embeddings import apply_rotary_emb
-
-        self.attend, self.turned = attend, apply_rotary_emb
+    def __init__(self, attend: Callable[..., torch.Tensor], kernels: Kernels) -> None:
+        self.attend, self.kernels = attend, kernels
 
     def __call__(
         self,
@@ -31,12 +30,11 @@ class ParallelAttention:
         query, key, value = (part.unflatten(-1, (-1, attn.head_dim)) for part in attended.chunk(3, dim=-1))
         query, key = attn.norm_q(query), attn.norm_k(key)
         if image_rotary_emb is not None:
-            query = self.turned(query, image_rotary_emb, sequence_dim=1)
-            key = self.turned(key, image_rotary_emb, sequence_dim=1)
+            query, key = (rotated(each, image_rotary_emb, self.kernels) for each in (query, key))
         out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), attention_mask)
         return attn.to_out(torch.cat([out.transpose(1, 2).flatten(2), attn.mlp_act_fn(feed)], dim=-1))
 
 
-def processor(layer: nn.Module, attend: Callable[..., torch.Tensor]) -> JointAttention | ParallelAttention:
+def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> JointAttention | ParallelAttention:
     """A processor for this layer."""
-    return ParallelAttention(attend) if hasattr(layer, "to_qkv_mlp_proj") else JointAttention(attend)
+    return (ParallelAttention if hasattr(layer, "to_qkv_mlp_proj") else JointAttention)(attend, kernels)

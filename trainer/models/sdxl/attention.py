@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.base.protocols import Kernels
+
 
 class BlockAttention:
     """A processor for diffusers' `Attention` between linear layers. attend: as torch's scaled_dot_product_attention."""
@@ -35,7 +37,7 @@ class BlockAttention:
         return dropout(projection(out)) / attn.rescale_output_factor
 
 
-def processor(layer: nn.Module, attend: Callable[..., torch.Tensor]) -> BlockAttention | None:
+def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> BlockAttention | None:
     """A processor for this layer; None for one with norms or a residual of its own, which keeps diffusers' processor."""
     more = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "added_kv_proj_dim")
     has_more = layer.residual_connection or any(getattr(layer, name) is not None for name in more)

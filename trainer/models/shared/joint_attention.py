@@ -5,15 +5,37 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+
+from trainer.base.protocols import Kernels
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, kernels):
+        ctx.angles, ctx.kernels = (cos, sin), kernels
+        return kernels.rotate(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return ctx.kernels.rotate(dy, *ctx.angles, back=True), None, None, None
+
+
+def rotated(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], kernels: Kernels) -> torch.Tensor:
+    """Query or key [B, tokens, heads, size] at its position. angles: cosines and sines, fp32 [tokens, size]."""
+    if torch.compiler.is_compiling():  # which makes one kernel of the pieces by itself
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        return apply_rotary_emb(x, angles, sequence_dim=1)
+    return _Rotated.apply(x, *angles, kernels) if torch.is_grad_enabled() else kernels.rotate(x, *angles)
 
 
 class JointAttention:
     """A processor for diffusers' `FluxAttention` and `Flux2Attention`. attend: as torch's scaled_dot_product_attention."""
 
-    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
-        from diffusers.models.embeddings import apply_rotary_emb
-
-        self.attend, self.turned = attend, apply_rotary_emb
+    def __init__(self, attend: Callable[..., torch.Tensor], kernels: Kernels) -> None:
+        self.attend, self.kernels = attend, kernels
 
     def __call__(
         self,
@@ -31,8 +53,7 @@ class JointAttention:
             text = _heads(encoder_hidden_states, size, *projections, attn.norm_added_q, attn.norm_added_k)
             query, key, value = map(torch.cat, zip(text, (query, key, value), strict=True), (1, 1, 1))
         if image_rotary_emb is not None:
-            query = self.turned(query, image_rotary_emb, sequence_dim=1)
-            key = self.turned(key, image_rotary_emb, sequence_dim=1)
+            query, key = (rotated(each, image_rotary_emb, self.kernels) for each in (query, key))
         out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), attention_mask)
         out = out.transpose(1, 2).flatten(2)
         if not joint:
@@ -53,6 +74,6 @@ def _heads(x: torch.Tensor, size: int, to_q: Any, to_k: Any, to_v: Any, norm_q: 
     return query, norm_k(key), value
 
 
-def processor(layer: nn.Module, attend: Callable[..., torch.Tensor]) -> JointAttention:
+def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> JointAttention:
     """A processor for this layer."""
-    return JointAttention(attend)
+    return JointAttention(attend, kernels)
