@@ -153,19 +153,16 @@ def _composed(layers, x, mask, a_all, *tensors):
     outputs, saved = [], [x_a, mask, t_all, a_all]
     for at, (layer, t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
         base, _, _, _, bias_N, _, z_rows, (_, sb_NR, g_N, _) = layer
-        y = _y_again(base, x, g_N) if base.unread else None
-        if y is not None:
-            outputs.append(y)
-            saved += (tensors[at * _GIVEN + 1],) if g_N is None else (tensors[at * _GIVEN + 1], None, y)
-            continue
-        y = base.matmul(x_c)
-        y_MN = base.rows(y)
-        z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
-        kernels.compose(y_MN, t_MR, sb_NR, g_N, bias_N, y_MN)
-        base.put_rows(y_MN, y)
-        y = base.expanded(y, x.shape)
-        if base.unread and g_N is not None:
-            memory.keep(y if z_rows is None else None)  # z0 of some rows is not in y
+        y, z_part = _y_again(base, x, g_N) if base.unread else None, None
+        if y is None:
+            y = base.matmul(x_c)
+            y_MN = base.rows(y)
+            z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
+            kernels.compose(y_MN, t_MR, sb_NR, g_N, bias_N, y_MN)
+            base.put_rows(y_MN, y)
+            y = base.expanded(y, x.shape)
+            if base.unread and g_N is not None:
+                memory.keep(y if z_rows is None else None)  # z0 of some rows is not in y
         outputs.append(y)
         # B, too, of a LoRA, whose s B may be B itself: a change of it in between would be seen.
         saved += (tensors[at * _GIVEN + 1],) if g_N is None else (tensors[at * _GIVEN + 1], z_part, y)

@@ -85,14 +85,14 @@ def keeping() -> bool:
 
 
 def keep(value: Any) -> None:
-    """In a block that runs for the first time and keeps some of what it computes: `kept` gives the value when it runs again
-    at the same place. In others nothing happens."""
+    """Have `kept` give the value at the same place when the block runs again, if it runs for the first time and keeps some of
+    what it computes."""
     if _keeping is not None:
         _keeping.append(value)
 
 
 def kept() -> Any:
-    """In a block that runs again: what it kept at this place; None elsewhere, and in one that keeps nothing."""
+    """What a block that runs again has kept at this place; None elsewhere, and in one that keeps nothing."""
     return _kept.pop(0) if _kept else None
 
 

@@ -237,10 +237,10 @@ def attention_once(
 
 class _Fused(NamedTuple):
     """One of torch's fused kernels. forward: (query, key, value) -> (its output, what else its backward pass reads).
-    backward: (the output's gradient, query, key, value, what forward gave) -> the gradients of query, key and value."""
+    gradients: (the output's gradient, query, key, value, what forward gave) -> the gradients of query, key and value."""
 
     forward: Callable[..., tuple[Any, ...]]
-    backward: Callable[..., Sequence[torch.Tensor]]
+    gradients: Callable[..., Sequence[torch.Tensor]]
 
 
 def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Fused | None:
@@ -300,4 +300,4 @@ class _Attended(torch.autograd.Function):
         query, key, value, out, *tensors = ctx.saved_tensors
         in_turn = iter(tensors)
         made = [next(in_turn) if each is None else each for each in ctx.others]
-        return *ctx.fused.backward(dy, query, key, value, out, *made), *[None] * (2 + len(made))
+        return *ctx.fused.gradients(dy, query, key, value, out, *made), *[None] * (2 + len(made))
