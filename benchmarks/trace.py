@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from benchmarks import plain_peft, random_models  # noqa: E402
 from tests import pretend  # noqa: E402
@@ -42,6 +44,7 @@ from trainer.models.config_files import PUBLISHED  # noqa: E402
 from trainer.models.loading import ModelSource  # noqa: E402
 from workbench.planning import step_time  # noqa: E402
 from workbench.planning.describe import band  # noqa: E402
+from workbench.planning.dry_run import fused_rms_norm  # noqa: E402
 from workbench.planning.op_trace import Cost, Trace  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -72,11 +75,19 @@ class Row:
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"cost": counted}
 
 
+class OneOperator(TorchFunctionMode):
+    """A block in which RMSNorm is one operator, as a GPU has it: on tensors of a CPU torch takes it apart."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return (fused_rms_norm if func is nn.functional.rms_norm else func)(*args, **(kwargs or {}))
+
+
 def traced(family: str, who: str, adapter: str, storage: str, *, recomputed: bool | str, pixels: int = PIXELS) -> Row:
     """One step after a first one: the optimizer has its state, and DoRA's norms are due."""
     source = ModelSource(family_named(family), PUBLISHED / PUBLISHED_AS[family], quantization.recognise)
     batch = random_models.batch_of(source, pixels, TEXT_TOKENS[family])
-    with pretend.accelerator(triton=True):  # for its tensors: they are of a CPU, as autocast knows no other here
+    # For its tensors: they are of a CPU, as autocast knows no other here.
+    with pretend.accelerator(triton=True), OneOperator():
         step = OF[who](source, adapter, storage, recomputed)
         step(batch)
         with Trace() as trace:

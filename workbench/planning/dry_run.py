@@ -61,7 +61,7 @@ class WithoutValues(TorchFunctionMode):
             nn.functional.scaled_dot_product_attention: _whole,
         }
         if not on_cpu:
-            self.instead[nn.functional.rms_norm] = _fused
+            self.instead[nn.functional.rms_norm] = fused_rms_norm
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         instead = self.instead.get(func)
@@ -105,7 +105,7 @@ def _whole(
     return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=keys.get("scale"))[0]
 
 
-def _fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """RMSNorm as GPUs have it: one operator that keeps its input and a sum for each row. Without values torch would take it
     apart, and keep two fp32 copies of the input. A layer norm keeps the same, and stands in for it."""
     return nn.functional.layer_norm(x, shape, weight, None, eps or 0.0)
