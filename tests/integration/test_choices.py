@@ -20,6 +20,7 @@ from trainer.base.errors import UserError
 from trainer.base.memory import checkpoint_blocks, find_blocks, recomputing
 from trainer.checkpoint import store
 from trainer.engine.held_out_loss import HeldOutLoss
+from trainer.kernels import dora_torch
 from trainer.models import flux
 from trainer.quantization import FrozenConv2d, FrozenLayer, FrozenLinear
 from trainer.run.run import Run
@@ -182,7 +183,8 @@ def test_what_a_recomputed_block_does_not_make_again(
     bench: Workbench, monkeypatch, adapter: str, again: tuple[int, ...]
 ) -> None:
     """The last product of a LoRA, that of a DoRA which keeps it, and attention: how often each is made, recomputed whole
-    and selectively; the gradients are the same. again: the last product, it selectively, attention."""
+    and selectively; the gradients are the same. again: the last product, it selectively, attention. And a LoRA's weights are
+    decoded for a recomputation and its backward pass together."""
     attended: Counter = Counter()
 
     of_torch = torch.nn.functional.scaled_dot_product_attention
@@ -193,9 +195,10 @@ def test_what_a_recomputed_block_does_not_make_again(
         "flux", adapter__type=adapter, adapter__targets="attention+mlp", memory__gradient_checkpointing="selective",
         model__components={"transformer": {"dtype": "fp8_e4m3"}},
     )  # fmt: skip
-    products: Counter = Counter()
-    matmul = FrozenLinear.matmul
-    monkeypatch.setattr(FrozenLinear, "matmul", lambda layer, x: products.update([layer]) or matmul(layer, x))
+    products, decoded = Counter(), Counter()
+    matmul, upcast = FrozenLinear.matmul, partial(counted, decoded, dora_torch.upcast)
+    monkeypatch.setattr(dora_torch, "upcast", upcast)
+    monkeypatch.setattr(FrozenLinear, "matmul", lambda layer, x, **keys: products.update([layer]) or matmul(layer, x, **keys))
     found, made = {}, []
     with built(config) as training:
         patterns, denoiser = unread(training), training.model.modules["transformer"]
@@ -203,13 +206,17 @@ def test_what_a_recomputed_block_does_not_make_again(
             module.base_layer for name, module in denoiser.named_modules()
             if hasattr(module, "base_layer") and any(fnmatchcase(name, pattern) for pattern in patterns)
         ]  # fmt: skip
+        ends = "norm.linear", "norm1.linear", "norm1_context.linear"
+        modulations = sum(name.endswith(ends) for name, _ in denoiser.named_modules())
         for every in ("selective", True, False):
             checkpoint_every(training, every)
-            products.clear(), attended.clear()
+            products.clear(), attended.clear(), decoded.clear()
             found[every] = gradients(training)
-            made.append((max(products[layer] for layer in last), attended["calls"]))
-    (of_selective, once), (of_all, twice), (of_none, plain) = made
+            made.append((max(products[layer] for layer in last), attended["calls"], decoded["calls"]))
+    (of_selective, once, _), (of_all, twice, decoded_all), (of_none, plain, decoded_once) = made
     assert (of_all, of_selective, of_none) == (*again[:2], 1) and (once, twice) == (plain, again[2] * plain)
+    # But for layers whose input needs no gradient: of modulations, and of the first block's queries, keys and values.
+    assert (decoded_all - decoded_once == modulations + 6) == (adapter == "lora") and decoded_all > decoded_once
     assert all(torch.equal(found[every][name], found[False][name]) for every in found for name in found[False])
 
 

@@ -155,7 +155,7 @@ def _composed(layers, x, mask, a_all, *tensors):
         base, _, _, _, bias_N, _, z_rows, (_, sb_NR, g_N, _) = layer
         y, z_part = _y_again(base, x, g_N) if base.unread else None, None
         if y is None:
-            y = base.matmul(x_c)
+            y = base.matmul(x_c, again=g_N is None)
             y_MN = base.rows(y)
             z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
             kernels.compose(y_MN, t_MR, sb_NR, g_N, bias_N, y_MN)

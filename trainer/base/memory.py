@@ -19,6 +19,8 @@ _depth = 0  # of blocks that run again just now
 # Of a block that keeps some of what it computes: what it kept so far as it runs, and what is left of it as it runs again.
 _keeping: list[Any] | None = None
 _kept: list[Any] | None = None
+# Of a block that runs again: what is made there once for both its forward and its backward, by who makes it.
+_once: dict[Any, torch.Tensor] | None = None
 
 
 def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -94,6 +96,11 @@ def keep(value: Any) -> None:
 def kept() -> Any:
     """What a block that runs again has kept at this place; None elsewhere, and in one that keeps nothing."""
     return _kept.pop(0) if _kept else None
+
+
+def once() -> dict[Any, torch.Tensor] | None:
+    """What a block that runs again has made for its backward pass, too, by who makes it; None outside of both."""
+    return _once
 
 
 def _recomputed(block: nn.Module, shared: bool, selective: bool) -> Callable:
@@ -182,6 +189,15 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
+        global _once
+        before, _once = _once, {}
+        try:
+            return _Recomputed._gradients(ctx, gradients)
+        finally:
+            _once = before
+
+    @staticmethod
+    def _gradients(ctx, gradients):
         global _depth, _kept
         # Each a leaf, of the graph of this block alone.
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=False)

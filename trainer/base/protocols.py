@@ -109,8 +109,9 @@ class BaseLayer(Protocol):
     def bias_N(self) -> Tensor | None:
         """The bias rounded to compute_dtype, fp32 [N]; None where the layer has none."""
 
-    def matmul(self, x: Tensor) -> Tensor:
-        """x W^T without the bias, in a new tensor, of x in compute_dtype. Its gradient is `input_grad`'s affair."""
+    def matmul(self, x: Tensor, *, again: bool = False) -> Tensor:
+        """x W^T without the bias, in a new tensor, of x in compute_dtype. Its gradient is `input_grad`'s affair. again:
+        whether that needs W as it is, too."""
 
     def input_grad(self, dy: Tensor, x_shape: torch.Size, g_N: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
         """(g * dy) W, the gradient of x, in compute_dtype: a new tensor, or added to `add_to` in place. g: fp32 [N]."""

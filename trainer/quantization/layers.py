@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.base.memory import recomputing
+from trainer.base import memory
 from trainer.base.protocols import Kernels
 from trainer.base.types import HeldWeight, StoredWeight
 from trainer.kernels import scaled_matmul_pays
@@ -194,13 +194,20 @@ class FrozenLayer(nn.Module):
             home, passing = self._places
             self._of_places = self._described(home), self._described(passing)
 
-    def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
-        """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
-        weight = self.in_use()
+    def compute_weight(self, g_N: torch.Tensor | None = None, *, again: bool = False) -> torch.Tensor:
+        """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer. again:
+        it is asked for once more, in the backward pass of a block that runs again, and decoded once for both."""
+        weight, once = self.in_use(), memory.once()
         if g_N is None and weight.is_dense(self.compute_dtype):
             return weight.codes.view(self.weight_shape)
-        out = scratch(weight.shape, self.compute_dtype, weight.device)
-        return self.kernels.upcast(weight, self.compute_dtype, g_N, out).view(self.weight_shape)
+        if g_N is None and once and (decoded := once.pop(self, None)) is not None:
+            return decoded
+        keep = again and once is not None
+        out = None if keep else scratch(weight.shape, self.compute_dtype, weight.device)
+        decoded = self.kernels.upcast(weight, self.compute_dtype, g_N, out).view(self.weight_shape)
+        if keep:
+            once[self] = decoded
+        return decoded
 
     def cast_bias(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The bias rounded to `compute_dtype`: in that dtype, shaped for this layer's output, and as fp32 [N]."""
@@ -224,12 +231,13 @@ class FrozenLayer(nn.Module):
         `original_norms`."""
         return self.kernels.row_squares(self.stored()).sqrt()
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through."""
+    def matmul(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor:
+        """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through. again: as
+        `compute_weight` has it."""
         weight = self.in_use()
         if weight.is_dense(self.compute_dtype):
             return self.product(x, weight.codes.view(self.weight_shape))
-        return self.converted_product(x)
+        return self.converted_product(x, again)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b, in compute_dtype, differentiable in x; the bias is added with a rounding of its own."""
@@ -252,9 +260,9 @@ class FrozenLayer(nn.Module):
             g_N = None
         return self.product_input_grad(dy, self.compute_weight(g_N), x_shape, add_to)
 
-    def converted_product(self, x: torch.Tensor) -> torch.Tensor:
+    def converted_product(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
         """The product with a weight that is not stored in `compute_dtype`."""
-        return self.product(x, self.compute_weight())
+        return self.product(x, self.compute_weight(again=again))
 
     def extra_repr(self) -> str:
         """The shape, the format and the compute dtype, in torch's print of a module."""
@@ -282,10 +290,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, layer: FrozenLayer) -> torch.Tensor:
         ctx.layer, ctx.x_shape = layer, x.shape
-        if layer.unread and recomputing():
+        if layer.unread and memory.recomputing():
             # Not a number: nearly all that could read it after all makes the gradient not finite, and the step is refused.
             return x.new_full(layer.output_shape(x.shape), torch.nan)
-        return layer.matmul(x)
+        return layer.matmul(x, again=ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
@@ -319,11 +327,11 @@ class FrozenLinear(FrozenLayer):
         by_row = weight.scale is not None and weight.block == self.in_features
         return weight if by_row and weight.codes.dtype == torch.float8_e4m3fn else None
 
-    def converted_product(self, x):
+    def converted_product(self, x, again=False):
         x_MK = self.rows(x)
         weight = self.scaled_weight(len(x_MK))
         if weight is None:
-            return super().converted_product(x)
+            return super().converted_product(x, again)
         # Layers that share x quantise it once each: 3 bytes an element, next to which their products are long.
         z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(x_MK), weight, self.compute_dtype)
         return self.expanded(z_MN, x.shape)
