@@ -70,7 +70,7 @@ OUT_OF_TIME = 124  # the exit status, as timeout(1) has it
 @dataclass(frozen=True)
 class Side:
     """One that takes turns. way: of WAYS. who: "ours" or "peft". attention, matmul: as step and precision have them.
-    streamed: percent of the blocks; the others stay on the card."""
+    streamed: percent of the blocks; the others stay on the card. selective: blocks are recomputed but for attention."""
 
     adapter: str
     way: str = "eager"
@@ -79,13 +79,14 @@ class Side:
     attention: str = "auto"
     matmul: str = "compute"
     streamed: int = 0
+    selective: bool = False
 
     @property
     def name(self) -> str:
         if self.who == "peft":
             return f"PEFT's {self.adapter}"
         more = [f"{self.attention} attention"] * (self.attention != "auto") + ["fp8 matmul"] * (self.matmul == "fp8")
-        more += [f"{self.streamed} % streamed"] * (self.streamed > 0)
+        more += [f"{self.streamed} % streamed"] * (self.streamed > 0) + ["selective"] * self.selective
         return ", ".join([f"{self.adapter} {self.storage}", self.way, *more])
 
 
@@ -110,27 +111,30 @@ def cells() -> list[Cell]:
     """All of them, the most important first: those up to the attention kinds take some eight minutes, by an estimate."""
     graphs = tuple(Side(adapter, way) for adapter in ADAPTERS for way in ("graphs", "eager"))
     beside_peft = (*graphs, *(Side(adapter, who="peft") for adapter in ADAPTERS))
+    selective = (Side("DoRA", "graphs"), *(Side(adapter, "graphs", selective=True) for adapter in ADAPTERS))
     in_float8 = (Side("DoRA"), *(replace(side, storage="fp8_e4m3") for side in graphs))
+    products = Side("DoRA", "graphs", "fp8_e4m3", matmul="fp8")
     streamed = tuple(Side("DoRA", storage="fp8_e4m3", streamed=share) for share in (0, *STREAMED))
     compiled = (Side("DoRA"), Side("DoRA", "compiled"))
+    kinds = tuple(Side("DoRA", "graphs", attention=kind) for kind in KINDS)
     first = [
         *(Cell("Flux", pixels, "graphs and PEFT", beside_peft) for pixels in (1024, 512)),
-        Cell("SDXL", 1024, "graphs and PEFT", beside_peft),
-        *(Cell("Flux", pixels, "compiled", compiled) for pixels in (1024, 512)),
-        *(Cell("Flux", pixels, "float8", in_float8) for pixels in (1024, 512)),
-        *(Cell("Flux", pixels, "streamed", streamed) for pixels in (1024, 512)),
+        *(Cell("Flux", pixels, "selective", selective) for pixels in (1024, 512)),
+        *(Cell("Flux", pixels, "compiled", (*compiled, Side("DoRA", "compiled", selective=True))) for pixels in (1024, 512)),
+        Cell("Flux", 1024, "attention", kinds),
+        *(Cell("Flux", pixels, "float8", (*in_float8, products)) for pixels in (1024, 512)),
         # Each alone: what one keeps for its backward pass leaves no room for another.
         *(
             Cell("Flux", pixels, way, (Side("DoRA", way),), recomputed=False)
             for pixels, way in product((1024, 512), ("graphs", "eager"))
         ),
+        Cell("SDXL", 1024, "graphs and PEFT", beside_peft),
+        Cell("SDXL", 1024, "compiled", compiled),
+        *(Cell("Flux", pixels, "streamed", streamed) for pixels in (1024, 512)),
+        Cell("SDXL", 1024, "selective", selective),
         Cell("SDXL", 1024, "float8", in_float8),
         Cell("SDXL", 1024, "streamed", streamed),
-        Cell("SDXL", 1024, "compiled", compiled),
-        *(
-            Cell(family, 1024, "attention", tuple(Side("DoRA", "graphs", attention=kind) for kind in KINDS))
-            for family in FAMILIES
-        ),
+        Cell("SDXL", 1024, "attention", kinds),
     ]
     return [*first, *_left(first)]
 
@@ -159,14 +163,17 @@ class Again:
     """Stands for a recorder of CUDA graphs where there is no CUDA: what is replayed is run again."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.made = count, False
 
     def warm(self, region: Callable[[], Tensor]) -> Tensor:
         return region()
 
-    def record(self, region: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        losses = torch.zeros(self.count)
-        return lambda: losses.copy_(region()), losses
+    def record(self, region: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        losses, made = torch.zeros(self.count), None if self.made else region()
+        if made is None:
+            return lambda: losses.copy_(region()), losses
+        self.made = True  # what follows from the parameters comes first
+        return region, made
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -184,7 +191,7 @@ class Prepared:
         known = side.storage in bases
         given: dict[str, Any] = {
             "dora": side.adapter == "DoRA",
-            "recomputed": cell.recomputed,
+            "recomputed": "selective" if side.selective else cell.recomputed,
             "base": bases.get(side.storage),
         }
         if side.way == "compiled":
@@ -215,6 +222,7 @@ class Prepared:
         base = sum(tensor.nbytes for tensor in bases[side.storage].values()) if shared else 0
         resident = allocated(device) - before + base
         self.row: dict[str, Any] = {"prepared_s": time.perf_counter() - began, "resident_bytes": resident}
+        self.row["attention"] = str(given["attention"])  # the order of kinds: each call takes the first that can take it
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = allocated(device)

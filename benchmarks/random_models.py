@@ -114,10 +114,11 @@ class Bench:
         graphs = None
         if recorder is not None:
             graphs = Graphs(
-                losses, parameters, stale=stale, recorder=recorder, say=lambda line: None, attention=attention.used
+                losses, parameters, self.adapter, recorder=recorder, say=lambda line: None, attention=attention.used
             )
         self.step = Step(
             losses=losses,
+            begin=graphs.begin if graphs else lambda: None,
             graphs=graphs,
             attention=attention.used,
             optimizer=built,
