@@ -35,7 +35,9 @@ NEAR = 0.10  # of the plan's peak: how far the measured one may be off
 
 
 @cache
-def planned(family: str, storage: str, adapter: str, recomputed: bool, resident: int | None) -> dict[tuple[int, int], int]:
+def planned(
+    family: str, storage: str, adapter: str, recomputed: bool | str, resident: int | None
+) -> dict[tuple[int, int], int]:
     """Bytes of a step of that run, by (pixels, batch), without the VAE that its samples need."""
     with tempfile.TemporaryDirectory() as folder:
         plan = plan_of(Model(family.lower(), storage, adapter.lower(), recomputed, resident), Path(folder))
@@ -70,7 +72,8 @@ def memory_of(cell: Cell, side: Side, row: dict[str, Any]) -> list[str]:
     if side.who == "peft":
         return [f"{peak / 2**30:.1f}", ""]
     resident = row.get("resident_blocks")
-    told = planned(cell.family, side.storage, side.adapter, cell.recomputed, resident)[cell.pixels, cell.batch]
+    recomputed = "selective" if side.selective else cell.recomputed
+    told = planned(cell.family, side.storage, side.adapter, recomputed, resident)[cell.pixels, cell.batch]
     off = "" if abs(peak / told - 1) <= NEAR else ", MISSED"
     return [f"{peak / 2**30:.1f}", f"{told / 2**30:.1f} ({peak / told:.2f}{off})"]
 

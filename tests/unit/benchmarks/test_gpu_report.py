@@ -179,8 +179,8 @@ def test_the_cells_are_the_whole_and_the_most_important_come_first() -> None:
         for side in (*ours, bench_step.Side(adapter, who="peft")):
             assert (family, pixels, batch, side) in there
     assert [(cell.family, cell.pixels, cell.about) for cell in cells[:5]] == [
-        ("Flux", 1024, "graphs and PEFT"), ("Flux", 512, "graphs and PEFT"), ("SDXL", 1024, "graphs and PEFT"),
-        ("Flux", 1024, "compiled"), ("Flux", 512, "compiled"),
+        ("Flux", 1024, "graphs and PEFT"), ("Flux", 512, "graphs and PEFT"),
+        ("Flux", 1024, "selective"), ("Flux", 512, "selective"), ("Flux", 1024, "compiled"),
     ]  # fmt: skip
     attention = {side.attention for cell in cells for side in cell.sides}
     assert attention == {"auto", "flash", "cudnn", "efficient"}
