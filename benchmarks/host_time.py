@@ -59,6 +59,7 @@ WRITES: dict[str, tuple[tuple[int, ...], float]] = {
     "upcast_kernel": ((5,), 0.0),
     "row_squares_kernel": ((4,), 1.0),
     "compose_kernel": ((5,), 0.0),
+    "rotate_kernel": ((4, 5), 0.0),
     "row_sums_kernel": ((4,), 0.0),
     "adapter_gradients_kernel": ((5, 6, 7), 0.0),
     "weight_product_kernel": ((3,), 0.0),

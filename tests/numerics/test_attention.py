@@ -183,11 +183,15 @@ def test_torchs_function_stays_everybody_elses(kind: str) -> None:
 def test_a_rotation_is_bit_for_bit_the_librarys_pieces(dtype, batch, tokens, heads, size, seed, scale) -> None:
     """And so is its gradient."""
     generator = torch.Generator().manual_seed(seed)
-    x, dy = (scale * torch.randn(batch, tokens, heads, size, generator=generator).to(dtype) for _ in range(2))
+    shape = batch, tokens, heads, size
+    given, upstream = ([scale * torch.randn(shape, generator=generator).to(dtype) for _ in "qk"] for _ in range(2))
     angles = get_1d_rotary_pos_embed(size, torch.arange(tokens), repeat_interleave_real=True, use_real=True)
-    theirs, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected, turned = apply_rotary_emb(theirs, angles, sequence_dim=1), rotated(ours, angles, dora_torch)
-    expected.backward(dy), turned.backward(dy)
-    assert torch.equal(turned, expected) and torch.equal(ours.grad, theirs.grad)
+    theirs, ours = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    expected = [apply_rotary_emb(x, angles, sequence_dim=1) for x in theirs]
+    turned = rotated(*ours, angles, dora_torch)
+    torch.autograd.backward(expected, upstream), torch.autograd.backward(turned, upstream)
     with torch.no_grad():
-        assert torch.equal(rotated(x, angles, dora_torch), expected)
+        again = rotated(*given, angles, dora_torch)
+    for at in range(2):
+        assert torch.equal(turned[at], expected[at]) and torch.equal(again[at], expected[at])
+        assert torch.equal(ours[at].grad, theirs[at].grad)

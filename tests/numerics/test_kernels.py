@@ -365,11 +365,12 @@ def test_rotate(fused, shape, dtype, back) -> None:
     """The twin's bits, of a head of any even size, strided or not."""
     _, tokens, heads, size = shape
     rng = generator(shape, dtype)
-    x = fenced((torch.randn(shape, generator=rng) * torch.randn(shape, generator=rng).exp()).to(dtype))
+    q, k = (fenced((torch.randn(shape, generator=rng) * torch.randn(shape, generator=rng).exp()).to(dtype)) for _ in "qk")
     cos, sin = (fenced(torch.randn(tokens, size, generator=rng)) for _ in range(2))
-    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
-    for each in (x, strided):
-        assert torch.equal(fused.rotate(each, cos, sin, back=back), dora_torch.rotate(x, cos, sin, back=back))
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = dora_torch.rotate(q, k, cos, sin, back=back)
+    for each in (q, strided):
+        assert all(map(torch.equal, fused.rotate(each, k, cos, sin, back=back), expected))
 
 
 @on_device
@@ -582,7 +583,8 @@ def test_a_launch_is_made_anew_for_what_decides_it(monkeypatch) -> None:
             dora_triton.compose(y, t, b.to(dtype), g, bias, y)
             dora_triton.adapter_gradients(y, y, t, b, per_row, per_row, bias, scaling, with_z)
             dora_triton.quantize_rows(y, g)
-            dora_triton.rotate(y[None, :, :, None].expand(-1, -1, -1, 2), torch.empty(m, 2), torch.empty(m, 2), back=with_z)
+            heads = y[None, :, :, None].expand(-1, -1, -1, 2)
+            dora_triton.rotate(heads, heads, torch.empty(m, 2), torch.empty(m, 2), back=with_z)
             fp8_triton._transpose(codes.view(torch.uint8)[:, :k], torch.empty(k, n, dtype=torch.uint8))
             dora_triton.adapted_norms(*([given] * count for given in (weight, per_row, a, b, scaling)))
             each.append(list(told))
@@ -743,7 +745,8 @@ def test_compiles_for_every_card(monkeypatch, capability: int) -> None:
             if capability >= 89:  # where float8 is multiplied
                 dora_triton.quantize_rows(y, by_row)
             for back in (False, True):
-                dora_triton.rotate(y.view(1, 512, -1, 128), torch.empty(512, 128), torch.empty(512, 128), back=back)
+                heads, angle = y.view(1, 512, -1, 128), torch.empty(512, 128)
+                dora_triton.rotate(heads, heads, angle, angle, back=back)
     assert len(compiled) == (9 if capability >= 89 else 8)
     contracted = {name: any("fma.rn" in kernel.asm["ptx"] for kernel in kernels) for name, kernels in compiled.items()}
     assert not contracted["rotate_kernel"] and contracted["compose_kernel"], "its roundings are those of separate operators"

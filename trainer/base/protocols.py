@@ -59,11 +59,14 @@ class Kernels(Protocol):
         fp32, the bias None or as `compose` added it; |over| is 1e-30 at least.
         """
 
-    def rotate(self, x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False) -> Tensor:
-        """x with each pair of a head's elements turned by the angle of its token: (x1, x2) to (x1 cos - x2 sin, x2 cos +
-        x1 sin), as rotary position embeddings have it (arXiv 2104.09864). cos, sin: fp32, one for each element.
+    def rotate(
+        self, q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys, alike in shape and dtype, each pair of a head's elements turned by the angle of its token: (x1,
+        x2) to (x1 cos - x2 sin, x2 cos + x1 sin), as rotary position embeddings have it (arXiv 2104.09864). cos, sin: fp32,
+        one for each element.
 
-        Rounded as diffusers' apply_rotary_emb rounds it, with back as its backward pass does, x then being the gradient.
+        Rounded as diffusers' apply_rotary_emb rounds it, with back as its backward pass does, of the gradients of both.
         """
 
     def quantize_rows(self, x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -143,14 +143,23 @@ def _rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows.stop - rows.start == len(tensor) else tensor[rows]
 
 
-def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False) -> Tensor:
-    """x turned pair by pair; with back, the gradient of what was turned, of which each product is rounded to x's dtype."""
-    cos, sin, x = cos_SD[:, None], sin_SD[:, None], x_BSHD.float()
-    if back:
-        by_cos, by_sin = (x * cos).to(x_BSHD.dtype), (x * sin).to(x_BSHD.dtype)
-        return by_cos.add_(torch.stack([by_sin[..., 1::2], -by_sin[..., ::2]], -1).flatten(-2))
+def rotate(q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned pair by pair; with back, the gradients of what was turned."""
+    turn = _turned_back if back else _turned
+    return turn(q_BSHD, cos_SD[:, None], sin_SD[:, None]), turn(k_BSHD, cos_SD[:, None], sin_SD[:, None])
+
+
+def _turned(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = x_BSHD.float()
     turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     return (x * cos).add_(turned * sin).to(x_BSHD.dtype)
+
+
+def _turned_back(dy_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of which each product is rounded to the dtype of the gradient."""
+    dy = dy_BSHD.float()
+    by_cos, by_sin = (dy * cos).to(dy_BSHD.dtype), (dy * sin).to(dy_BSHD.dtype)
+    return by_cos.add_(torch.stack([by_sin[..., 1::2], -by_sin[..., ::2]], -1).flatten(-2))
 
 
 def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -165,19 +165,28 @@ def _compose(
 
 @triton.jit
 def rotate_kernel(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, ROWS, S, H, PAIRS: tl.constexpr, BACK: tl.constexpr, INTERPRETED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, ROWS, S, H, PAIRS: tl.constexpr, BACK: tl.constexpr,
+    INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows [B S H] and all pairs of a head. Compiled without contracting products and sums, whose roundings are
-    those of separate operators."""
+    """A tile of rows [B S H] and all pairs of a head, of queries or of keys. Compiled without contracting products and sums,
+    whose roundings are those of separate operators."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     pair = tl.arange(0, BLOCK_P)[None, :]
     there = (row < ROWS) & (pair < PAIRS)
     at, angle = row * (2 * PAIRS) + 2 * pair, row // H % S * (2 * PAIRS) + 2 * pair
-    x_1 = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
-    x_2 = tl.load(x_ptr + at + 1, mask=there, other=0.0).to(tl.float32)
-    cos_1, cos_2 = tl.load(cos_ptr + angle, mask=there), tl.load(cos_ptr + angle + 1, mask=there)
-    sin_1, sin_2 = tl.load(sin_ptr + angle, mask=there), tl.load(sin_ptr + angle + 1, mask=there)
+    if tl.program_id(1) == 0:
+        _rotate_tile(q_ptr + at, cos_ptr + angle, sin_ptr + angle, q_out_ptr + at, there, BACK, INTERPRETED)
+    else:
+        _rotate_tile(k_ptr + at, cos_ptr + angle, sin_ptr + angle, k_out_ptr + at, there, BACK, INTERPRETED)
+
+
+@triton.jit
+def _rotate_tile(x_ptr, cos_ptr, sin_ptr, out_ptr, there, BACK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Pairs at these addresses, of a tile."""
+    x_1 = tl.load(x_ptr, mask=there, other=0.0).to(tl.float32)
+    x_2 = tl.load(x_ptr + 1, mask=there, other=0.0).to(tl.float32)
+    cos_1, cos_2 = tl.load(cos_ptr, mask=there), tl.load(cos_ptr + 1, mask=there)
+    sin_1, sin_2 = tl.load(sin_ptr, mask=there), tl.load(sin_ptr + 1, mask=there)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if BACK:
         y_1 = _as(x_1 * cos_1, dtype, INTERPRETED) + _as(x_2 * sin_2, dtype, INTERPRETED)
@@ -185,8 +194,8 @@ def rotate_kernel(
     else:
         y_1 = x_1 * cos_1 - x_2 * sin_1
         y_2 = x_2 * cos_2 + x_1 * sin_2
-    tl.store(out_ptr + at, rounded(y_1, dtype, INTERPRETED), mask=there)
-    tl.store(out_ptr + at + 1, rounded(y_2, dtype, INTERPRETED), mask=there)
+    tl.store(out_ptr, rounded(y_1, dtype, INTERPRETED), mask=there)
+    tl.store(out_ptr + 1, rounded(y_2, dtype, INTERPRETED), mask=there)
 
 
 @triton.jit
@@ -195,20 +204,20 @@ def _as(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     return rounded(x, dtype, INTERPRETED).to(tl.float32)
 
 
-@operator("out_BSHD")
-def _rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, back: bool, out_BSHD: Tensor) -> None:
-    _, tokens, heads, size = x_BSHD.shape
-    rows = x_BSHD.numel() // size
+@operator("q_out", "k_out")
+def _rotate(q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, back: bool, q_out: Tensor, k_out: Tensor) -> None:
+    _, tokens, heads, size = q_BSHD.shape
+    rows = q_BSHD.numel() // size
 
     def how() -> LaunchConfig:
-        if {cos_SD.dtype, sin_SD.dtype} != {torch.float32} or size % 2:
-            raise ValueError(f"a rotation takes fp32 angles and an even head, not {cos_SD.dtype} and {size}")
+        if {cos_SD.dtype, sin_SD.dtype} != {torch.float32} or size % 2 or q_BSHD.dtype != k_BSHD.dtype:
+            raise ValueError(f"a rotation takes fp32 angles, an even head and one dtype, not {cos_SD.dtype} and {size}")
         pairs = next_power_of_2(size // 2)
         block_m = max(1, 1024 // pairs)
         constants = dict(PAIRS=size // 2, BACK=back, INTERPRETED=INTERPRETED, BLOCK_M=block_m, BLOCK_P=pairs)
-        return LaunchConfig((ceil_div(rows, block_m),), constants, contracted=False)
+        return LaunchConfig((ceil_div(rows, block_m), 2), constants, contracted=False)
 
-    launch(rotate_kernel, how, (x_BSHD, cos_SD, sin_SD, out_BSHD), (rows, tokens, heads), (size, back))
+    launch(rotate_kernel, how, (q_BSHD, k_BSHD, cos_SD, sin_SD, q_out, k_out), (rows, tokens, heads), (size, back))
 
 
 class Sums(NamedTuple):
@@ -287,13 +296,14 @@ def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_
     _compose(t_MR, sb_NR.contiguous(), g_N, bias_N, None if z_MN is out_MN else z_MN, out_MN)
 
 
-def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False) -> Tensor:
-    """x turned pair by pair; with back, the gradient of what was turned. Raises ValueError for angles that are not fp32."""
-    x_BSHD = x_BSHD.contiguous()
-    out = torch.empty_like(x_BSHD)
-    if x_BSHD.numel():
-        _rotate(x_BSHD, cos_SD.contiguous(), sin_SD.contiguous(), back, out)
-    return out
+def rotate(q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned pair by pair; with back, the gradients of what was turned. Raises ValueError for angles that
+    are not fp32."""
+    q_BSHD, k_BSHD = q_BSHD.contiguous(), k_BSHD.contiguous()
+    q_out, k_out = torch.empty_like(q_BSHD), torch.empty_like(k_BSHD)
+    if q_BSHD.numel():
+        _rotate(q_BSHD, k_BSHD, cos_SD.contiguous(), sin_SD.contiguous(), back, q_out, k_out)
+    return q_out, k_out
 
 
 def adapter_gradients(

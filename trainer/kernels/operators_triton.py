@@ -85,7 +85,10 @@ def launch(
 
 def compiled_for(tensors: tuple[Tensor, ...]) -> list[object]:
     """What Triton compiles a kernel anew for, of its tensors: the device, and of each the dtype and whether it is aligned."""
-    return [tensors[0].get_device(), *[each.dtype for each in tensors], *[not each.data_ptr() & 15 for each in tensors]]
+    key: list[object] = [tensors[0].get_device()]
+    for each in tensors:  # a comprehension is a call more, and there are thousands of launches
+        key += each.dtype, not each.data_ptr() & 15
+    return key
 
 
 def ceil_div(a: int, b: int) -> int:

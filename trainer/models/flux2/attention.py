@@ -30,7 +30,7 @@ class ParallelAttention:
         query, key, value = (part.unflatten(-1, (-1, attn.head_dim)) for part in attended.chunk(3, dim=-1))
         query, key = attn.norm_q(query), attn.norm_k(key)
         if image_rotary_emb is not None:
-            query, key = (rotated(each, image_rotary_emb, self.kernels) for each in (query, key))
+            query, key = rotated(query, key, image_rotary_emb, self.kernels)
         out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), attention_mask)
         return attn.to_out(torch.cat([out.transpose(1, 2).flatten(2), attn.mlp_act_fn(feed)], dim=-1))
 

@@ -12,23 +12,27 @@ from trainer.base.protocols import Kernels
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, kernels):
+    def forward(ctx, query, key, cos, sin, kernels):
         ctx.angles, ctx.kernels = (cos, sin), kernels
-        return kernels.rotate(x, cos, sin)
+        return kernels.rotate(query, key, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        return ctx.kernels.rotate(dy, *ctx.angles, back=True), None, None, None
+    def backward(ctx, *dys):
+        return *ctx.kernels.rotate(*dys, *ctx.angles, back=True), None, None, None
 
 
-def rotated(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], kernels: Kernels) -> torch.Tensor:
-    """Query or key [B, tokens, heads, size] at its position. angles: cosines and sines, fp32 [tokens, size]."""
+def rotated(
+    query: torch.Tensor, key: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], kernels: Kernels
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key [B, tokens, heads, size] at their positions. angles: cosines and sines, fp32 [tokens, size]."""
     if torch.compiler.is_compiling():  # which makes one kernel of the pieces by itself
         from diffusers.models.embeddings import apply_rotary_emb
 
-        return apply_rotary_emb(x, angles, sequence_dim=1)
-    return _Rotated.apply(x, *angles, kernels) if torch.is_grad_enabled() else kernels.rotate(x, *angles)
+        return tuple(apply_rotary_emb(each, angles, sequence_dim=1) for each in (query, key))
+    if torch.is_grad_enabled():
+        return _Rotated.apply(query, key, *angles, kernels)
+    return kernels.rotate(query, key, *angles)
 
 
 class JointAttention:
@@ -53,7 +57,7 @@ class JointAttention:
             text = _heads(encoder_hidden_states, size, *projections, attn.norm_added_q, attn.norm_added_k)
             query, key, value = map(torch.cat, zip(text, (query, key, value), strict=True), (1, 1, 1))
         if image_rotary_emb is not None:
-            query, key = (rotated(each, image_rotary_emb, self.kernels) for each in (query, key))
+            query, key = rotated(query, key, image_rotary_emb, self.kernels)
         out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), attention_mask)
         out = out.transpose(1, 2).flatten(2)
         if not joint:
