@@ -16,7 +16,7 @@ from trainer.base.account import Account, Entry, Heading
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
-from trainer.config import Config, DataTable
+from trainer.config import Config, DataTable, with_values
 from trainer.data import buckets, held_out
 from trainer.data.batches import sampler, short_batches
 from trainer.data.examples import Example, examples
@@ -315,13 +315,8 @@ def resolve(config: Config, source: ModelSource) -> Config:
     step, the optimizer's own keys."""
     smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
     step = config.data.bucket_step or buckets.bucket_step(smallest)
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"components": storage.resolve(config, source)}),
-            "data": config.data.model_copy(update={"bucket_step": step}),
-            "optimizer": optimizer_rules.resolve(config.optimizer),
-        }
-    )
+    keys = {"model.components": storage.resolve(config, source), "data.bucket_step": step}
+    return with_values(config, keys).model_copy(update={"optimizer": optimizer_rules.resolve(config.optimizer)})
 
 
 def find_targets(

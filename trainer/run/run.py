@@ -16,7 +16,7 @@ from trainer.artifacts.ports import Attached
 from trainer.artifacts.provenance import Origin
 from trainer.base import files
 from trainer.base.digests import FileDigests
-from trainer.base.errors import TOO_LARGE, Interrupted
+from trainer.base.errors import Interrupted
 from trainer.base.memory import give_back
 from trainer.base.protocols import Kernels
 from trainer.base.signals import Signals
@@ -231,7 +231,11 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         mark=held_out.mark,
     )
     moved = Job(
-        name="the change of the weights was measured", due=change_due, run=change, remedy=TOO_LARGE, fields=("weight_change",)
+        name="the change of the weights was measured",
+        due=change_due,
+        run=change,
+        remedy=run.step.too_large,
+        fields=("weight_change",),
     )
     saved = saves.job(config.checkpoint.every_steps, run.stop_after)
     samples = Job(
@@ -253,7 +257,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         def show(at: Position) -> None:
             page.after_step(news=not at.fresh or any(job.due(at) for job in (measured, saved, samples, exported)))
 
-        shown = Job(name="the report was written", due=lambda at: True, run=show, remedy=TOO_LARGE, shared=True)
+        shown = Job(name="the report was written", due=lambda at: True, run=show, remedy=run.step.too_large, shared=True)
         # Before the samples, too: what is new by then need not wait until they are drawn.
         jobs[3:] = replace(shown, due=samples.due), samples, exported, shown
     return jobs
