@@ -77,7 +77,7 @@ def waits(folder: Path, family: str, workers: int, steps: int) -> dict[str, Any]
     """Of one run: milliseconds waited and computed, by update."""
     photos = ROOT / "examples" / "bear_plushie"
     settled = config(folder, family, photos, flip=True, num_workers=workers)
-    settled = settled.model_copy(update={"run": settled.run.model_copy(update={"stop_after": FIRST_STEPS + steps})})
+    settled = configs.with_values(settled, {"run.stop_after": FIRST_STEPS + steps})
     waited: list[float] = []
     with built(settled) as run, Signals() as signals:
         loop = runs.make_loop(run, signals)

@@ -339,7 +339,7 @@ def base_weight(opened):
 def whole_model(path: str):
     """The model there, with its weights."""
     from trainer.quantization import recognise
-    from trainer.resume.adapter_file import whole_model_at
+    from workbench.adapters.base_weights import whole_model_at
 
     return whole_model_at(path, recognise)
 

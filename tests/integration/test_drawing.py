@@ -12,8 +12,7 @@ from scripts import adapter, sample
 from tests.harness import ROOT, Workbench, built, train_built
 from trainer import quantization
 from trainer.base.tensorfile import write_tensors
-from trainer.resume.adapter_file import whole_model_at
-from workbench.adapters.base_weights import BaseWeights
+from workbench.adapters.base_weights import BaseWeights, whole_model_at
 
 pytestmark = pytest.mark.tool("drawing")
 

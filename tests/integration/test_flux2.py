@@ -22,8 +22,9 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.weights import original_shape
 from trainer.quantization import recognise
-from trainer.resume.adapter_file import NamedModel, open_adapter, whole_model_at
+from trainer.resume.adapter_file import NamedModel, open_adapter
 from workbench.adapters import push
+from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
 
 FACTORS = (("bf16", "fp8_e4m3", "int8", "nf4"), ("fp32", "bf16"), ("lora", "dora"), ("attention+mlp", "all"), (False, True))

@@ -38,6 +38,7 @@ from trainer.engine.step import Losses, Step, StepResult
 from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.run import run as runs
+from trainer.run.checkpointing import Saves
 from trainer.runtime.jobs import Job, Position
 from workbench.commands import launch
 from workbench.commands import main as cli
@@ -681,8 +682,8 @@ def test_a_new_activity_is_a_job_and_one_line(bench: Workbench, whole: Path, mon
             raise failures.pop()
         (folder / f"{at.step}").write_text("seen" if at.fresh else "found")
 
-    def jobs_of(run: runs.Run, real=runs.jobs_of) -> tuple[Job, ...]:
-        return *real(run), Job(name="a note was written", due=lambda at: at.due(5), run=note, remedy="write none")
+    def jobs_of(run: runs.Run, saves: Saves, real=runs.jobs_of) -> tuple[Job, ...]:
+        return *real(run, saves), Job(name="a note was written", due=lambda at: at.due(5), run=note, remedy="write none")
 
     folder.mkdir()
     monkeypatch.setattr(runs, "jobs_of", jobs_of)

@@ -28,7 +28,7 @@ from trainer.kernels.dora_torch import TINY
 # Sums of another device or thread count differ in their last bits.
 TOLERANCE = 1e-5
 
-KINDS = ("base", "original", "adapted")  # the fields of RowNorms; the saved tensors are called LAYER.KIND_norm
+NORMS = ("base", "original", "adapted")  # the fields of RowNorms; the saved tensors are called LAYER.NAME_norm
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ class Norms:
 
 
 def _tensors(layers: Mapping[str, RowNorms]) -> dict[str, torch.Tensor]:
-    named = {f"{name}.{kind}_norm": getattr(norms, kind) for name, norms in layers.items() for kind in KINDS}
+    named = {f"{name}.{kind}_norm": getattr(norms, kind) for name, norms in layers.items() for kind in NORMS}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def read_norms(state: Mapping[str, Any]) -> dict[str, RowNorms]:
     """The norms that `Norms.state_dict` gave, by layer: all that adapter files need of the model."""
     layers = [key.removesuffix(".base_norm") for key in state if key.endswith(".base_norm")]
-    return {name: RowNorms(*(state.get(f"{name}.{kind}_norm") for kind in KINDS)) for name in layers}
+    return {name: RowNorms(*(state.get(f"{name}.{kind}_norm") for kind in NORMS)) for name in layers}
 
 
 def made_for(held: Mapping[str, str]) -> str:

@@ -44,17 +44,8 @@ class Artifacts:
     context: RunContext
     page: Page | None
 
-    def show(self, at: Position) -> None:
-        """Have the report written again, where it is time and there is something new to see."""
-        if self.page is None:
-            return
-        config = self.plan.config
-        cadences = config.validation.every_steps, config.validation.loss_every_steps, config.checkpoint.every_steps
-        self.page.after_step(news=not at.fresh or any(map(at.due, (*cadences, config.export.every_steps))))
-
     def draw_samples(self, at: Position) -> None:
         """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
-        self.show(at)  # what is new by now need not wait until they are drawn
         components, requests, folder = self.components, self.plan.data.requests, self.context.layout.samples_of(at.step)
         if not at.fresh and folder.exists():
             return

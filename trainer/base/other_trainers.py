@@ -94,18 +94,6 @@ def plain(name: str) -> str:
     return name.strip().lstrip("-").lower().replace("-", "_").replace(" ", "_")
 
 
-def row_for(trainer: str, name: str) -> str | None:
-    """The key, or the sentence, for an option of this trainer, by its whole name or the last part of it."""
-    rows = {
-        known: row["here"]
-        for row in reversed([row for rows in tables().names.values() for row in rows])
-        for known in row.get(trainer, "").split()
-    }
-    lasts = {known.rpartition(".")[2]: here for known, here in reversed(rows.items())}
-    whole = plain(name)
-    return rows.get(whole) or rows.get(whole.rpartition(".")[2]) or lasts.get(whole.rpartition(".")[2])
-
-
 def key_for(name: str) -> str | None:
     """The key, or the sentence, for a name of another trainer, with or without the table it stands in."""
     keys, whole = tables().keys, plain(name)

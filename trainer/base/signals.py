@@ -31,27 +31,6 @@ def hold_save() -> None:
         signal.signal(SAVE, signal.SIG_IGN)
 
 
-@contextmanager
-def undoing() -> Iterator[None]:
-    """A block in which SIGTERM and SIGHUP raise Interrupted where they arrive, as SIGINT does KeyboardInterrupt: for work
-    that undoes what it began when it fails. A SIGHUP that was ignored stays so (nohup)."""
-
-    def stop(signum: int, frame: object) -> None:
-        for each in before:  # once: what undoes must not be interrupted
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(signum, "before it was done", "nothing is left of it: start again")
-
-    handlers = {each: signal.getsignal(each) for each in STOP if each != signal.SIGINT}
-    before = {each: handler for each, handler in handlers.items() if handler != signal.SIG_IGN}
-    try:
-        for each in before:
-            signal.signal(each, stop)
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
 class Signals:
     """Installed for the length of a `with` block. `check` raises Interrupted once a stop was asked for.
 

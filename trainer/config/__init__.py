@@ -4,7 +4,7 @@ from trainer.config.data_tables import DataTable, Resolutions
 from trainer.config.keys import REMOVED, choices, drop_removed, fields, flatten, generic, known_keys, unread, whole
 from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
-from trainer.config.reading import dumps, literal, load, override, parse, read_resolved, tree
+from trainer.config.reading import dumps, literal, load, override, parse, read_resolved, tree, with_values
 from trainer.config.tables import (
     AdapterTable,
     ComponentTable,
@@ -22,6 +22,5 @@ __all__ = [
     "REMOVED", "AdapterTable", "ComponentTable", "Config", "DataTable", "LoggingTable", "ObjectiveTable", "OptimizerTable",
     "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table", "ValidationTable", "against_graphs", "choices",
     "drop_removed", "dumps", "expand_home", "fields", "flatten", "generic", "has_graphs", "hint", "known_keys",
-    "literal", "load",
-    "near_miss", "override", "parse", "read_resolved", "tree", "unread", "whole",
+    "literal", "load", "near_miss", "override", "parse", "read_resolved", "tree", "unread", "whole", "with_values",
 ]  # fmt: skip

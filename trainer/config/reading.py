@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +169,11 @@ def _child(node: Any, part: str, override: str) -> Any:
     if not part.isdigit() or int(part) >= len(node):
         raise UserError(f"--set {without_keys(repr(override))}: {part!r} is not an index into a list of {len(node)}")
     return node[int(part)]
+
+
+def with_values(config: Config, keys: Mapping[str, Any]) -> Config:
+    """The config with other values for those keys, each of one of its tables; unchecked."""
+    for key, value in keys.items():
+        table, name = key.split(".")
+        config = config.model_copy(update={table: getattr(config, table).model_copy(update={name: value})})
+    return config

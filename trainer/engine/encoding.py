@@ -189,6 +189,6 @@ def report_captions(data: DataPlan, family: Family, model: Model) -> captions.Ca
         for name, (counts, limit) in family.text.count(model, texts).items()
     }
     report = captions.report(data.examples, tokens=counted)
-    if data.config.strict_captions:
+    if data.table.strict_captions:
         captions.refuse_truncated(report)
     return report

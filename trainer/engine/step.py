@@ -59,8 +59,7 @@ class Losses:
     In two parts: `inputs`, which is all that the host does, and `of`, which launches what the device does. What `of` launches
     follows from the shapes of its inputs alone, and it reads nothing back.
     predict, tokens, encode, image_tokens: the model's, as a family has them. tokens, encode: used where the batch carries no
-    conditioning. drawn: is given the time and the noise of each micro-batch, on the CPU. errors: (prediction, target), both
-    fp32 [B, C, H, W], -> the loss of each latent, in place of the objective's own; None: that.
+    conditioning. drawn: is given the time and the noise of each micro-batch, on the CPU.
     """
 
     objective: Objective
@@ -71,7 +70,6 @@ class Losses:
     seed: int
     device: torch.device
     drawn: Drawn = unheard
-    errors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence] = ()) -> torch.Tensor:
         return self.of(self.inputs(batch, update))
@@ -101,7 +99,7 @@ class Losses:
         seen = given.noise if given.perturbation is None else given.noise + given.perturbation
         conditioning = self.encode(given.tokens) if batch.conditioning is None else batch.conditioning
         prediction = self.predict(objective.noised(batch.latents, seen, given.at), given.time, conditioning, batch)
-        return objective.losses(prediction, batch.latents, given.noise, given.at, batch.loss_weights, self.errors)
+        return objective.losses(prediction, batch.latents, given.noise, given.at, batch.loss_weights)
 
 
 @dataclass(frozen=True)

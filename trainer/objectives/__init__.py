@@ -9,7 +9,7 @@ made on the CPU: to read them from a device would make the host wait for it. Wha
 from trainer.objectives.base import AtTime, Objective, from_choices
 from trainer.objectives.diffusion import Diffusion
 from trainer.objectives.flow import Flow
-from trainer.objectives.losses import Loss, sample_losses
+from trainer.objectives.losses import Loss, OwnLoss, sample_losses
 from trainer.objectives.noise import Noise
 from trainer.objectives.strata import stratified
 from trainer.objectives.times import READS as TIMES_READ
@@ -26,6 +26,6 @@ KEYS = tuple(
 )  # fmt: skip
 
 __all__ = [
-    "KEYS", "TIMES_READ", "AtTime", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting", "from_choices",
-    "sample_losses", "stratified",
+    "KEYS", "TIMES_READ", "AtTime", "Diffusion", "Flow", "Loss", "Noise", "Objective", "OwnLoss", "Times", "Weighting",
+    "from_choices", "sample_losses", "stratified",
 ]  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
-from trainer.objectives.losses import Loss, sample_losses, weighted
+from trainer.objectives.losses import Loss, sample_losses
 from trainer.objectives.noise import Noise
 
 Settings = TypeVar("Settings")
@@ -95,14 +95,10 @@ class Objective:
         return by_sample(at.signal) * latents + by_sample(at.sigma) * noise
 
     def losses(
-        self, prediction: Tensor, latents: Tensor, noise: Tensor, at: AtTime, loss_weights: Tensor | None = None,
-        errors: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """fp32 [B]; all on one device. loss_weights: fp32 [B, H, W], or None. errors: (prediction, target) -> the loss of
-        each latent, in place of `loss`."""
+        self, prediction: Tensor, latents: Tensor, noise: Tensor, at: AtTime, loss_weights: Tensor | None = None
+    ) -> Tensor:
+        """fp32 [B]; all on one device. loss_weights: fp32 [B, H, W], or None."""
         target = self.target(latents, noise, at)
-        if errors is not None:
-            return weighted(errors(prediction.float(), target), at.weight, loss_weights)
         return sample_losses(prediction, target, at.weight, loss_weights, loss=self.loss, threshold=at.threshold)
 
     def extras(self) -> str:

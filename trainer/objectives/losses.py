@@ -12,6 +12,7 @@ These are the formulas, and the names, of sd-scripts. torch's huber_loss and smo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,11 +53,25 @@ class Loss:
         steep = 2 * squares / (torch.sqrt(squares + c.square()) + c)
         return steep * c if self.loss == "huber" else steep
 
+    def errors(self, prediction: Tensor, target: Tensor, threshold: Tensor | None) -> Tensor:
+        """[B, C, H, W], of both and the threshold [B]."""
+        return self.of_squares((prediction - target).square(), threshold)
+
     def describe(self) -> str:
         """The loss in words, where it is not mse; begins with a comma."""
         if not self.needs_threshold:
             return ""
         return f", {self.loss} loss (c {self.huber_c:g}, {self.huber_schedule})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss(Loss):
+    """A caller's loss. own: (prediction, target), fp32 [B, C, H, W], -> the loss of each latent."""
+
+    own: Callable[[Tensor, Tensor], Tensor]
+
+    def errors(self, prediction: Tensor, target: Tensor, threshold: Tensor | None) -> Tensor:
+        return self.own(prediction, target)
 
 
 def sample_losses(
@@ -73,11 +88,7 @@ def sample_losses(
     weight [B]: by the time. loss_weights [B, H, W]: of each latent, for all its channels. The mean is over all latents,
     whatever their weights: half a photo masked away halves its loss. threshold [B]: of losses that have one.
     """
-    return weighted(loss.of_squares((prediction.float() - target).square(), threshold), weight, loss_weights)
-
-
-def weighted(errors: Tensor, weight: Tensor, loss_weights: Tensor | None) -> Tensor:
-    """fp32 [B]: the weighted mean of the errors [B, C, H, W] of each sample, as `sample_losses` takes it."""
+    errors = loss.errors(prediction.float(), target, threshold)
     if loss_weights is not None:
         errors = errors * loss_weights.unsqueeze(1)
     return errors.flatten(1).mean(1) * weight

@@ -104,7 +104,7 @@ def _adapter_lines(plan: RunPlan) -> list[str]:
 
 def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = "") -> list[str]:
     """The lines about the data. text: how the captions are encoded, if known."""
-    batch_size, accumulation = data.config.batch_size, config.step.accumulation
+    batch_size, accumulation = data.table.batch_size, config.step.accumulation
     per_step = f"up to {batch_size} images of one shape" if batch_size > 1 else "1 image"
     per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
     per_step += f", in each of {length.processes} processes" if length.processes > 1 else ""
@@ -114,9 +114,9 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     more = f" + {counted(len(prior), 'regularisation image')}{_times(prior)}" if prior else ""
     captions = sum(not photo.caption for photo in data.photos)
     too_small = sum(example.small for example in data.examples)
-    instead = "enlarged" if data.config.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
+    instead = "enlarged" if data.table.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
     small = f"; {too_small} smaller than the bucket of their shape: {instead}" if too_small else ""
-    sources = sources_of(data.config)
+    sources = sources_of(data.table)
     variants = max(len(example.captions) for example in data.examples)
     varied = f"up to {variants} variants of each; " if variants > 1 else ""
     dropout = "/".join(f"{rate:g}" for rate in sorted({source.caption_dropout for source in sources}))
@@ -169,11 +169,11 @@ def _groups(groups: Sequence[Sequence[Photo]]) -> str:
 
 def _short_batches(data: DataPlan) -> str:
     """How many short batches there are, and what would fill them."""
-    batch_size, examples = data.config.batch_size, data.examples
+    batch_size, examples = data.table.batch_size, data.examples
     count = sampler.batches_per_epoch(examples, batch_size=batch_size)
     left = short_batches.short(examples, batch_size=batch_size)
     again = sum(batch_size - size for size in left.values())
-    if data.config.short_batches == "merge":
+    if data.table.short_batches == "merge":
         moved = sum(example.merged for example in examples)
         return f"none of {count} an epoch; merged: {moved} moved to another bucket, {again} more appearances"
     if not left:

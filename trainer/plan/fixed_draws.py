@@ -27,7 +27,7 @@ def copies(data: DataPlan) -> int:
 
 def at_once(data: DataPlan) -> int:
     """Draws of one photo that are computed together: never more than a step's images, whose backward takes more memory."""
-    return min(data.config.batch_size, max(draws_of(len(examples)) for examples in data.measured.values()))
+    return min(data.table.batch_size, max(draws_of(len(examples)) for examples in data.measured.values()))
 
 
 def forwards(data: DataPlan) -> int:

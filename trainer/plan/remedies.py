@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer import optim
 from trainer.base.errors import UserError
-from trainer.config import Config
+from trainer.config import Config, with_values
 from trainer.plan import optimizer_rules
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as
@@ -154,11 +154,3 @@ def remedies(*, on_cpu: bool) -> list[Remedy]:
 def in_words(keys: Keys) -> str:
     """Keys as they stand in a config, side by side."""
     return ", ".join(f"{key} = {v!r}" if isinstance(v, str) else f"{key} = {v}".lower() for key, v in keys.items())
-
-
-def with_values(config: Config, keys: Keys) -> Config:
-    """The config with those keys, each of one of its tables."""
-    for key, value in keys.items():
-        table, name = key.split(".")
-        config = config.model_copy(update={table: getattr(config, table).model_copy(update={name: value})})
-    return config

@@ -16,7 +16,7 @@ from trainer.base.account import Account, Entry, Heading
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
-from trainer.config import Config, DataTable
+from trainer.config import Config, DataTable, with_values
 from trainer.data import buckets, held_out
 from trainer.data.batches import sampler, short_batches
 from trainer.data.examples import Example, examples
@@ -31,7 +31,7 @@ from trainer.models.opening import open_model
 from trainer.models.weight_sets import Wanted
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
-from trainer.plan.data_sources import read_sources, sources_of
+from trainer.plan.data_sources import read_sources, resolutions, sources_of
 from trainer.plan.requirements import family_options, refuse_unread, refuse_unread_by_model
 from trainer.plan.samples import requests_of, truths_of
 from trainer.plan.storage import Storage
@@ -41,9 +41,9 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """What is known of a run's data before anything of it is encoded. config: the resolved one."""
+    """What is known of a run's data before anything of it is encoded. table: the resolved one."""
 
-    config: DataTable
+    table: DataTable
     scanned: Scanned
     photos: tuple[Photo, ...]  # that are trained on
     examples: tuple[Example, ...]  # these, at the sizes they are trained at
@@ -229,14 +229,15 @@ def make_plan(
         length=length,
         shapes=shapes,
         skipped=skipped,
-        truths=truths_of(config, data.requests, data.examples),
+        truths=truths_of(config.validation, data.requests, data.examples),
     )
 
 
 def with_config(plan: RunPlan, config: Config) -> RunPlan:
     """The plan under a config that differs in the optimizer or in the batches. Its photos are not read again."""
     data, length = plan_data(config, plan.model.family, processes=plan.length.processes, scanned=plan.data.scanned)
-    return replace(plan, config=config, data=data, length=length, truths=truths_of(config, data.requests, data.examples))
+    truths = truths_of(config.validation, data.requests, data.examples)
+    return replace(plan, config=config, data=data, length=length, truths=truths)
 
 
 def plan_data(
@@ -267,9 +268,9 @@ def plan_data(
     group = config.step.accumulation * processes
     steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
     apart_sized = sized(apart)
-    requests = requests_of(config, bucketed, family.images.size_multiple)
+    requests = requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images.size_multiple)
     planned = DataPlan(
-        config=data,
+        table=data,
         scanned=scanned,
         photos=photos,
         examples=bucketed,
@@ -315,13 +316,8 @@ def resolve(config: Config, source: ModelSource) -> Config:
     step, the optimizer's own keys."""
     smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
     step = config.data.bucket_step or buckets.bucket_step(smallest)
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"components": storage.resolve(config, source)}),
-            "data": config.data.model_copy(update={"bucket_step": step}),
-            "optimizer": optimizer_rules.resolve(config.optimizer),
-        }
-    )
+    keys = {"model.components": storage.resolve(config, source), "data.bucket_step": step}
+    return with_values(config, keys).model_copy(update={"optimizer": optimizer_rules.resolve(config.optimizer)})
 
 
 def find_targets(

@@ -10,22 +10,21 @@ from PIL import Image, ImageOps
 
 from trainer.base.errors import UserError
 from trainer.base.text import visible
-from trainer.config import Config
+from trainer.config import ValidationTable
 from trainer.data import buckets
 from trainer.data.captions import prompts
 from trainer.data.examples import Example
 from trainer.data.images.decode import decode, load_rgb
 from trainer.data.sources import Photo
 from trainer.models.base import SampleRequest
-from trainer.plan.data_sources import resolutions
 
 
-def requests_of(config: Config, trained: Sequence[Example], multiple: int) -> tuple[SampleRequest, ...]:
-    """The config's samples. multiple: of which their sides have to be. Raises UserError for one that cannot be drawn."""
-    wanted = config.validation
+def requests_of(wanted: ValidationTable, trained: Sequence[Example], side: int, multiple: int) -> tuple[SampleRequest, ...]:
+    """The samples that are asked for. side: pixels, where none are given. multiple: of which their sides have to be. Raises
+    UserError for one that cannot be drawn."""
     if wanted.every_steps == 0:
         return ()
-    size = wanted.resolution or max(resolutions(config.data.resolution))
+    size = wanted.resolution or side
     default = {"negative": "", "width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
     if isinstance(wanted.prompts, str):
         requests = [_of_example(example, default) for example in prompts.of_captions(trained)]
@@ -66,16 +65,16 @@ def references(paths: Sequence[str], key: str) -> tuple[Image.Image, ...]:
 
 
 def truths_of(
-    config: Config, requests: Sequence[SampleRequest], trained: Sequence[Example]
+    wanted: ValidationTable, requests: Sequence[SampleRequest], trained: Sequence[Example]
 ) -> tuple[Image.Image | None, ...]:
     """What the samples ought to look like, scaled to cover their sizes and cropped; None where it is not known. Of an edit
     out of the captions it is the photo."""
     if not requests:
         return ()
-    truths: list[Image.Image | None] = [None] * (len(requests) - len(config.validation.samples))
-    if isinstance(config.validation.prompts, str):
+    truths: list[Image.Image | None] = [None] * (len(requests) - len(wanted.samples))
+    if isinstance(wanted.prompts, str):
         truths = [_pixels(e.photo) if e.references else None for e in prompts.of_captions(trained)]
-    for index, sample in enumerate(config.validation.samples):
+    for index, sample in enumerate(wanted.samples):
         key = f"validation.samples[{index}].truth"
         truths.append(None if sample.truth is None else _picture(load_rgb, sample.truth, key))
     return tuple(

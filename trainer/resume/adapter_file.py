@@ -142,21 +142,6 @@ def models_at(path: str, recognise: Callable[..., Recognised], **keys: Any) -> l
     return models
 
 
-def whole_model_at(path: str, recognise: Callable[..., Recognised]) -> NamedModel:
-    """The model there, whose denoiser's weights are. Raises UserError where they are not. Reads headers only."""
-    refusals = []
-    for model in models_at(path, recognise):
-        assert model.source is not None
-        try:
-            if not model.source.is_here(model.family.denoiser):
-                raise UserError(f"the weights of {path} are not on this machine; give a folder or a .safetensors file")
-            model.source.verify(model.family.denoiser)
-            return model
-        except UserError as error:
-            refusals.append(error)
-    raise refusals[0]
-
-
 @dataclass(frozen=True)
 class OpenedAdapter:
     """A file, read by the names of `model`. labels: of all models whose names and shapes it fits."""

@@ -14,7 +14,7 @@ from trainer import optim
 from trainer.base.console import printable, shortlist
 from trainer.base.errors import UserError
 from trainer.checkpoint.state import Pin, Saved
-from trainer.config import Config
+from trainer.config import Config, with_values
 from trainer.data import identity
 from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, never
 from trainer.runtime.attention import OWN
@@ -150,7 +150,7 @@ def share_out(config: Config, saved: Saved, processes: int, allowed: Allowance, 
         f"step.accumulation: {accumulation} -> {part}: an update keeps its {count} micro-batches {images}, shared by "
         f"{processes} {'processes' if processes > 1 else 'process'}"
     )
-    return config.model_copy(update={"step": config.step.model_copy(update={"accumulation": part})})
+    return with_values(config, {"step.accumulation": part})
 
 
 def _parts(count: int) -> str:

@@ -16,9 +16,9 @@ from trainer.base.progress import QUIET, Phases
 from trainer.base.run_layout import Layout
 from trainer.checkpoint import store
 from trainer.checkpoint.state import PIECES, Piece, Progress, Saved
-from trainer.config import Config, ScheduleTable
+from trainer.config import Config, ScheduleTable, with_values
 from trainer.data.batches import sampler
-from trainer.plan.remedies import REMEDIES, with_values
+from trainer.plan.remedies import REMEDIES
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.pins import MAY_CHANGE, PLACES, pin_config, refuse_changes

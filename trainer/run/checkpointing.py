@@ -11,14 +11,15 @@ from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Progress
 from trainer.runtime.context import RunContext
+from trainer.runtime.jobs import Job, Position
 
 
 @dataclass(kw_only=True)
 class Saves:
     """Hands the run's state to the saver. All processes call it at the same step; the main one writes.
 
-    is_finite: whether the state is worth keeping; lr: what to lower where it is not. every_steps: between two checkpoints.
-    every_minutes: after the last save, or the start, for `overdue`. 0 is never. clock: gives seconds.
+    is_finite: whether the state is worth keeping; lr: what to lower where it is not. every_minutes: after the last save, or
+    the start, for `overdue`; 0 is never. clock: gives seconds.
     """
 
     pieces: Pieces
@@ -28,7 +29,6 @@ class Saves:
     lr: float
     on_failure: Literal["stop", "continue"]
     context: RunContext
-    every_steps: int = 0
     every_minutes: float = 0.0
     clock: Callable[[], float] = time.monotonic
     _last: float = field(init=False)
@@ -76,6 +76,20 @@ class Saves:
                     self._answer(failure, goes_on=saver.step >= step)
         if (final or not saver.background) and not alone:
             self.context.processes.wait()
+
+    def job(self, every_steps: int, stop_after: int) -> Job:
+        """What is saved after so many steps each, and after the last one of this start, which is waited for."""
+
+        def save(at: Position) -> None:
+            if at.due(every_steps):
+                self.save()
+            if at.step == stop_after:
+                self.save(final=True)
+
+        def due(at: Position) -> bool:
+            return at.fresh and (at.due(every_steps) or at.step == stop_after)
+
+        return Job(name="a checkpoint was written", due=due, run=save, remedy="", at_once=True)
 
     def answer(self) -> None:
         """Act on a save that `failed` in any process: raises OSError, or says that the training goes on."""

@@ -34,7 +34,7 @@ class Loop:
     """Steps until the end, `stop_after`, a signal, or what ends a run. All processes go through it side by side.
 
     data: the micro-batches of every update still to come, and this process's share of them, read; it is closed here.
-    last, stop_after: steps; stop_after is at most last. measurements: writes the log. jobs: what is done after a checkpoint.
+    last, stop_after: steps; stop_after is at most last. measurements: writes the log. jobs: what is done after its line.
     pending: what ends the run once all processes know of it.
     """
 
@@ -118,10 +118,6 @@ class Loop:
             self.measurements.log.phase.pace = pace_of(list(ends)) or ended - begun
             entry = self._count(result, occurrences, ended - started)
             at = self._position()
-            if at.due(self.saves.every_steps):
-                self.saves.save()
-            if progress.step == self.stop_after:
-                self.saves.save(final=True)
             self.pending = run_jobs(self.jobs, at, processes)[1] or self.pending
             if self.pending is None:
                 yield entry

@@ -16,7 +16,7 @@ from trainer.artifacts.ports import Attached
 from trainer.artifacts.provenance import Origin
 from trainer.base import files
 from trainer.base.digests import FileDigests
-from trainer.base.errors import TOO_LARGE, Interrupted
+from trainer.base.errors import Interrupted
 from trainer.base.memory import give_back
 from trainer.base.protocols import Kernels
 from trainer.base.signals import Signals
@@ -101,6 +101,12 @@ class Run:
     def model(self) -> Model:
         """The model, for the family's functions."""
         return self.components.model
+
+    @property
+    def stop_after(self) -> int:
+        """The last step of this start."""
+        last = self.plan.length.max_steps
+        return min(self.plan.config.run.stop_after or last, last)
 
     def updates(self) -> Iterator[list[sampler.MicroBatch]]:
         """Every update's micro-batches, of all processes, from the present step on."""
@@ -206,9 +212,9 @@ def build_state(
 # --- what is done between two steps -----------------------------------------------------------------------------------
 
 
-def jobs_of(run: Run) -> tuple[Job, ...]:
-    """What the run does beside training, in this order; those that give fields before the checkpoint of the step."""
-    config, artifacts, go_on = run.plan.config, run.artifacts(), "go on with --resume_from auto"
+def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
+    """What the run does beside training, in this order; those that give fields before the step's line of the log."""
+    config, artifacts, go_on, page = run.plan.config, run.artifacts(), "go on with --resume_from auto", run.attached.page
     held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating)
     held_out.changed = noted(run.progress.changes, FIXED_LOSS)
     held_out.errors = beside(run.step.graphs, held_out.errors)
@@ -217,38 +223,46 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
         with run.state.evaluating():
             return change_fields(run.adapter, run.origin.start.weights, run.context.phases)
 
-    return (
-        Job(
-            name="the held-out loss was measured",
-            due=lambda at: at.due(config.validation.loss_every_steps, ends=True),
-            run=lambda at: held_out.measure(),
-            remedy=f"{go_on} and validation.loss_every_steps = 0",
-            shared=True,
-            fields=held_out.names,
-            mark=held_out.mark,
-        ),
-        Job(
-            name="the change of the weights was measured",
-            due=change_due,
-            run=beside(run.step.graphs, change),
-            remedy=TOO_LARGE,
-            fields=("weight_change",),
-        ),
-        Job(
-            name="samples were drawn",
-            due=lambda at: bool(run.plan.data.requests) and at.due(config.validation.every_steps, ends=True),
-            run=beside(run.step.graphs, artifacts.draw_samples),
-            remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with validation.every_steps = 0",
-        ),
-        # After the samples, whose first one may be the files' thumbnail. Those of the last step come with the end.
-        Job(
-            name="adapter files were written",
-            due=lambda at: not at.at_end and at.due(config.export.every_steps),
-            run=artifacts.export_step,
-            remedy=f"{go_on} and export.every_steps = 0",
-        ),
-        Job(name="the report was written", due=lambda at: True, run=artifacts.show, remedy=TOO_LARGE, shared=True),
+    measured = Job(
+        name="the held-out loss was measured",
+        due=lambda at: at.due(config.validation.loss_every_steps, ends=True),
+        run=lambda at: held_out.measure(),
+        remedy=f"{go_on} and validation.loss_every_steps = 0",
+        shared=True,
+        fields=held_out.names,
+        mark=held_out.mark,
     )
+    moved = Job(
+        name="the change of the weights was measured",
+        due=change_due,
+        run=beside(run.step.graphs, change),
+        remedy=run.step.too_large,
+        fields=("weight_change",),
+    )
+    saved = saves.job(config.checkpoint.every_steps, run.stop_after)
+    samples = Job(
+        name="samples were drawn",
+        due=lambda at: bool(run.plan.data.requests) and at.due(config.validation.every_steps, ends=True),
+        run=beside(run.step.graphs, artifacts.draw_samples),
+        remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with validation.every_steps = 0",
+    )
+    exported = Job(
+        name="adapter files were written",
+        due=lambda at: not at.at_end and at.due(config.export.every_steps),
+        run=artifacts.export_step,
+        remedy=f"{go_on} and export.every_steps = 0",
+    )
+    # Files after the samples, whose first one may be their thumbnail. Those of the last step come with the end.
+    jobs = [measured, moved, saved, samples, exported]
+    if page is not None:
+
+        def show(at: Position) -> None:
+            page.after_step(news=not at.fresh or any(job.due(at) for job in (measured, saved, samples, exported)))
+
+        shown = Job(name="the report was written", due=lambda at: True, run=show, remedy=run.step.too_large, shared=True)
+        # Before the samples, too: what is new by then need not wait until they are drawn.
+        jobs[3:] = replace(shown, due=samples.due), samples, exported, shown
+    return jobs
 
 
 # --- output, loop, end ------------------------------------------------------------------------------------------------
@@ -257,7 +271,7 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
 def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
     """The steps of a run whose output is open. more: jobs after the run's own."""
     plan, config, state, context = run.plan, run.plan.config, run.state, run.context
-    peers, layout, jobs = context.processes, context.layout, (*jobs_of(run), *more)
+    peers, layout = context.processes, context.layout
     attached = run.attached
     log = metrics.Metrics(
         layout.metrics,
@@ -291,15 +305,15 @@ def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
         lr=config.optimizer.lr,
         on_failure=config.checkpoint.on_failure,
         context=context,
-        every_steps=config.checkpoint.every_steps,
         every_minutes=config.checkpoint.every_minutes,
     )
+    jobs = [*jobs_of(run, saves), *more]
     return Loop(
         step=run.step,
         data=run.data(),
         state=state,
         last=plan.length.max_steps,
-        stop_after=min(config.run.stop_after or plan.length.max_steps, plan.length.max_steps),
+        stop_after=run.stop_after,
         saves=saves,
         jobs=[job for job in jobs if not job.fields],
         measurements=Measurements(

@@ -26,13 +26,14 @@ from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import QUIET, Alive, Phases, Record
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
-from trainer.config import Config, LoggingTable, load
+from trainer.config import Config, LoggingTable, load, with_values
 from trainer.config.reading import literal
 from trainer.data.sources import Scanned
 from trainer.engine.components import Components
 from trainer.engine.encoding import conditionings
 from trainer.engine.graphs import beside
 from trainer.models.base import SampleRequest
+from trainer.objectives import OwnLoss
 from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, resolve
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.unlike import refuse_unlike_configs
@@ -60,17 +61,12 @@ def load_config(file: str | Path, changes: dict[str, Any] | None = None) -> Conf
 def measuring(config: Config) -> Config:
     """The config of a run that only measures its held-out loss: nothing is trained, compiled or written but caches of the
     model's own."""
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"cache": "memory"}),
-            "step": config.step.model_copy(update={"compile": "none", "graphs": False}),
-            "memory": config.memory.model_copy(update={"shard": False, "gradient_checkpointing": False}),
-            "validation": config.validation.model_copy(
-                update={"every_steps": 0, "loss_every_steps": 1, "prompts": (), "samples": ()}
-            ),
-            "logging": LoggingTable(tensorboard=False),
-        }
-    )
+    keys = {
+        "data.cache": "memory", "step.compile": "none", "step.graphs": False, "memory.shard": False,
+        "memory.gradient_checkpointing": False, "validation.every_steps": 0, "validation.loss_every_steps": 1,
+        "validation.prompts": (), "validation.samples": (),
+    }  # fmt: skip
+    return with_values(config, keys).model_copy(update={"logging": LoggingTable(tensorboard=False)})
 
 
 class Session:
@@ -198,7 +194,8 @@ class Session:
             if self.config.step.graphs is True:
                 raise UserError("step.graphs = true records the objective's own loss; leave it out beside a loss of your own")
             run.step.graphs = None
-            run.step.losses = replace(run.step.losses, errors=self.errors)  # type: ignore[type-var]
+            objective = replace(run.step.losses.objective, loss=OwnLoss(own=self.errors))  # type: ignore[attr-defined]
+            run.step.losses = replace(run.step.losses, objective=objective)  # type: ignore[type-var]
             run.context.processes.say("the steps train on the caller's loss; the held-out loss is objective.loss")
         loop = make_loop(run, signals, self.jobs)
         try:

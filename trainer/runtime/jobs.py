@@ -50,6 +50,7 @@ class Job:
     shared: whether every process takes part, and none waits. Otherwise the main process does it, and the others wait for it.
     fields: names of what it gives. Such a job runs before the step's line is written, the others after its checkpoint.
     mark: identifies the data that it measures, and stands in the line; None where that data cannot change.
+    at_once: it sees to the other processes itself, so what it raises is no ending to be agreed on. Every process runs it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Job:
     shared: bool = False
     fields: Sequence[str] = ()
     mark: str | None = None
+    at_once: bool = False
 
 
 def guarded(job: Job, at: Position) -> tuple[Fields, Exception | None]:
@@ -91,6 +93,9 @@ def run_jobs(jobs: Iterable[Job], at: Position, processes: Processes) -> tuple[F
     fields: Fields = {}
     failure = None
     for job in (job for job in jobs if job.due(at)):
+        if job.at_once:
+            job.run(at)
+            continue
         if job.shared or (processes.is_main and failure is None):
             values, failed = guarded(job, at)
             fields, failure = fields | values, failure or failed

@@ -1,11 +1,15 @@
 """The weights of a model one at a time, without the model: for tools that compare, merge or measure."""
 
+from collections.abc import Callable
+
 import torch
 
 from trainer.base.errors import UserError
 from trainer.base.files import Advance, unheard
+from trainer.base.types import Recognised
 from trainer.models.loading import ModelSource
 from trainer.models.weights import Read
+from trainer.resume.adapter_file import NamedModel, models_at
 
 
 class BaseWeights:
@@ -41,3 +45,18 @@ class BaseWeights:
                 raise UserError(f"the weights of {component} are not on this machine; give the model as a folder or a file")
             self._reads[component] = {part: read for read in self.source.reads(component) for part in read.link.parts}
         return self._reads[component]
+
+
+def whole_model_at(path: str, recognise: Callable[..., Recognised]) -> NamedModel:
+    """The model there, whose denoiser's weights are. Raises UserError where they are not. Reads headers only."""
+    refusals = []
+    for model in models_at(path, recognise):
+        assert model.source is not None
+        try:
+            if not model.source.is_here(model.family.denoiser):
+                raise UserError(f"the weights of {path} are not on this machine; give a folder or a .safetensors file")
+            model.source.verify(model.family.denoiser)
+            return model
+        except UserError as error:
+            refusals.append(error)
+    raise refusals[0]

@@ -18,7 +18,7 @@ from trainer.base.console import write
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.progress import Phases
 from trainer.checkpoint.pieces import Pieces
-from trainer.config import AdapterTable, Config, RuleTable
+from trainer.config import AdapterTable, Config, RuleTable, with_values
 from trainer.data.cache.entries import MemoryCache
 from trainer.engine.assembly import build_adapter
 from trainer.engine.encoding import encode
@@ -51,8 +51,7 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
     table, rank = config.adapter, max(*ranks, min(rank, sum(ranks)))
     kind = file_kind(magnitudes=any(each.portable.kind.magnitudes for each in adapters)).name
     room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=table.targets, kernels=table.kernels, rules=rules)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"deterministic": False})})
-    session = Session.open(measuring(config), only="measure")
+    session = Session.open(measuring(with_values(config, {"run.deterministic": False})), only="measure")
     session.config, session.quiet = session.config.model_copy(update={"adapter": room}), True
     plan, source = session.plan(phases=phases), session.source
     for each in adapters:

@@ -6,7 +6,7 @@ from trainer.base.console import write
 from trainer.base.errors import UserError, number_in
 from trainer.base.files import make_folder
 from trainer.base.progress import Phases
-from trainer.config import Config
+from trainer.config import Config, with_values
 from trainer.data.scan import refuse_damaged
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
@@ -30,7 +30,7 @@ def report_data(config: Config, out: Path | None = None) -> int:
     page names them and is about the other photos. Then raises the same UserError as a run.
     """
     # What strict mode refuses is reported here, not raised.
-    config = config.model_copy(update={"data": config.data.model_copy(update={"strict_captions": False})})
+    config = with_values(config, {"data.strict_captions": False})
     session = Session.open(config, only="measure")
     config, source = session.config, session.source
     source.check_tokenizers()

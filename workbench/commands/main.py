@@ -18,7 +18,7 @@ from trainer.base.console import LIVE, write
 from trainer.base.errors import Interrupted, PeerStopped, ending, told
 from trainer.runtime.libraries import quiet_libraries
 from workbench.commands.arguments import again, parse
-from workbench.commands.tools import missing_part
+from workbench.commands.tools import missing_part, undoing
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         overrides = [item for group in options.overrides for item in group]
         memory = None if options.plan_memory is None else size_of(options.plan_memory)
         if options.new is not None:
-            with signals.undoing():
+            with undoing():
                 write_first(options.new, model=options.model, memory=memory, overrides=overrides)
             return 0
         if options.compare is not None:

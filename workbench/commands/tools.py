@@ -1,11 +1,14 @@
-"""How the programs in scripts/ end: with the statuses and the words of train.py (trainer/base/errors.py)."""
+"""How the programs here and in scripts/ end: with the statuses and the words of train.py (trainer/base/errors.py)."""
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from trainer.base import signals
 from trainer.base.console import write
-from trainer.base.errors import UserError, ending, told
+from trainer.base.errors import Interrupted, UserError, ending, told
 from trainer.runtime.libraries import quiet_libraries
 from workbench.commands.environment import show_everything
 
@@ -36,3 +39,24 @@ def run_tool(work: Callable[[], int | None]) -> int:
             raise
         write(told(error, message), sys.stderr, whole=True)
         return status
+
+
+@contextmanager
+def undoing() -> Iterator[None]:
+    """A block in which SIGTERM and SIGHUP raise Interrupted where they arrive, as SIGINT does KeyboardInterrupt: for work
+    that undoes what it began when it fails. A SIGHUP that was ignored stays so (nohup)."""
+
+    def stop(signum: int, frame: object) -> None:
+        for each in before:  # once: what undoes must not be interrupted
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(signum, "before it was done", "nothing is left of it: start again")
+
+    handlers = {each: signal.getsignal(each) for each in signals.STOP if each != signal.SIGINT}
+    before = {each: handler for each, handler in handlers.items() if handler != signal.SIG_IGN}
+    try:
+        for each in before:
+            signal.signal(each, stop)
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

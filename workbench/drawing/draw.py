@@ -19,7 +19,7 @@ from trainer.base.files import refuse_taken, write_atomic
 from trainer.base.progress import QUIET, Phases
 from trainer.base.text import visible
 from trainer.checkpoint.pieces import Pieces
-from trainer.config import Config
+from trainer.config import Config, with_values
 from trainer.data.captions import prompts
 from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
@@ -173,9 +173,8 @@ def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
 
 def _as_read(config: Config, portable: Portable | None) -> Config:
     """The config whose adapter is what was read."""
-    options = {"type": portable.kind.name if portable else "lora", "rslora": bool(portable and portable.rslora)}
-    options |= {"dropout": 0.0}
-    return config.model_copy(update={"adapter": config.adapter.model_copy(update=options)})
+    keys = {"type": portable.kind.name if portable else "lora", "rslora": bool(portable and portable.rslora), "dropout": 0.0}
+    return with_values(config, {f"adapter.{name}": value for name, value in keys.items()})
 
 
 def _plan(config: Config, source: ModelSource, portable: Portable | None) -> ModelPlan:

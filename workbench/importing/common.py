@@ -239,7 +239,7 @@ def folder_name(path: str) -> str:
 def carry_rest(draft: Draft, options: Options) -> None:
     """Write what nothing has read and what is only called otherwise; say why of what there is nothing for."""
     for name, value in options.rest().items():
-        here = other_trainers.row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}") or ""
+        here = _row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}") or ""
         line = options.told(name)
         if " " in here:
             _sentence(draft, here, value, line)
@@ -300,3 +300,15 @@ def _takes(key: str, value: Any) -> bool:
     except UserError:
         return False
     return True
+
+
+def _row_for(trainer: str, name: str) -> str | None:
+    """The key, or the sentence, for an option of this trainer, by its whole name or the last part of it."""
+    rows = {
+        known: row["here"]
+        for row in reversed([row for rows in other_trainers.tables().names.values() for row in rows])
+        for known in row.get(trainer, "").split()
+    }
+    lasts = {known.rpartition(".")[2]: here for known, here in reversed(rows.items())}
+    whole = other_trainers.plain(name)
+    return rows.get(whole) or rows.get(whole.rpartition(".")[2]) or lasts.get(whole.rpartition(".")[2])

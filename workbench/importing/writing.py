@@ -17,7 +17,7 @@ from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import PICKLES, is_safetensors
-from trainer.config import Config
+from trainer.config import Config, with_values
 from trainer.data import buckets
 from trainer.models import FAMILIES
 from trainer.plan import optimizer_rules
@@ -81,8 +81,7 @@ def _count_epochs(draft: Draft, config: Config) -> bool:
     length, why = None, "the photos are not here, so the steps of an epoch are not known"
     if draft.epochs and all(Path(source.path).exists() for source in config.data.sources):
         smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
-        data = config.data.model_copy(update={"bucket_step": config.data.bucket_step or buckets.bucket_step(smallest)})
-        config = config.model_copy(update={"data": data})
+        config = with_values(config, {"data.bucket_step": config.data.bucket_step or buckets.bucket_step(smallest)})
         try:
             _, length = plan_data(config, FAMILIES[config.model.family], processes=1)
         except UserError as error:

@@ -100,7 +100,7 @@ def _more(rows: Sequence[Any]) -> list[str]:
 
 
 def _buckets(data: DataPlan) -> dict[str, Any]:
-    size, merges = data.config.batch_size, data.config.short_batches == "merge"
+    size, merges = data.table.batch_size, data.table.short_batches == "merge"
     counts, left = short_batches.appearances(data.examples), short_batches.short(data.examples, batch_size=size)
     photos = Counter(example.layout for example in data.examples)
     rows = [
@@ -171,7 +171,7 @@ def _pictures(data: DataPlan, report: captions.CaptionReport, phases: Phases) ->
             phase.advance()
     left = len(data.examples) + len(data.held_out) - len(pairs)
     note = f"The first photos of each bucket are pictured, {len(pairs):,} in all; {left:,} more are not pictured."
-    paths = [source.path for source in data.config.sources]
+    paths = [source.path for source in data.table.sources]
     named = "; ".join(f'{number}/ is "{printable(path)}"' for number, path in enumerate(paths))
     notes = [f"A name begins with the number of its source: {named}.", *([note] if left else [])]
     return {

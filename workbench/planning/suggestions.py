@@ -7,9 +7,10 @@ from math import prod
 
 from trainer.base import tiles
 from trainer.base.protocols import Kernels
+from trainer.config import with_values
 from trainer.data.buckets import Bucket
 from trainer.data.examples import extremes
-from trainer.plan.remedies import SMALL, Keys, Remedy, in_words, remedies, with_values
+from trainer.plan.remedies import SMALL, Keys, Remedy, in_words, remedies
 from trainer.plan.run_plan import DataPlan, RunPlan, with_config
 from trainer.plan.storage import resident_blocks, weight_bytes
 from workbench.planning.estimate import PARTS, PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast

@@ -207,11 +207,10 @@ def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
     begun = begin(config, source, replace(there, device=None), asked, processes=1, phases=phases, say=peers.say)
     pieces, differs = begun.pieces, list[str]()
     attention = choose_attention(begun.plan, peers.device, peers.say)
-    tolerant = begun.plan.config.model_copy(update={"run": config.run.model_copy(update={"deterministic": False})})
+    tolerant = configs.with_values(begun.plan.config, {"run.deterministic": False})
     pin = environment_pin(tolerant, peers.device, there.kernels.name, str(attention), 1, differs.append)
     pieces.enter("environment", pin)
-    eager = {"step": begun.plan.config.step.model_copy(update={"compile": "none", "graphs": False})}
-    plan = replace(begun.plan, config=begun.plan.config.model_copy(update=eager))
+    plan = replace(begun.plan, config=configs.with_values(begun.plan.config, {"step.compile": "none", "step.graphs": False}))
     plan = replace(plan, model=fetched(plan.model, peers, phases))
     read = {occurrence.sample for _, occurrences in _updates(span, plan) for occurrence in occurrences}
     # Only what these steps see is encoded.

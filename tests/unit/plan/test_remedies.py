@@ -8,8 +8,9 @@ import pytest
 
 from tests.harness import Workbench
 from trainer import config as configs
+from trainer.config import with_values
 from trainer.config.training_tables import MayChange
-from trainer.plan.remedies import REMEDIES, in_words, remedies, with_values
+from trainer.plan.remedies import REMEDIES, in_words, remedies
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.resume.start_point import fixed_levers
 

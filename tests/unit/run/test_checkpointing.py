@@ -11,6 +11,7 @@ import pytest
 from trainer.base.errors import NonFiniteError
 from trainer.base.progress import QUIET
 from trainer.run.checkpointing import Saves
+from trainer.runtime.jobs import Position
 
 
 class Saver:
@@ -73,3 +74,18 @@ def test_a_state_that_is_not_finite_is_not_saved_and_what_is_saved_is_not_asked_
     with pytest.raises(NonFiniteError, match=r"step 2: .* is not saved, and the checkpoints before it stand\n.* than 1"):
         asked.save()
     assert asked.saver.steps == [1]
+
+
+@pytest.mark.parametrize(("every", "stop_after", "due"), [(3, 7, [3, 6, 7]), (0, 7, [7]), (3, 6, [3, 6]), (0, 9, [9])])
+def test_a_checkpoint_comes_every_so_many_steps_and_the_last_one_of_a_start_is_waited_for(every, stop_after, due) -> None:
+    """A step that this start only found is saved already."""
+    made, how = saves([0.0], 0), []
+    made.save = lambda **final: how.append((made.progress.step, *final))
+    job = made.job(every, stop_after)
+    for step in range(1, stop_after + 1):
+        made.progress.step = step
+        assert job.due(Position(step, 9)) == (step in due) and not job.due(Position(step, 9, fresh=False))
+        if step in due:
+            job.run(Position(step, 9))
+    assert list(dict.fromkeys(step for step, *_ in how)) == due and how[-1] == (stop_after, "final")
+    assert not [step for step, *final in how[:-1] if final]

@@ -97,6 +97,17 @@ def test_the_main_process_works_and_the_others_wait_but_for_what_all_share(is_ma
     assert fields == ({"own": 1} if is_main else {}) | {"shared": 2} and failure is (first if is_main else second)
 
 
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_job_that_sees_to_the_others_runs_in_all_after_a_failure_too_and_raises_at_once(is_main: bool) -> None:
+    """A checkpoint that is not worth keeping is refused in all processes at the same place."""
+    done: list[str] = []
+    processes: Any = SimpleNamespace(is_main=is_main, wait=lambda: done.append("wait"))
+    jobs = [job(raising(DataError("x")), shared=True), job(lambda at: done.append("saved"), at_once=True)]
+    assert run_jobs(jobs, Position(3, 9), processes)[1] is not None and done == ["saved"]
+    with pytest.raises(OSError, match="full"):
+        run_jobs([job(raising(OSError(28, "full")), at_once=True)], Position(3, 9), processes)
+
+
 def test_each_ending_has_its_own_exit_or_that_of_its_reason() -> None:
     assert {kind: kind.status for kind in ENDINGS if kind is not NotWritten} == {
         DataError: 6, OutOfMemory: 5, UserError: 2, NonFiniteError: 4,
