@@ -36,6 +36,7 @@ from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
+from trainer.plan.data_sources import cache_dir
 from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
@@ -43,17 +44,7 @@ from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
 from trainer.resume.unlike import refuse_unlike_data, refuse_unlike_states
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
-from trainer.run.setup import (
-    Beginning,
-    Launch,
-    begin,
-    cache_dir,
-    disk_needs,
-    opened_cache,
-    updates_of,
-    warn_of_disk,
-    written_bytes,
-)
+from trainer.run.setup import Beginning, Launch, begin, disk_needs, opened_cache, updates_of, warn_of_disk, written_bytes
 from trainer.runtime.attention import Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
@@ -141,6 +132,7 @@ def build(config: Config, source: ModelSource, context: RunContext, launch: Laun
         files.make_folder(context.layout.root, "run.output_dir")
     non_finite = NonFinite(plan.config.step.non_finite, plan.config.step.max_skipped, begun.progress, peers.say)
     components, contents = build_components(plan, there.kernels, begun.attention, context, pieces)
+    begun.memo.save()
     reader = encode(plan, components, opened_cache(plan, peers.say), on_non_finite=non_finite.entry)
     state, origin, step = build_state(plan, components, begun, allowed)
     warn_of_disk(disk_needs(plan, *written_bytes(plan, state.adapter, step.optimizer)), peers.say)

@@ -153,7 +153,7 @@ class Cache:
             pruning.require_locks(self._use, "data.cache_limit")
 
     def _mark(self, key: str) -> bool:
-        """Mark the entry as used now; returns whether it exists."""
+        """Stamp the entry as used now; returns whether it exists."""
         try:
             os.utime(self.path(key))
         except FileNotFoundError:
