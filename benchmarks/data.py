@@ -15,8 +15,8 @@ built, and until the first batch is there; and how many photos were encoded for 
 report: processor seconds of scripts/data.py report where all photos look alike. Ten times the photos may take 15 times as
 long.
 
-starts: a tiny Flux over hard links of 100 JPEGs of 12 megapixels, each with a caption. A start with an empty cache (cold), one
-with what it left there (warm), both up to the first step and its checkpoint, and a warm one over 10 of the photos, which is
+starts: a tiny Flux over hard links of 100 JPEGs of 12 megapixels, each with a caption. A start with an empty cache (cold), a
+second one (warm), both by a Session up to the first step and its checkpoint, and a warm one over 10 of the photos, which is
 taken off. Processor seconds, decoded images, bytes read of all files (as Linux counts them), calls of fsync, files and bytes
 of the cache. --against: the cold start beside an earlier commit's, in turns.
 """
@@ -220,14 +220,14 @@ def syncing(file):
     fsync(file)
 
 ImageFile.ImageFile.load, os.fsync = loading, syncing
-from workbench.commands.main import main
+from trainer.run.session import Session, load_config
 
-status = main(sys.argv[1:])
+with Session.open(load_config(sys.argv[1])) as session:
+    session.train()
 used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 counts["cpu_s"] = sum(each.ru_utime + each.ru_stime for each in used)
 counts["read"] = int(open("/proc/self/io").readline().split()[1])
 print("\\n" + json.dumps(counts))
-sys.exit(status)
 """
 
 
@@ -253,7 +253,7 @@ def start(tree: Path, folder: Path, photos: str, cache: Path) -> dict[str, Any]:
     (folder / "start.toml").write_text(tomli_w.dumps(tree_of))
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", START, "--config", str(folder / "start.toml")],
+        [sys.executable, "-c", START, str(folder / "start.toml")],
         cwd=tree, env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tree)}, capture_output=True, text=True,
     )  # fmt: skip
     wall = time.perf_counter() - began

@@ -208,11 +208,14 @@ def _fill(
     """described: what each key stands for. made: keys -> their entries, in any order. on_non_finite: by key, who is told."""
     todo = cache.missing(list(described), phases)
     with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
-        for key, tensors, metadata in entries:
-            if not finite(tensors):
-                on_non_finite[key](described[key])
-            cache.put(key, tensors, metadata)
-            phase.advance()
+        try:
+            for key, tensors, metadata in entries:
+                if not finite(tensors):
+                    on_non_finite[key](described[key])
+                cache.put(key, tensors, metadata)
+                phase.advance()
+        finally:  # a stop keeps what was made
+            cache.flush()
     new = frozenset(todo)
     for key in described:
         if key not in new and not cache.is_finite(key):
