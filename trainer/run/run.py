@@ -3,6 +3,7 @@
 config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> adapter files
 """
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -99,10 +100,11 @@ class Run:
     def data(self) -> Generator[tuple[list[sampler.MicroBatch], list[Batch]]]:
         """Every update, and this process's share of it, read."""
         peers = self.context.processes
-        mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in self.updates())
+        whole, ahead = itertools.tee(self.updates())
+        mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in ahead)
         workers, pin = self.plan.config.data.num_workers, peers.device.type == "cuda"
         with closing(loader.iterate(mine, self.reader, num_workers=workers, pin=pin)) as batches:
-            yield from zip(self.updates(), batches, strict=True)
+            yield from zip(whole, batches, strict=True)
 
     def artifacts(self) -> Artifacts:
         """What the run leaves for people, at its present step."""
