@@ -4,90 +4,30 @@ The order of the samples depends neither on batch size nor on the number of proc
 steps count from 0 here.
 """
 
-import atexit
 import math
-import multiprocessing
-import os
-import signal
-import sys
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from multiprocessing.connection import Connection
 
-from trainer.base import draws, signals
-from trainer.base.errors import DataError
 from trainer.base.types import Occurrence
+from trainer.data.batches.ahead import drawn, numbered, orders
 from trainer.data.batches.short_batches import appearances
 from trainer.data.buckets import ReferenceLayout
 from trainer.data.examples import Example
-from trainer.data.threads import starting
 
 MicroBatch = tuple[Occurrence, ...]
-MANY = 10_000  # appearances in an epoch: to order them takes a quarter of a second, and more from here on
 
 
 def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, ReferenceLayout]]:
     """Every (example, repeat) of the epoch, sorted by its draw, with its layout."""
-    return list(_occurrences(_numbered(examples), epoch, _drawn(examples, seed, epoch)))
-
-
-def _drawn(examples: Sequence[Example], seed: int, epoch: int) -> array:
-    """The appearances of the epoch, numbered example by example, in the order of their draws."""
-    every = ((each.sample, repeat, number) for number, (each, repeat) in enumerate(_numbered(examples)))
-    drawn = sorted((draws.uniform(seed, "order", epoch, *each[:2]), *each) for each in every)
-    return array("L", (number for *_, number in drawn))
-
-
-def _numbered(examples: Sequence[Example]) -> list[tuple[Example, int]]:
-    return [(example, repeat) for example in examples for repeat in range(example.photo.repeats)]
+    return list(_occurrences(numbered(examples), epoch, drawn(examples, seed, epoch)))
 
 
 def _occurrences(
-    numbered: Sequence[tuple[Example, int]], epoch: int, order: Sequence[int]
+    every: Sequence[tuple[Example, int]], epoch: int, order: Sequence[int]
 ) -> Iterator[tuple[Occurrence, ReferenceLayout]]:
-    for example, repeat in map(numbered.__getitem__, order):
+    for example, repeat in map(every.__getitem__, order):
         yield Occurrence(epoch, example.sample, repeat), example.layout
-
-
-def _orders(examples: Sequence[Example], seed: int, epoch: int) -> Iterator[array]:
-    """What `_drawn` gives for each epoch from this one on. Of MANY appearances each later one is there before it is asked
-    for: a process draws it. Raises DataError where that died."""
-    if sys.platform != "linux" or sum(example.photo.repeats for example in examples) < MANY:
-        while True:
-            yield _drawn(examples, seed, epoch)
-            epoch += 1
-    here, there = multiprocessing.Pipe(duplex=False)
-    fork = multiprocessing.get_context("fork")
-    worker = fork.Process(target=_draw_ahead, args=(here, there, examples, seed, epoch + 1))
-    with starting(1):
-        worker.start()
-    there.close()
-    with ExitStack() as held:
-        atexit.register(held.close)  # Python would wait for the process where nobody closes this generator
-        for call in (partial(atexit.unregister, held.close), here.close, worker.join, worker.kill):  # from the last on
-            held.callback(call)
-        yield _drawn(examples, seed, epoch)
-        while True:
-            try:
-                yield array("L", here.recv_bytes())
-            except EOFError as error:
-                raise DataError("the process that orders the epochs was killed; if memory ran out, free some") from error
-
-
-def _draw_ahead(here: Connection, there: Connection, examples: Sequence[Example], seed: int, epoch: int) -> None:
-    """Send the order of one epoch after another, each as soon as the one before is taken."""
-    here.close()
-    for signum in signals.HANDLED:  # the main process ends it
-        signal.signal(signum, signal.SIG_IGN)
-    with suppress(BrokenPipeError):
-        while True:
-            there.send_bytes(_drawn(examples, seed, epoch))
-            epoch += 1
-    os._exit(0)
 
 
 def epoch_batches(
@@ -156,9 +96,9 @@ def all_updates(
     update, of all processes."""
     length = steps_per_epoch(examples, batch_size=batch_size, group=group)
     epoch, skip = update_at(after, steps_per_epoch=length, began=began)
-    numbered = _numbered(examples)
-    for order in _orders(examples, seed, epoch):
-        batches = _cut(examples, _occurrences(numbered, epoch, order), batch_size, fill)
+    every = numbered(examples)
+    for order in orders(examples, seed, epoch):
+        batches = _cut(examples, _occurrences(every, epoch, order), batch_size, fill)
         yield from islice(updates(batches, group=group), skip, None)
         epoch, skip = epoch + 1, 0
 

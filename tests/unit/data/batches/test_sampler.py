@@ -16,7 +16,7 @@ from tests.harness import ROOT
 from trainer.base import draws, signals
 from trainer.base.errors import DataError
 from trainer.base.types import Occurrence
-from trainer.data.batches import sampler
+from trainer.data.batches import ahead, sampler
 from trainer.data.buckets import Bucket
 from trainer.data.examples import Example
 from trainer.data.sources import File, Photo, Source
@@ -182,27 +182,27 @@ def test_the_next_epoch_is_drawn_by_another_process(monkeypatch, fill):
     photos = [example(i, BUCKETS[i % 3], 2) for i in range(15)]
     known = {"seed": 3, "batch_size": 4, "group": 2, "fill": fill}
     expected = take(sampler.all_updates(photos, after=0, **known), 20)
-    drawn, here = sampler._drawn, []
-    monkeypatch.setattr(sampler, "MANY", 30)
-    monkeypatch.setattr(sampler, "_drawn", lambda *known: here.append(os.getpid()) or drawn(*known))
+    drawn, here = ahead.drawn, []
+    monkeypatch.setattr(ahead, "MANY", 30)
+    monkeypatch.setattr(ahead, "drawn", lambda *known: here.append(os.getpid()) or drawn(*known))
     for after in (0, 1, 7):
         here.clear()
-        ahead = sampler.all_updates(photos, after=after, **known)
-        assert take(ahead, 20 - after) == expected[after:]
+        some = sampler.all_updates(photos, after=after, **known)
+        assert take(some, 20 - after) == expected[after:]
         assert here == [os.getpid()], "the first epoch alone is drawn here"
         (worker,) = multiprocessing.active_children()
-        ahead.close()
+        some.close()
         assert not worker.is_alive() and not multiprocessing.active_children()
-    ahead = sampler.all_updates(photos, after=0, **known)
-    next(ahead)
+    some = sampler.all_updates(photos, after=0, **known)
+    next(some)
     (worker,) = multiprocessing.active_children()
     for signum in signals.HANDLED:
         time.sleep(0.05)
         os.kill(worker.pid, signum)
-    assert take(ahead, 19) == expected[1:], "signals are for the main process"
+    assert take(some, 19) == expected[1:], "signals are for the main process"
     worker.kill()
     with pytest.raises(DataError, match="the process that orders the epochs was killed"):
-        take(ahead, 5000)  # beyond what the pipe held
+        take(some, 5000)  # beyond what the pipe held
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a forked process draws")
@@ -212,10 +212,10 @@ def test_the_process_that_draws_ends_with_the_main_one(end):
     script = (
         "import os, multiprocessing\n"
         "from tests.unit.data.batches.test_sampler import BUCKETS, example\n"
-        "from trainer.data.batches import sampler\n"
-        "sampler.MANY = 1\n"
-        "ahead = sampler.all_updates([example(i, BUCKETS[0]) for i in range(5)], seed=0, batch_size=1, group=1, after=0)\n"
-        "next(ahead)\n"
+        "from trainer.data.batches import ahead, sampler\n"
+        "ahead.MANY = 1\n"
+        "some = sampler.all_updates([example(i, BUCKETS[0]) for i in range(5)], seed=0, batch_size=1, group=1, after=0)\n"
+        "next(some)\n"
         "print(multiprocessing.active_children()[0].pid, flush=True)\n"
         f"{end}\n"
     )
