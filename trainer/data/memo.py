@@ -8,7 +8,7 @@ else: whoever reads a photo compares its digest, and the keys of the cache and t
 import hashlib
 import json
 import sys
-from base64 import b85decode, b85encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
@@ -86,7 +86,9 @@ class Memo:
         that cannot be read again."""
         for name, (before, now) in self._pages.items():
             if self.folder is not None and now and now != before:
-                rows = (json.dumps([key, stamp, *_row(facts)]) for key, (stamp, facts) in sorted(now.items()))
+                first = dict[Facts, str]()  # of copies the first key stands in the place of the facts
+                each = ((key, *known, first.setdefault(known[1], key)) for key, known in sorted(now.items()))
+                rows = (json.dumps([k, stamp, *(_row(facts) if k == one else [one])]) for k, stamp, facts, one in each)
                 body = "".join(f"{row}\n" for row in rows).encode()
                 make_folder(self.folder)
                 remove_leftovers(self.folder.glob(".*.tmp"), idle=60)
@@ -107,8 +109,10 @@ class Memo:
             given, wanted = json.loads(head), _head(body)
             if given["sha256"] != wanted["sha256"]:
                 raise ValueError("its lines are not those that were written")
-            rows = map(json.loads, body.splitlines() if given == wanted else ())  # none of other decoders
-            return {key: (tuple(stamp), _facts(*row)) for key, stamp, *row in rows}
+            page: _Page = {}
+            for key, stamp, *row in map(json.loads, body.splitlines() if given == wanted else ()):  # none of other decoders
+                page[key] = tuple(stamp), page[row[0]][1] if len(row) == 1 else _facts(*row)
+            return page
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -130,9 +134,9 @@ def _head(body: bytes) -> dict[str, object]:
 
 
 def _row(facts: Facts) -> tuple[object, ...]:
-    return *astuple(facts)[:-1], b85encode(facts.look).decode()
+    return *astuple(facts)[:-1], b64encode(facts.look).decode()
 
 
 def _facts(sha256: str, size: list[int], kind: str, choices: list[str], notes: list[str], black: bool | None, look: str):
     shared = tuple(map(sys.intern, choices)), tuple(map(sys.intern, notes))
-    return Facts(sha256, (size[0], size[1]), kind, *shared, black, b85decode(look))
+    return Facts(sha256, (size[0], size[1]), kind, *shared, black, b64decode(look))
