@@ -4,6 +4,7 @@
     python benchmarks/data.py first [--files 100000] [--json FILE]
     python benchmarks/data.py plan [--files 100000] [--json FILE]
     python benchmarks/data.py report [--files 100000] [--json FILE]
+    python benchmarks/data.py starts [--files 10000] [--against COMMIT] [--rounds 1] [--json FILE]
 
 waits: tiny SDXL and Flux from a warm cache, with 0 and 2 workers, in one process. Of each update after the first ten the time
 that the loop waits for the batch, and the time of the step. Their share, waited / (waited + step), is to be at most 2 %.
@@ -13,6 +14,11 @@ built, and until the first batch is there; and how many photos were encoded for 
 
 report: processor seconds of scripts/data.py report where all photos look alike. Ten times the photos may take 15 times as
 long.
+
+starts: a tiny Flux over hard links of 100 JPEGs of 12 megapixels, each with a caption. A start with an empty cache (cold), a
+second one (warm), both by a Session up to the first step and its checkpoint, and a warm one over 10 of the photos, which is
+taken off. Processor seconds, decoded images, bytes read of all files (as Linux counts them), calls of fsync, files and bytes
+of the cache. --against: the cold start beside an earlier commit's, in turns.
 """
 
 from __future__ import annotations
@@ -28,17 +34,20 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import tomli_w  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from scripts.make_model import make  # noqa: E402
 from tests.harness import built  # noqa: E402
+from tests.proofs.shared import worktree  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer.base.progress import Phases, Record  # noqa: E402
 from trainer.base.run_layout import Layout  # noqa: E402
@@ -56,7 +65,7 @@ FAMILIES = ("sdxl", "flux")
 def config(folder: Path, family: str, photos: Path, **data: Any) -> configs.Config:
     model = folder / family
     if not model.exists():
-        make("tiny", family, "diffusers", model, 0, "epsilon", False)
+        make("tiny", family, "diffusers", model, 0, "epsilon", None)
     return configs.parse({
         "run": {"name": "bench", "output_dir": str(folder / "out" / f"{family}-{len(list(folder.glob('out/*')))}"),
                 "max_steps": 10**6},
@@ -190,16 +199,119 @@ def report(folder: Path, count: int) -> dict[str, Any]:
     return found
 
 
+# --- starts -----------------------------------------------------------------------------------------------------------
+
+DISTINCT, FEW = 100, 10
+# What is allowed: processor seconds, a share of the cache's bytes, calls, files, a share of the earlier commit's time.
+MOST = {"warm_s": 5, "warm_share": 0.01, "fsyncs": 50, "files": 60, "ratio": 0.6}
+START = """
+import json, os, resource, sys
+from PIL import ImageFile
+
+counts = {"decodes": 0, "fsyncs": 0}
+load, fsync = ImageFile.ImageFile.load, os.fsync
+
+def loading(image):
+    counts["decodes"] += bool(image.tile)
+    return load(image)
+
+def syncing(file):
+    counts["fsyncs"] += 1
+    fsync(file)
+
+ImageFile.ImageFile.load, os.fsync = loading, syncing
+from trainer.run.session import Session, load_config
+
+with Session.open(load_config(sys.argv[1])) as session:
+    session.train()
+used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+counts["cpu_s"] = sum(each.ru_utime + each.ru_stime for each in used)
+counts["read"] = int(open("/proc/self/io").readline().split()[1])
+print("\\n" + json.dumps(counts))
+"""
+
+
+def link_photos(folder: Path, count: int) -> None:
+    """`count` hard links of DISTINCT JPEGs of 12 megapixels, each with a caption of its own."""
+    for number in range(DISTINCT):
+        Image.effect_noise((1000, 750), 60).convert("RGB").resize((4000, 3000)).save(folder / f"{number}.jpeg", quality=90)
+    for name, links in (("many", count), ("few", FEW)):
+        (folder / name).mkdir()
+        for number in range(links):
+            os.link(folder / f"{number % DISTINCT}.jpeg", folder / name / f"{number:06d}.jpg")
+            (folder / name / f"{number:06d}.txt").write_text(f"photo number {number}")
+    time.sleep(3)  # what was written just now may change again within its time stamp
+
+
+def start(tree: Path, folder: Path, photos: str, cache: Path) -> dict[str, Any]:
+    """One start of that tree, up to its first step and checkpoint. The photos: "many" or "few"."""
+    made = config(folder, "flux", folder / photos, resolution=512, batch_size=1)
+    tree_of = json.loads(made.model_dump_json(exclude_unset=True))
+    tree_of["run"] |= {"stop_after": 1, "device": "cpu"}
+    tree_of["data"]["cache_dir"] = str(cache)
+    tree_of["export"] = {"on_stop": False}
+    (folder / "start.toml").write_text(tomli_w.dumps(tree_of))
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(folder / "start.toml")],
+        cwd=tree, env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tree)}, capture_output=True, text=True,
+    )  # fmt: skip
+    wall = time.perf_counter() - began
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    about = {"wall_s": wall, "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+    return json.loads(done.stdout.splitlines()[-1]) | about
+
+
+def starts(folder: Path, count: int, against: str | None, rounds: int) -> dict[str, Any]:
+    """Counts of a cold start, of a warm one less that over FEW photos, and the cold wall time over an earlier commit's."""
+    link_photos(folder, count)
+    found: dict[str, Any] = {"files": count, "cold": [], "before": []}
+    with ExitStack() as stack:
+        earlier = stack.enter_context(worktree(against, folder / "earlier")) if against else None
+        for number in range(rounds):
+            for name, tree in (("before", earlier), ("cold", ROOT)):
+                if tree is not None:
+                    found[name].append(start(tree, folder, "many", folder / f"{name}-{number}"))
+                    print(f"{name}: {found[name][-1]}", flush=True)
+    cache = folder / f"cold-{rounds - 1}"
+    warm = start(ROOT, folder, "many", cache)
+    for _ in range(2):  # the first one is not warm
+        few = start(ROOT, folder, "few", folder / "few-cache")
+    found |= {"warm": warm, "few": few, "difference": {name: warm[name] - few[name] for name in warm}}
+    return found
+
+
+def starts_lines(found: dict[str, Any]) -> tuple[list[str], bool]:
+    """What is printed, and whether everything is within MOST."""
+    cold, less, whole = found["cold"][-1], found["difference"], found["warm"]["bytes"]
+    rows = [
+        ("cold: calls of fsync", cold["fsyncs"], MOST["fsyncs"]),
+        ("cold: files of the cache", cold["files"], MOST["files"]),
+        ("warm - few: processor seconds", less["cpu_s"], MOST["warm_s"]),
+        ("warm - few: decoded images", less["decodes"], 0),
+        ("warm - few: bytes read / bytes of the cache", less["read"] / whole, MOST["warm_share"]),
+    ]
+    if found["before"]:
+        walls = [[row["wall_s"] for row in found[name]] for name in ("cold", "before")]
+        rows.append(("cold: wall / that of the earlier commit", sum(walls[0]) / sum(walls[1]), MOST["ratio"]))
+    lines = [f"{what}: {value:.3g}, at most {most:g}: {'met' if value <= most else 'MISSED'}" for what, value, most in rows]
+    return lines, all(value <= most for _, value, most in rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
-    for part in ("waits", "first", "plan", "report"):
+    for part in ("waits", "first", "plan", "report", "starts"):
         command = commands.add_parser(part)
         command.add_argument("--json", type=Path)
         if part == "waits":
             command.add_argument("--steps", type=int, default=100)
         else:
-            command.add_argument("--files", type=int, default=100_000)
+            command.add_argument("--files", type=int, default=10_000 if part == "starts" else 100_000)
+        if part == "starts":
+            command.add_argument("--against", metavar="COMMIT")
+            command.add_argument("--rounds", type=int, default=1)
     chosen = parser.parse_args()
     about = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "machine": platform.machine()}
     with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary:
@@ -216,6 +328,10 @@ def main() -> int:
                 )
             result = about | {"steps": chosen.steps, "limit": LIMIT, "runs": rows}
             met = all(row["share"] <= LIMIT for row in rows)
+        elif chosen.part == "starts":
+            result = about | starts(folder, chosen.files, chosen.against, chosen.rounds)
+            lines, met = starts_lines(result)
+            print("\n".join(lines))
         elif chosen.part == "plan":
             row = plan(folder, chosen.files)
             result, met = about | row, True

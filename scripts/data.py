@@ -72,14 +72,14 @@ def cache(chosen: argparse.Namespace) -> None:
         folder, pruning.NOBODY if since is None else since, dry_run=True if not chosen.prune else chosen.dry_run, **wanted
     )
     used = "it is unknown which of them are in use" if since is None else f"{done.in_use} in use by runs"
-    print(f"{folder}: {len(done.found)} entries, {size_text(pruning.size(done.found))}; {used}")
+    print(f"{folder}: {len(done.found)} files of entries, {size_text(pruning.size(done.found))}; {used}")
     if not chosen.prune:
         return
     if chosen.dry_run:
         for entry in done.deleted:
             print(f"  {entry.path}  {size_text(entry.bytes)}, last used {pruning.date(entry)}")
     would = "would be deleted" if chosen.dry_run else "deleted"
-    print(f"{len(done.deleted)} entries {would}, {size_text(pruning.size(done.deleted))}; {size_text(done.left_bytes)} left")
+    print(f"{len(done.deleted)} files {would}, {size_text(pruning.size(done.deleted))}; {size_text(done.left_bytes)} left")
     if limit is not None and done.left_bytes > limit:
         print(f"this is more than --limit {chosen.limit}: the rest is in use")
 

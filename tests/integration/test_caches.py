@@ -16,10 +16,11 @@ import torch
 from PIL import Image
 
 from tests.harness import PHOTOS, ROOT, Workbench
+from tests.unit.data.cache.test_fill import entries_of
 from trainer import config as configs
 from trainer import kernels
 from trainer.base.digests import FileDigests
-from trainer.base.errors import UserError
+from trainer.base.errors import DataError, UserError
 from trainer.base.progress import QUIET
 from trainer.base.run_layout import in_use
 from trainer.base.tensorfile import TensorFile
@@ -282,18 +283,27 @@ def test_exactly_what_changed_is_encoded_again(bench: Workbench, monkeypatch) ->
     change_a_weight(model / "text_encoder", name)
     assert made(bench, **use) == (0, texts)
 
-    before = {path: path.read_bytes() for path in (bench.tmp / "cache").rglob("*.safetensors")}
+    packs = {path: path.read_bytes() for path in (bench.tmp / "cache").rglob("*.safetensors")}
+    before, wanted = entries_of(bench.tmp / "cache"), _keys(bench, use)
     latents, conditioning = (
-        next(p for p, data in before.items() if p.stem in _keys(bench, use) and (b'"sample"' in data) == is_latents)
+        next(key for key, data in before.items() if key in wanted and (b'"sample"' in data) == is_latents)
         for is_latents in (True, False)
     )
-    for path, expected in ((latents, (1, 0)), (conditioning, (0, 1))):
-        data = bytearray(before[path])
-        data[-5] ^= 64
-        path.write_bytes(data)
+    for key, expected in ((latents, (1, 0)), (conditioning, (0, 1))):
+        for path, whole in packs.items():
+            path.write_bytes(whole.replace(before[key], before[key][:-5] + b"#" + before[key][-4:]))
+        with pytest.raises(DataError, match=key):
+            Cache(bench.tmp / "cache").get(key)
         assert made(bench, **use) == expected
-    assert {path: path.read_bytes() for path in before} == before, "made again, with the same bytes"
+    again = Cache(bench.tmp / "cache")
+    assert again.missing(before) == [] and all(again.get(key) for key in before), "made again, all sound"
+    assert _copies(bench.tmp / "cache", latents) == [before[latents]] * 2, "with the same bytes"
     assert made(bench, **use) == (0, 0)
+
+
+def _copies(folder: Path, key: str) -> list[bytes]:
+    packs = map(TensorFile, folder.glob("packs/*.safetensors"))
+    return [pack.read(key).numpy().tobytes() for pack in packs if key in pack.entries]
 
 
 def _keys(bench: Workbench, use: dict) -> set[str]:
@@ -379,5 +389,5 @@ def test_the_limit_is_said(bench: Workbench) -> None:
         os.utime(path, (1e9, 1e9))
     lines, _ = encoded(bench, data__cache_limit="1kB", data__resolution=128)
     # The texts are claimed again, before anything is encoded; the latents of the other resolution by nobody.
-    assert "cache: 5 entries that no run uses were deleted (data.cache_limit = '1kB')" in lines
+    assert "cache: 1 files that no run uses were deleted (data.cache_limit = '1kB')" in lines
     assert in_use(bench.tmp / "cache").read_bytes() == b""

@@ -1,6 +1,7 @@
 """SHA-256 of large files, remembered: a model's files are hashed at every start, and T5 alone has ten gigabytes."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -9,6 +10,18 @@ from trainer.base.progress import QUIET, Phases
 
 # A file that was written this recently may be written again without a newer time stamp.
 SETTLED_SECONDS = 2
+
+Stamp = tuple[int, ...]  # a file's size, inode, and times of contents and of the inode, in nanoseconds; then what else counts
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """What changes with a file's contents."""
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def is_settled(stamp: Stamp) -> bool:
+    """Whether a change after this moment has a newer time. Asked before the file is read."""
+    return time.time_ns() - max(stamp[2:4]) > SETTLED_SECONDS * 10**9
 
 
 class FileDigests:
@@ -32,12 +45,13 @@ class FileDigests:
     def of(self, path: Path) -> str:
         """The file's SHA-256, in hexadecimal."""
         stat, key = path.stat(), str(path.resolve())
-        mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
-        if key in self._known and self._known[key][0] == mark:
+        stamp = stamp_of(stat)
+        if key in self._known and self._known[key][0] == [*stamp]:
             return self._known[key][1]
+        settled = is_settled(stamp)
         with self.phases(f"hashing {path.stem}", stat.st_size, "B") as phase:
             digest = hash_file(path, phase.advance)
-        self._known[key] = [mark, digest]
-        if self.memory is not None and time.time_ns() - max(mark[2:]) > SETTLED_SECONDS * 10**9:
+        self._known[key] = [[*stamp], digest]
+        if self.memory is not None and settled:
             write_atomic(self.memory, [json.dumps(self._known, indent=1, sort_keys=True).encode()])
         return digest

@@ -40,8 +40,11 @@ def unheard(count: int) -> None:
     """An Advance for work that nobody watches."""
 
 
-def write(path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
-    """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask.
+def write(
+    path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+) -> tuple[str, int]:
+    """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask. sync: False for what is
+    verified when it is read, and can be made again.
 
     Raises OSError, naming the file, and leaves what was written so far; FileExistsError where there is one already.
     """
@@ -56,7 +59,8 @@ def write(path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = u
                     digest.update(view[:written])
                     count, view = count + written, view[written:]
                     advance(written)
-            os.fsync(descriptor)
+            if sync:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
     return digest.hexdigest(), count
@@ -84,13 +88,15 @@ def hash_file(path: Path, advance: Advance = unheard) -> str:
     return digest.hexdigest()
 
 
-def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
-    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes).
+def write_atomic(
+    path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+) -> tuple[str, int]:
+    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes). sync: as `write` has it.
 
     An exception leaves neither the file nor the temporary.
     """
     with FileGroup() as one:
-        return one.write(path, pieces, advance)
+        return one.write(path, pieces, advance, sync=sync)
 
 
 def refuse_taken(path: Path, made: Path | None = None, *, place: str = "OUT") -> None:
@@ -113,13 +119,15 @@ class FileGroup:
         self._old: list[Path] = []
         self._keep = keep
 
-    def write(self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
+    def write(
+        self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+    ) -> tuple[str, int]:
         """The (sha256, bytes) of a file that gets its name at the end of the block. Raises OSError."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary(path)
         self._named.append((temporary, path))
-        return write(temporary, pieces, advance)
+        return write(temporary, pieces, advance, sync=sync)
 
     def remove(self, path: Path) -> None:
         """A file that may be there, at the end of the block."""

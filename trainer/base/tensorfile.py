@@ -7,6 +7,7 @@ Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header le
 
 import codecs
 import hashlib
+import io
 import json
 import math
 import os
@@ -119,6 +120,19 @@ class TensorFile:
     def read_all(self, advance: Advance = unheard) -> dict[str, torch.Tensor]:
         """Every tensor, by name."""
         return {name: self.read(name, advance) for name in self.entries}
+
+
+def parse(data: bytearray | memoryview, path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """(metadata, tensors in the memory of `data`, which may be written to) of a safetensors file's bytes. Raises UserError,
+    naming the path, where they are not such a file's."""
+    metadata, entries = _parse_header(path, io.BytesIO(data), len(data))
+
+    def tensor(entry: TensorEntry) -> torch.Tensor:
+        count = math.prod(entry.shape)
+        flat = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=entry.start) if count else torch.empty(0)
+        return flat.to(entry.dtype).reshape(entry.shape)
+
+    return metadata, {name: tensor(entry) for name, entry in entries.items()}
 
 
 def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[str, TensorEntry]]:

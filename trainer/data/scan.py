@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
-from PIL import Image
-
 from trainer.base.account import Account, Entry, Heading, counted
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
@@ -23,6 +21,7 @@ from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.kinds import IMAGES, MASK_ENDINGS
 from trainer.data.layouts import apart
+from trainer.data.memo import Facts, Memo
 from trainer.data.sources import Beside, FoundPhoto, Listing, Mask, Photo, Place, Scanned, Source
 from trainer.data.threads import in_threads
 
@@ -47,16 +46,22 @@ def refuse_damaged(scanned: Scanned) -> None:
 
 
 def survey(
-    sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET, outputs: Sequence[str] = ()
+    sources: Sequence[Source],
+    *,
+    strict_captions: bool = False,
+    phases: Phases = QUIET,
+    outputs: Sequence[str] = (),
+    memo: Memo | None = None,
 ) -> Scanned:
     """The sound photos of the sources, in order of source, then of name, and all problems of the others.
 
-    Every image is decoded in full. Problems are of folders, images, masks, references and captions; with `strict_captions` a
-    missing or empty caption is one. outputs: folders in which the run writes, which hold no photos.
+    Every image is decoded in full, once of equal bytes, but for those that `memo` knows. Problems are of folders, images,
+    masks, references and captions; with `strict_captions` a missing or empty caption is one. outputs: folders in which the
+    run writes, which hold no photos.
     """
     listings = [layouts.listing(source, apart.owned(source, sources, outputs)) for source in sources]
     problems = [problem for each in listings for problem in each.problems]
-    read = partial(_read, strict_captions=strict_captions)
+    read = partial(_read, memo=memo or Memo(), strict_captions=strict_captions)
     photos: list[Photo] = []
     count, photos_listed = sum(len(each.found) for each in listings), _taken(listings)
     with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, photos_listed)) as results:
@@ -120,28 +125,29 @@ def _noting(problems: list[str], file: object, more: str = "") -> Iterator[None]
         problems.append(f"{file}: {error}{more}")
 
 
-def _read(listed: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
+def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | list[str]:
     """The photo, or the problems of it, its mask, its references and its caption, one line each."""
     problems: list[str] = []
-    name = str(listed.image)
-    if not _is_utf8(listed.source.path + listed.name):
+    name, source = str(listed.image), listed.source
+    if not _is_utf8(source.path + listed.name):
         problems.append(f"{name}: the file's name is not UTF-8")
-    data, decoded, notes, look = b"", None, (), b""
+    seen, mask, notes = None, None, ()
     with _noting(problems, name):
-        data = listed.image.read()
-        decoded = decode(data, background=listed.source.background)
-        notes = (*decoded.notes, *_misnamed(listed.name, decoded.format))
-        look = near_duplicates.look(decoded.image)
-    sha256 = hashlib.sha256(data).hexdigest()
-    mask = None
-    if decoded is not None and listed.source.masks == "alpha" and decoded.alpha is not None:
-        mask = Mask(listed.image, sha256)
-        notes = (*notes, *_black(decoded.alpha, listed.source))
-    if decoded is not None and listed.mask is not None:
-        digest, more = _read_mask(listed, decoded.image.size, problems)
-        mask = Mask(listed.mask, digest)
-        notes = (*notes, *more)
-    references = [_read_reference(listed, place, number, problems) for number, place in enumerate(listed.references, 1)]
+        seen = memo.facts(source, "photo", listed.image, partial(_photo, source))
+        notes = (*seen.notes, *_misnamed(listed.name, seen.format))
+    if seen is not None and source.masks == "alpha" and seen.black is not None:
+        mask = Mask(listed.image, seen.sha256)
+        notes = (*notes, *_black(seen, source))
+    if seen is not None and listed.mask is not None:
+        with _noting(problems, listed.mask):
+            white = memo.facts(source, "mask", listed.mask, _mask)
+            if white.size != seen.size:
+                pixels = "{} x {} pixels, its photo {} x {}".format(*white.size, *seen.size)
+                problems.append(f"{listed.mask}: the mask has {pixels}; save it at the photo's size")
+            mask = Mask(listed.mask, white.sha256)
+            notes = (*notes, *_black(white, source))
+    beside = enumerate(listed.references, 1)
+    references = [_read_reference(listed, place, number, memo, problems) for number, place in beside]
     references = [each for each in references if each is not None]
     notes = (*notes, *(note for each in references for note in each.notes))
     text = _read_caption(listed, problems)
@@ -153,19 +159,19 @@ def _read(listed: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     if strict_captions and (why := strict_problem(listed.source, caption)) and (caption is None or not problems):
         place = listed.image if caption is None or isinstance(listed.caption, str) else listed.caption
         problems.append(f"{place}: {why}")
-    if problems or decoded is None:
+    if problems or seen is None:
         return problems
     return Photo(
         sample=listed.sample,
         source=listed.source,
         image=listed.image,
-        size=decoded.image.size,
+        size=seen.size,
         caption=caption or "",
         repeats=listed.source.repeats * listed.repeats,
-        sha256=sha256,
-        choices=decoded.choices,
+        sha256=seen.sha256,
+        choices=seen.choices,
         beside=Beside(mask, tuple(references)),
-        look=look,
+        look=seen.look,
         caption_from="" if caption is None else listed.caption_from,
         notes=notes,
     )
@@ -178,29 +184,28 @@ def strict_problem(source: Source, caption: str | None) -> str:
     return "the caption is empty" if caption == "" else ""
 
 
-def _read_mask(listed: FoundPhoto, size: tuple[int, int], problems: list[str]) -> tuple[str, tuple[str, ...]]:
-    """(the digest of its bytes, notes). size: of the photo."""
-    data, notes = b"", ()
-    with _noting(problems, listed.mask):
-        data = listed.mask.read()
-        mask = decode_mask(data)
-        if mask.size != size:
-            pixels = f"{mask.width} x {mask.height} pixels, its photo {size[0]} x {size[1]}"
-            problems.append(f"{listed.mask}: the mask has {pixels}; save it at the photo's size")
-        notes = _black(mask, listed.source)
-    return hashlib.sha256(data).hexdigest(), notes
+def _photo(source: Source, data: bytes) -> Facts:
+    seen = decode(data, background=source.background)
+    black = None if seen.alpha is None else not seen.alpha.getextrema()[1]
+    about = (seen.image.size, seen.format, seen.choices, seen.notes, black)
+    return Facts(hashlib.sha256(data).hexdigest(), *about, near_duplicates.look(seen.image))
 
 
-def _read_reference(listed: FoundPhoto, place: Place, number: int, problems: list[str]) -> Photo | None:
+def _mask(data: bytes) -> Facts:
+    mask = decode_mask(data)
+    return Facts(hashlib.sha256(data).hexdigest(), mask.size, black=not mask.getextrema()[1])
+
+
+def _read_reference(listed: FoundPhoto, place: Place, number: int, memo: Memo, problems: list[str]) -> Photo | None:
     """A reference, without a caption; None where there is a problem with it."""
     with _noting(problems, place, f" (reference {number} of {listed.image})"):
-        data = place.read()
-        decoded = decode(data, background=listed.source.background)
-        buckets.reference_bucket(*decoded.image.size, step=1)
+        seen = memo.facts(listed.source, "photo", place, partial(_photo, listed.source))
+        buckets.reference_bucket(*seen.size, step=1)
         name = f"{listed.sample}, reference {number}"
-        digest, remarks = hashlib.sha256(data).hexdigest(), (*decoded.notes, *_misnamed(str(place), decoded.format))
-        notes = tuple(sys.intern(f"reference {number}: {note}") for note in remarks)
-        return Photo(name, listed.source, place, decoded.image.size, "", 1, digest, decoded.choices, notes=notes)
+        notes = tuple(
+            sys.intern(f"reference {number}: {note}") for note in (*seen.notes, *_misnamed(str(place), seen.format))
+        )
+        return Photo(name, listed.source, place, seen.size, "", 1, seen.sha256, seen.choices, notes=notes)
     return None
 
 
@@ -208,9 +213,8 @@ def _is_utf8(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _black(mask: Image.Image, source: Source) -> tuple[str, ...]:
-    counts = mask.getextrema()[1] or source.unmasked_weight
-    return () if counts else (BLACK,)
+def _black(mask: Facts, source: Source) -> tuple[str, ...]:
+    return (BLACK,) if mask.black and not source.unmasked_weight else ()
 
 
 def _misnamed(name: str, kind: str) -> tuple[str, ...]:

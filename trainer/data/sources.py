@@ -5,10 +5,13 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from trainer.base.account import Account, Heading
 from trainer.base.console import printable
+from trainer.base.digests import Stamp, stamp_of
+from trainer.base.files import open_regular
 from trainer.data.caption_rules import CaptionRules
 
 HUB = "hf:"  # begins the path of a source that is a dataset of the library datasets
@@ -67,6 +70,10 @@ class Place(Protocol):
         """Raises OSError; ValueError with the reason, if the file that contains them is damaged."""
         ...
 
+    def stamp(self) -> Stamp | None:
+        """What changes with the bytes; None if that is not known without reading them. Raises OSError."""
+        ...
+
 
 class CaptionPlace(Protocol):
     """The place of a caption."""
@@ -103,6 +110,16 @@ class File:
             raise too_large(status.st_size, path)
         with open(path, "rb") as file:
             return file.read()
+
+    def stamp(self) -> Stamp:
+        """Raises OSError. The file is opened: a network file system then asks its server."""
+        return stamp_of_file(self.path)
+
+
+def stamp_of_file(path: str) -> Stamp:
+    """The stamp of an opened file. Raises OSError."""
+    with open_regular(Path(path)) as file:
+        return stamp_of(os.fstat(file.fileno()))
 
 
 def too_large(size: int, path: str) -> OSError:

@@ -72,8 +72,9 @@ def encode(
         # All of it before any is encoded: a limit takes what nobody claims.
         for part in (wanted.latents, wanted.masks, wanted.captions, wanted.prompts):
             cache.claim(part)
-        if isinstance(cache, Cache) and cache.unprotected:
-            processes.say(f"warning: {cache.unprotected}")
+        if isinstance(cache, Cache):
+            for line in filter(None, (cache.unprotected, *cache.damaged)):
+                processes.say(f"warning: {line}")
         if isinstance(cache, Cache) and processes.count > 1:
             made = _fill(wanted.only(processes.takes), plan, components, cache, on_non_finite)
             processes.wait(obey=True)
@@ -156,7 +157,7 @@ def _keep_limit(processes: Processes, cache: Cache, limit: str) -> None:
     if processes.is_main:
         cache.keep_limit()
         if cache.pruned:
-            processes.say(f"cache: {cache.pruned} entries that no run uses were deleted (data.cache_limit = {limit!r})")
+            processes.say(f"cache: {cache.pruned} files that no run uses were deleted (data.cache_limit = {limit!r})")
         if cache.over_limit:
             processes.say(
                 f"warning: data.cache_limit = {limit!r}: the cache holds {size_text(cache.over_limit)} more, all of it in "

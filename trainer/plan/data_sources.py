@@ -7,10 +7,12 @@ from typing import Any
 
 from trainer.base.files import parse_size
 from trainer.base.progress import Phases
+from trainer.base.run_layout import Layout
 from trainer.base.text import visible
 from trainer.config import Config, DataTable, Resolutions, Table
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.caption_rules import CaptionRules
+from trainer.data.memo import Memo
 from trainer.data.scan import survey
 from trainer.data.sources import Scanned, Source
 
@@ -45,11 +47,21 @@ def resolutions(given: Resolutions) -> tuple[int, ...]:
     return (given,) if isinstance(given, int) else tuple(sorted(given))
 
 
-def read_sources(config: Config, phases: Phases) -> Scanned:
-    """All photos, read and checked. Problems are in `damaged`."""
+def cache_dir(config: Config) -> Path:
+    """The folder of cached encodings."""
+    return Path(config.data.cache_dir or Layout(Path(config.run.output_dir)).cache)
+
+
+def open_memo(config: Config, *, trusted: bool) -> Memo:
+    """What earlier starts of this cache read of the photos. trusted: False: all are read again."""
+    return Memo(cache_dir(config) / "photos", trusted=trusted)
+
+
+def read_sources(config: Config, phases: Phases, memo: Memo | None = None) -> Scanned:
+    """All photos, read and checked, but for those that `memo` knows. Problems are in `damaged`."""
     data, written = config.data, (config.run.output_dir, config.checkpoint.mirror, config.data.cache_dir)
     outputs = [folder for folder in written if folder]
-    return survey(sources_of(data), strict_captions=data.strict_captions, phases=phases, outputs=outputs)
+    return survey(sources_of(data), strict_captions=data.strict_captions, phases=phases, outputs=outputs, memo=memo)
 
 
 def open_cache(

@@ -21,6 +21,7 @@ from trainer.data import buckets, held_out
 from trainer.data.batches import sampler, short_batches
 from trainer.data.examples import Example, examples
 from trainer.data.images import near_duplicates
+from trainer.data.memo import Memo
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo, Scanned
 from trainer.models import family_named
@@ -190,10 +191,10 @@ def open_source(config: Config) -> ModelSource:
 
 
 def make_plan(
-    config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET, scanned: Scanned | None = None
+    config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET, scanned: Scanned | Memo | None = None
 ) -> RunPlan:
     """Check everything that can be without weights. Raises UserError for what cannot work. config: the resolved one.
-    scanned: the photos, where they were read already."""
+    scanned: the photos, where they were read already, or what is known of their files."""
     family = source.family
     components = storage.storages(config, family)
     data, length = plan_data(config, family, processes=processes, phases=phases, scanned=scanned)
@@ -241,16 +242,17 @@ def with_config(plan: RunPlan, config: Config) -> RunPlan:
 
 
 def plan_data(
-    config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | None = None
+    config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | Memo | None = None
 ) -> tuple[DataPlan, Length]:
     """Read the photos, and decide at which sizes and how often they are trained. config: the resolved one.
 
-    scanned: read already, whatever is damaged: then the plan is that of the sound photos.
+    scanned: read already, whatever is damaged: then the plan is that of the sound photos; or what is known
+    of their files.
     Raises UserError for what cannot work.
     """
     data = config.data
-    if scanned is None:
-        scanned = read_sources(config, phases)
+    if not isinstance(scanned, Scanned):
+        scanned = read_sources(config, phases, scanned)
         refuse_damaged(scanned)
     for resolution in {each for source in sources_of(data) for each in source.resolutions}:
         if data.bucket_step % family.images.size_multiple or resolution < data.bucket_step:

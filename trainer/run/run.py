@@ -3,6 +3,7 @@
 config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> adapter files
 """
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
+from trainer.plan.data_sources import cache_dir
 from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
@@ -44,17 +46,7 @@ from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
 from trainer.resume.unlike import refuse_unlike_data, refuse_unlike_states
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
-from trainer.run.setup import (
-    Beginning,
-    Launch,
-    begin,
-    cache_dir,
-    disk_needs,
-    opened_cache,
-    updates_of,
-    warn_of_disk,
-    written_bytes,
-)
+from trainer.run.setup import Beginning, Launch, begin, disk_needs, opened_cache, updates_of, warn_of_disk, written_bytes
 from trainer.runtime.attention import Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
@@ -115,10 +107,11 @@ class Run:
     def data(self) -> Generator[tuple[list[sampler.MicroBatch], list[Batch]]]:
         """Every update, and this process's share of it, read."""
         peers = self.context.processes
-        mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in self.updates())
+        whole, ahead = itertools.tee(self.updates())
+        mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in ahead)
         workers, pin = self.plan.config.data.num_workers, peers.device.type == "cuda"
         with closing(loader.iterate(mine, self.reader, num_workers=workers, pin=pin)) as batches:
-            yield from zip(self.updates(), batches, strict=True)
+            yield from zip(whole, batches, strict=True)
 
     def artifacts(self) -> Artifacts:
         """What the run leaves for people, at its present step."""
@@ -148,6 +141,7 @@ def build(config: Config, source: ModelSource, context: RunContext, launch: Laun
         files.make_folder(context.layout.root, "run.output_dir")
     non_finite = NonFinite(plan.config.step.non_finite, plan.config.step.max_skipped, begun.progress, peers.say)
     components, contents = build_components(plan, there.kernels, begun.attention, context, pieces)
+    begun.memo.save()
     reader = encode(plan, components, opened_cache(plan, peers.say), on_non_finite=non_finite.entry)
     state, origin, step = build_state(plan, components, begun, allowed)
     warn_of_disk(disk_needs(plan, *written_bytes(plan, state.adapter, step.optimizer)), peers.say)

@@ -28,10 +28,11 @@ from trainer.config import Config
 from trainer.data import identity
 from trainer.data.batches import sampler
 from trainer.data.cache.entries import Cache, MemoryCache
+from trainer.data.memo import Memo
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
 from trainer.models.loading import ModelSource
-from trainer.plan.data_sources import open_cache
+from trainer.plan.data_sources import cache_dir, open_cache, open_memo
 from trainer.plan.run_plan import RunPlan, make_plan
 from trainer.resume import pins, start_point
 from trainer.resume.allowed_changes import Allowance
@@ -44,7 +45,8 @@ from trainer.runtime.device import Memory
 @dataclass(frozen=True)
 class Beginning:
     """A run before a weight is read. saved: the checkpoint that it goes on from. pieces: those that need no weight are
-    entered. environment: what `pin_environment` gave; None where the device need not be here. attention: the denoiser's."""
+    entered. environment: what `pin_environment` gave; None where the device need not be here. attention: the denoiser's.
+    memo: what the start learned of the photos' files, not written yet."""
 
     plan: RunPlan
     layout: Layout
@@ -54,19 +56,21 @@ class Beginning:
     start: Start
     environment: Pin | None
     attention: Attention
+    memo: Memo
 
 
 @dataclass(frozen=True)
 class Launch:
     """The way a run is started. resume_from, allowed: what the command line says. ports: the parts that it is given.
     planned: nothing will be written. elsewhere: what this machine lacks is said and not refused, as another one is planned
-    for."""
+    for. verify: every photo is read, whatever an earlier start knows of it."""
 
     resume_from: str | None
     allowed: Allowance
     ports: Ports = Ports()
     planned: bool = False
     elsewhere: bool = False
+    verify: bool = False
 
 
 def begin(
@@ -90,16 +94,16 @@ def begin(
     _check_machine(config, asked, say)
     saved, config, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     given = config.step.accumulation
-    if saved is not None:
-        config = pins.share_out(config, saved, processes, allowed, say)
-    plan = make_plan(config, source, processes=processes, phases=phases)
+    config = config if saved is None else pins.share_out(config, saved, processes, allowed, say)
+    memo = open_memo(config, trusted=not asked.verify)
+    plan = make_plan(config, source, processes=processes, phases=phases, scanned=memo)
     start = open_start(plan, resumed=saved is not None)
     if asked.ports.planning is not None:
         kept = () if saved is None else start_point.fixed_levers(config)
         plan = asked.ports.planning.fitted(plan, there.kernels, there.size, base=there.base, kept=kept, say=say)
     config = plan.config
     doubts = (*warnings, *container.doubts(Path(config.run.output_dir), "run.output_dir"))
-    for line in (*start.account.lines(), *(f"warning: {doubt}" for doubt in doubts)):
+    for line in (*memo.lines(), *start.account.lines(), *(f"warning: {doubt}" for doubt in doubts)):
         say(line)
     pieces = Pieces(saved, start_point.census(config))
     pieces.enter("config", pins.pin_config(config, allowed=allowed))
@@ -128,7 +132,7 @@ def begin(
     if layout.lock.exists() and os.access(layout.lock, os.W_OK):
         with files.locked(layout.lock, shared=True):  # each process of this start asks at about the same time
             pass
-    return Beginning(plan, layout, saved, pieces, progress, start, environment, attention)
+    return Beginning(plan, layout, saved, pieces, progress, start, environment, attention, memo)
 
 
 def _check_machine(config: Config, asked: Launch, say: Callable[[str], None]) -> None:
@@ -243,11 +247,6 @@ def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], N
     if device.type != "cpu" or asked != "auto":
         say(f"attention: {chosen} (step.attention = {asked!r}{'; ' if chosen.note else ''}{chosen.note})")
     return chosen
-
-
-def cache_dir(config: Config) -> Path:
-    """The folder of cached encodings."""
-    return Path(config.data.cache_dir or Layout(Path(config.run.output_dir)).cache)
 
 
 def updates_of(plan: RunPlan, *, after: int) -> Iterator[list[sampler.MicroBatch]]:

@@ -60,6 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compare", metavar="FILE", help="train variants of a config with the same seeds, and judge them in pairs"
     )
+    parser.add_argument("--verify", action="store_true", help="read every photo, whatever an earlier start knows of it")
     parser.add_argument("--model", metavar="PATH", help="with --new: a diffusers folder, a .safetensors file or a hub id")
     options, others = parser.parse_known_args(arguments)
     if others:
@@ -70,8 +71,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 # What begins a run: of each the options that do not go with it, and what to do in place of them.
 BESIDE = {
-    "new": ("compare fork_from config resume_from allow", "change the config that --new writes"),
-    "compare": ("fork_from config resume_from allow set plan_memory model", "change the file that --compare names"),
+    "new": ("compare fork_from config resume_from allow verify", "change the config that --new writes"),
+    "compare": ("fork_from config resume_from allow set plan_memory model verify", "change the file that --compare names"),
     "fork_from": ("config resume_from allow model", "what --set changes is allowed"),
 }
 

@@ -41,13 +41,13 @@ def next_command(options: Namespace, loaded: config.Config, arguments: Sequence[
 
 
 def asked(resume_from: str | None, allowed: Allowance | None = None, **more: bool) -> Launch:
-    """The way a command starts a run: with all parts. more: planned, elsewhere."""
+    """The way a command starts a run: with all parts. more: planned, elsewhere, verify."""
     return Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), PORTS, **more)
 
 
-def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance | None = None) -> bool:
-    """Train a run with all parts; returns whether its end was reached."""
-    with Session(loaded, "train", asked(resume_from, allowed)) as session:
+def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance | None = None, verify: bool = False) -> bool:
+    """Train a run with all parts; returns whether its end was reached. verify: every photo is read."""
+    with Session(loaded, "train", asked(resume_from, allowed, verify=verify)) as session:
         return session.train()
 
 

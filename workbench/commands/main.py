@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     # the first step. run.train turns it on again.
     gc.disable()
     try:
-        from workbench.commands.launch import compare_runs, launched, next_command, size_of, train
+        from workbench.commands.launch import asked, compare_runs, launched, next_command, size_of, train
 
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
         if not gc.get_freeze_count():
@@ -55,8 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         if planned:
             from workbench.commands.plan_command import preview
 
-            preview(loaded, memory, resume_from=resume_from, allowed=allowed)
-        elif not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
+            preview(loaded, memory, launch=asked(resume_from, allowed, verify=options.verify))
+        elif not train(loaded, resume_from=resume_from, allowed=allowed, verify=options.verify) and alone:
             write(f"go on: {next_one()}", whole=True)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, Interrupted) and options.fork_from is not None and alone:

@@ -1,14 +1,15 @@
 """What a run would do, and whether it fits into memory: `--plan`, `--plan_memory` and the end of `--new`."""
 
+from dataclasses import replace
+
 from trainer.base.console import write
 from trainer.base.errors import UserError, number_in
 from trainer.base.progress import Phases
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
 from trainer.plan.describe import describe, describe_head
-from trainer.resume.allowed_changes import Allowance
 from trainer.run.session import Session
-from trainer.run.setup import begin, disk_needs, shortages, warn_of_disk
+from trainer.run.setup import Launch, begin, disk_needs, shortages, warn_of_disk
 from trainer.runtime.device import Memory, accelerator_of, check_device
 from workbench.commands.launch import asked
 from workbench.planning.describe import describe_memory, describe_time
@@ -22,8 +23,7 @@ def preview(
     *,
     head: bool = True,
     data: bool = True,
-    resume_from: str | None = None,
-    allowed: Allowance | None = None,
+    launch: Launch | None = None,
     otherwise: str | None = None,
 ) -> bool:
     """Print what a run would do, and whether it fits into memory. Returns whether it does.
@@ -31,7 +31,7 @@ def preview(
     memory: bytes of the accelerator that is planned for; None: of the device that this machine has. head: with what
     `write_head` prints, before a part of the model is built; without it, what this machine lacks is said and not refused, as
     where another one is planned for. data: with the photos. otherwise: what is done where it does not fit, said in place of
-    what would make it smaller.
+    what would make it smaller. launch: how the run would be started; None: fresh.
     """
     elsewhere = memory is not None or not head
     session = Session.open(config, only="measure")
@@ -44,7 +44,7 @@ def preview(
         config,
         session.source,
         there,
-        asked(resume_from, allowed, planned=True, elsewhere=elsewhere),
+        replace(launch or asked(None), planned=True, elsewhere=elsewhere),
         processes=number_in("WORLD_SIZE", 1, least=1),
         phases=Phases(show=True, every=config.logging.every_seconds),
         say=write,

@@ -34,12 +34,12 @@ from trainer.engine.components import Components
 from trainer.engine.encoding import encode
 from trainer.engine.step import StepResult
 from trainer.monitoring import metrics
-from trainer.plan.data_sources import open_cache
+from trainer.plan.data_sources import cache_dir, open_cache
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume.allowed_changes import Allowance
 from trainer.run.run import build_components, build_state
 from trainer.run.session import Session
-from trainer.run.setup import Launch, begin, cache_dir, choose_attention, environment_pin, updates_of
+from trainer.run.setup import Launch, begin, choose_attention, environment_pin, updates_of
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory
 from workbench.planning import fitting

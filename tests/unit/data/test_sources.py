@@ -20,6 +20,7 @@ from PIL import Image
 from trainer.base.console import printable
 from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import Phases
+from trainer.data import threads
 from trainer.data.examples import examples
 from trainer.data.images.decode import MAX_PIXELS, decode, load_rgb
 from trainer.data.scan import LONGEST_CAPTION, scan
@@ -388,6 +389,39 @@ def test_mutated_files_are_read_or_refused():
         except ValueError:
             refused += 1
     assert refused > 500
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "processes", "expected"),
+    [
+        ("0::/", {}, "", 6),
+        ("0::/", {"cpu.max": "max 100000"}, "", 6),
+        ("0::/", {"cpu.max": "250000 100000"}, "", 3),
+        ("0::/", {"cpu.max": "1600000 100000"}, "", 6),
+        ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, "", 2),
+        ("0::/gone", {"cpu.max": "100000 100000"}, "", 1),
+        ("4:memory:/x\n1:cpu,cpuacct:/x\n0::/", {"cpu,cpuacct/x/cpu.cfs_quota_us": "400000",
+                                                 "cpu,cpuacct/x/cpu.cfs_period_us": "100000"}, "", 4),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "", 6),
+        ("0::/", {"cpu.max": "400000 100000"}, "2", 2),
+        ("0::/", {}, "8", 1),
+        (None, {}, "", 6),
+    ],
+)  # fmt: skip
+def test_threads_follow_affinity_quota_and_the_processes_of_the_node(
+    tmp_path, monkeypatch, groups, files, processes, expected
+):
+    """Of 64 processors in the machine, 6 of which this process may run on."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr(threads, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(threads, "CGROUP", tmp_path / "group")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    told = {} if groups is None else {"proc/self/cgroup": groups}
+    for name, text in (told | {f"group/{name}": text for name, text in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert threads.processors() == expected
 
 
 def test_in_threads_keeps_the_order_and_runs_a_bounded_way_ahead():

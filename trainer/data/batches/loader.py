@@ -145,7 +145,8 @@ def _as_scanned(place: Place | None, read: Callable[[], torch.Tensor]) -> torch.
     try:
         return read()
     except (OSError, UserError) as error:
-        reason = getattr(error, "strerror", None) or "it changed since the run began"
+        changed = "it changed since the run began, or under equal times before: --verify reads all"
+        reason = getattr(error, "strerror", None) or changed
         raise DataError(f"{place} can no longer be read ({reason}); restore it") from error
 
 

@@ -5,11 +5,12 @@ steps count from 0 here.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
-from trainer.base import draws
 from trainer.base.types import Occurrence
+from trainer.data.batches.ahead import drawn, numbered, orders
 from trainer.data.batches.short_batches import appearances
 from trainer.data.buckets import ReferenceLayout
 from trainer.data.examples import Example
@@ -19,17 +20,14 @@ MicroBatch = tuple[Occurrence, ...]
 
 def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, ReferenceLayout]]:
     """Every (example, repeat) of the epoch, sorted by its draw, with its layout."""
-    drawn = sorted(
-        (draws.uniform(seed, "order", epoch, example.sample, repeat), example.sample, repeat, example.layout)
-        for example in examples
-        for repeat in range(example.photo.repeats)
-    )
-    drawn.reverse()
-    order = []
-    while drawn:  # each is let go of at once: of a hundred thousand photos there is one list
-        _, sample, repeat, layout = drawn.pop()
-        order.append((Occurrence(epoch, sample, repeat), layout))
-    return order
+    return list(_occurrences(numbered(examples), epoch, drawn(examples, seed, epoch)))
+
+
+def _occurrences(
+    every: Sequence[tuple[Example, int]], epoch: int, order: Sequence[int]
+) -> Iterator[tuple[Occurrence, ReferenceLayout]]:
+    for example, repeat in map(every.__getitem__, order):
+        yield Occurrence(epoch, example.sample, repeat), example.layout
 
 
 def epoch_batches(
@@ -42,29 +40,31 @@ def epoch_batches(
     fill: these batches are filled with further appearances of the layout's first samples in this order, each with
     the next repeat number of its photo, so that it has draws of its own.
     """
-    batches: list[MicroBatch] = []
+    batches = list(_cut(examples, epoch_order(examples, seed=seed, epoch=epoch), batch_size, fill))
+    assert len(batches) == batches_per_epoch(examples, batch_size=batch_size)
+    return batches
+
+
+def _cut(
+    examples: Sequence[Example], order: Iterable[tuple[Occurrence, ReferenceLayout]], batch_size: int, fill: bool
+) -> Iterator[MicroBatch]:
     open_batches: dict[ReferenceLayout, list[Occurrence]] = {}
-    order = epoch_order(examples, seed=seed, epoch=epoch)
+    firsts: dict[ReferenceLayout, list[Occurrence]] = {}
     for occurrence, layout in order:
+        if fill and len(first := firsts.setdefault(layout, [])) < batch_size:
+            first.append(occurrence)
         batch = open_batches.setdefault(layout, [])
         batch.append(occurrence)
         if len(batch) == batch_size:
-            batches.append(tuple(open_batches.pop(layout)))
-    if fill:
-        repeats = {example.sample: example.photo.repeats for example in examples}
-        firsts: dict[ReferenceLayout, list[Occurrence]] = {layout: [] for layout in open_batches}
-        for occurrence, layout in order:
-            if layout in firsts and len(firsts[layout]) < batch_size:
-                firsts[layout].append(occurrence)
-        for layout, batch in open_batches.items():
-            for again in range(batch_size - len(batch)):
-                rounds, place = divmod(again, len(firsts[layout]))
-                first = firsts[layout][place]
-                batch.append(replace(first, repeat=first.repeat + (rounds + 1) * repeats[first.sample]))
+            yield tuple(open_batches.pop(layout))
+    repeats = {example.sample: example.photo.repeats for example in examples} if fill else {}
     # A batch enters the dictionary with its first sample, so insertion order is the order of first samples.
-    batches += [tuple(batch) for batch in open_batches.values()]
-    assert len(batches) == batches_per_epoch(examples, batch_size=batch_size)
-    return batches
+    for layout, batch in open_batches.items():
+        for again in range(batch_size - len(batch) if fill else 0):
+            rounds, place = divmod(again, len(firsts[layout]))
+            first = firsts[layout][place]
+            batch.append(replace(first, repeat=first.repeat + (rounds + 1) * repeats[first.sample]))
+        yield tuple(batch)
 
 
 def batches_per_epoch(examples: Sequence[Example], *, batch_size: int) -> int:
@@ -72,12 +72,14 @@ def batches_per_epoch(examples: Sequence[Example], *, batch_size: int) -> int:
     return sum(math.ceil(size / batch_size) for size in appearances(examples).values())
 
 
-def updates(batches: Sequence[MicroBatch], *, group: int) -> list[list[MicroBatch]]:
+def updates(batches: Iterable[MicroBatch], *, group: int) -> Iterator[list[MicroBatch]]:
     """An epoch's micro-batches in groups, one per update; the last group may be short.
 
     group: micro-batches of an update, of all processes: step.accumulation for each of them.
     """
-    return [list(batches[start : start + group]) for start in range(0, len(batches), group)]
+    left = iter(batches)
+    while update := list(islice(left, group)):
+        yield update
 
 
 def all_updates(
@@ -94,9 +96,10 @@ def all_updates(
     update, of all processes."""
     length = steps_per_epoch(examples, batch_size=batch_size, group=group)
     epoch, skip = update_at(after, steps_per_epoch=length, began=began)
-    while True:
-        batches = epoch_batches(examples, seed=seed, epoch=epoch, batch_size=batch_size, fill=fill)
-        yield from updates(batches, group=group)[skip:]
+    every = numbered(examples)
+    for order in orders(examples, seed, epoch):
+        batches = _cut(examples, _occurrences(every, epoch, order), batch_size, fill)
+        yield from islice(updates(batches, group=group), skip, None)
         epoch, skip = epoch + 1, 0
 
 

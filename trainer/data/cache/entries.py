@@ -1,35 +1,41 @@
-"""Entries of a cache, by their keys: on disk, one safetensors file each, or in this process's memory.
+"""Entries of a cache, by their keys: on disk, or in this process's memory.
 
-An entry's file holds, in its metadata, a SHA-256 of its tensors and metadata: a damaged one counts as missing and is made
-again. A folder of entries may be shared by runs and processes, at the same time.
+An entry is the bytes of a safetensors file, which holds, in its metadata, a SHA-256 of its tensors and metadata. Many lie in
+one file, a pack: a safetensors file with a tensor of bytes for each key. A pack is written once, whole, and not synced, as a
+damaged entry is noticed when it is first read, and made again at the next start. Caches of before have a file for each entry.
+A folder of entries may be shared by runs and processes, at the same time.
 """
 
 import errno
 import hashlib
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from trainer.base.errors import DataError, UserError
-from trainer.base.files import remove_leftovers
+from trainer.base.files import json_bytes, read_json, remove_leftovers, write_atomic
 from trainer.base.progress import QUIET, Phases
-from trainer.base.tensorfile import TensorFile, serialize, write_tensors
+from trainer.base.tensorfile import TensorFile, parse, serialize, write_tensors
 from trainer.data.cache import pruning
 
 Tensors = dict[str, torch.Tensor]
 
+# Of a pack, with its header. What is open is in memory, and lost by a kill.
+PACK_BYTES, HEADER_BYTES, OPEN_SECONDS = 256 * 10**6, 200, 300
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)  # someone else's cache: it can be read all the same
 
 
 class Cache:
     """Entries in `directory`, the most recently used ones also in memory, up to `memory_bytes`.
 
-    Every entry is verified once in a process, when it is first read or asked for in `missing`.
-    limit: bytes of the directory; above it, entries that no running process uses are deleted. foresee: takes the bytes that
-    all missing entries will have, once the first one is there.
+    Every entry is verified once in a process, when it is first read. What is put is there for others after `flush`.
+    limit: bytes of the directory; above it, files of which no running process uses an entry are deleted. foresee: takes the
+    bytes that all missing entries will have, once the first one is there.
     """
 
     def __init__(
@@ -43,9 +49,14 @@ class Cache:
         self.directory, self.foresee, self._absent = Path(directory), foresee, 0
         self.memory_bytes, self.limit = memory_bytes, limit
         self.over_limit = 0  # bytes in use above the limit, when it was last enforced
-        self.pruned = 0  # entries that were deleted for the limit
+        self.pruned = 0  # files that were deleted for the limit
         self._use: pruning.Use | None = None
         self.unprotected = ""  # why other runs may delete entries that this one uses
+        self.damaged: list[str] = []  # packs that cannot be read
+        self._packs: dict[Path, TensorFile | None] = {}  # None: it is damaged
+        self._places: dict[str, TensorFile] = {}  # by key
+        self._open: dict[str, torch.Tensor] = {}  # entries of the next pack
+        self._open_bytes, self._opened = 0, 0.0
         self._written = 0
         self._before_scan = 0 if limit is None else limit // 16  # bytes to write until the directory is looked at again
         self._shared = 0  # bits of the directory's mode: who else may write there
@@ -55,54 +66,78 @@ class Cache:
         self._not_finite: set[str] = set()
 
     def path(self, key: str) -> Path:
-        """The file of an entry."""
-        return self.directory / key[:2] / f"{key}.safetensors"
+        """The file that holds an entry: a pack, or its own."""
+        return self._places[key].path if key in self._places else self.directory / key[:2] / f"{key}.safetensors"
 
     def claim(self, keys: Iterable[str]) -> None:
         """Nobody prunes those of these entries that exist until this process ends."""
         self._begin_use()
-        for key in keys:
-            self._mark(key)
+        for path in dict.fromkeys(map(self.path, keys)):
+            self._mark(path)
 
     def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
-        """The keys, each once and in order, that have no entry or a damaged one. All given keys are claimed."""
-        absent, keys = [], dict.fromkeys(keys)
+        """The keys, each once and in order, that have no entry, or one that is known to be damaged. All given keys are
+        claimed."""
+        absent, keys, marks = [], dict.fromkeys(keys), dict[Path, bool]()
         self._begin_use()
         with phases("reading the cache", len(keys), "entry") as phase:
             for key in keys:
                 # Marked first: what is pruned after that is seen as missing.
-                if key not in self._verified and not (self._mark(key) and self._read(key) is not None):
+                path = self.path(key)
+                marked = marks[path] if path in marks else marks.setdefault(path, self._mark(path))
+                sound = marked and (key in self._places or self._read(key) is not None)
+                if not sound and key not in self._open:
+                    self._places.pop(key, None)
                     absent.append(key)
                 phase.advance()
         self._absent = len(absent)
         return absent
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-        """Write an entry, atomically. `metadata` is for people who look into the file."""
+        """Add an entry to the open pack. `metadata` is for people who look into the file."""
         described = {**(metadata or {}), "key": key}
         if not finite(tensors):
             described["finite"] = "no"
             self._not_finite.add(key)
         described["sha256"] = _digest(tensors, described)
-        try:
-            write_tensors(self.path(key), tensors, described)
-        except FileNotFoundError:  # a run in another container, where process numbers mean nothing, took it for a leftover
-            write_tensors(self.path(key), tensors, described)
-        if self._shared:
-            pruning.share(self.path(key).parent, self._shared)
-            pruning.share(self.path(key), self._shared)
+        data = torch.frombuffer(bytearray(b"".join(serialize(tensors, described))), dtype=torch.uint8)
+        most = PACK_BYTES if self.limit is None else min(PACK_BYTES, self._before_scan)
+        if self._open_bytes + data.nbytes + HEADER_BYTES > most or time.monotonic() > self._opened + OPEN_SECONDS:
+            self.flush()
+        self._opened = self._opened if self._open else time.monotonic()
+        self._open[key] = data
+        self._open_bytes += data.nbytes + HEADER_BYTES
         self._verified.add(key)
         self._forget(key)
-        self._written += (size := sum(tensor.nbytes for tensor in tensors.values()))
         absent, self._absent = self._absent, 0
         if absent:
-            self.foresee(absent * size)
+            self.foresee(absent * data.nbytes)
+
+    def flush(self) -> None:
+        """Write the open pack. Its name is that of its keys: runs that make the same pack write one file."""
+        if not self._open:
+            return
+        entries, self._open, self._open_bytes = self._open, {}, 0
+        name = hashlib.sha256(" ".join(sorted(entries)).encode()).hexdigest()
+        path = self.directory / pruning.PACKS / f"{name}.safetensors"
+        about = {"not_finite": " ".join(sorted(self._not_finite & entries.keys()))}
+        unsynced = partial(write_atomic, sync=False)
+        try:
+            write_tensors(path, entries, about, write=unsynced)
+        except FileNotFoundError:  # a run in another container, where process numbers mean nothing, took it for a leftover
+            write_tensors(path, entries, about, write=unsynced)
+        path.with_suffix(".json").unlink(missing_ok=True)
+        if self._shared:
+            pruning.share(path.parent, self._shared)
+            pruning.share(path, self._shared)
+        self._packs[path] = pack = TensorFile(path)
+        self._places |= dict.fromkeys(entries, pack)
+        self._written += sum(map(len, entries.values()))
         if self.limit is not None and self._written > self._before_scan:
             self.keep_limit()
 
     def is_finite(self, key: str) -> bool:
-        """Whether all of a verified entry's values are."""
-        assert key in self._verified
+        """Whether all values of an entry that is there are."""
         return key not in self._not_finite
 
     def get(self, key: str) -> Tensors:
@@ -110,9 +145,11 @@ class Cache:
         if key in self._memory:
             self._memory.move_to_end(key)
             return self._memory[key]
+        if key not in self._places and key not in self._open:
+            self._look()
         tensors = self._read(key)
         if tensors is None:
-            raise DataError(f"cache entry {self.path(key)} is missing or damaged; start again and it is made anew")
+            raise DataError(f"cache entry {key} ({self.path(key)}) is missing or damaged; {self._note_damage(key)}")
         self._remember(key, tensors)
         return tensors
 
@@ -138,7 +175,9 @@ class Cache:
         self._before_scan = max(self.limit, done.left_bytes) // 16
 
     def _begin_use(self) -> None:
-        """Start to use the directory, before anything is written. Removes what killed processes left."""
+        """Start to use the directory, before anything is written; learn which packs there are now. Removes what killed
+        processes left."""
+        self._look()
         if self._use is not None:
             return
         try:
@@ -152,10 +191,37 @@ class Cache:
         if self.limit is not None and self._use is not None:
             pruning.require_locks(self._use, "data.cache_limit")
 
-    def _mark(self, key: str) -> bool:
-        """Mark the entry as used now; returns whether it exists."""
+    def _look(self) -> None:
+        for path in (self.directory / pruning.PACKS).glob("*.safetensors"):
+            if path in self._packs:
+                continue
+            try:
+                self._packs[path] = pack = TensorFile(path)
+            except UserError as error:
+                if path.exists():  # else it was pruned just now
+                    self._packs[path] = None
+                    self.damaged.append(f"{error} It is in the cache: its entries are made anew; delete it")
+                continue
+            noted = path.with_suffix(".json")
+            damaged = set(read_json(noted)) if noted.exists() else set()
+            self._not_finite |= {*pack.metadata.get("not_finite", "").split()}
+            self._places |= {key: pack for key in pack.entries if key not in damaged}
+
+    def _note_damage(self, key: str) -> str:
+        """What to do about a damaged entry. All damaged ones of its pack are noted, for the next start to make anew."""
+        if (pack := self._places.get(key)) is None:
+            return "start again and it is made anew"
+        damaged = [each for each in pack.entries if self._read(each) is None]
         try:
-            os.utime(self.path(key))
+            write_atomic(pack.path.with_suffix(".json"), [json_bytes(damaged)], sync=False)
+        except OSError as error:
+            return f"have that file deleted ({error.strerror}) and start again"
+        return f"start again, and {len(damaged)} of the {len(pack.entries)} entries in that file are made anew"
+
+    def _mark(self, path: Path) -> bool:
+        """Mark the file as used now; returns whether it exists."""
+        try:
+            os.utime(path)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -172,20 +238,23 @@ class Cache:
         )
 
     def _read(self, key: str) -> Tensors | None:
-        """The entry if it is there and sound. Its header is compared too, so every byte of the file is checked."""
+        """The entry if it is there and sound. Its header is compared too, so every byte of it is checked."""
+        path = self.path(key)
         try:
-            file = TensorFile(self.path(key))
-            tensors = file.read_all()
-        except UserError:  # missing, truncated, malformed
+            data = self._open.get(key)
+            if data is None and key in self._places:
+                data = self._places[key].read(key)
+            view = memoryview(bytearray(path.read_bytes()) if data is None else data.numpy())
+            metadata, tensors = parse(view, path)
+        except (UserError, FileNotFoundError):  # missing, truncated, malformed
             return None
         if key not in self._verified:
-            described = dict(file.metadata)
+            described = dict(metadata)
             if described.pop("sha256", None) != _digest(tensors, described) or described.get("key") != key:
                 return None
-            header = bytes(next(serialize(tensors, file.metadata)))
-            with open(file.path, "rb") as raw:
-                if raw.read(len(header)) != header:
-                    return None
+            header = next(serialize(tensors, metadata))
+            if view[: len(header)] != header:
+                return None
             self._verified.add(key)
             if "finite" in described:
                 self._not_finite.add(key)
@@ -220,6 +289,9 @@ class MemoryCache:
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
         self._entries[key] = dict(tensors)
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
 
     def is_finite(self, key: str) -> bool:
         return finite(self._entries[key])

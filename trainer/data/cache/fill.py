@@ -21,6 +21,7 @@ from trainer.data.examples import Example
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
+from trainer.data.memo import CHANGED
 from trainer.data.threads import in_threads
 
 PREPROCESSING_VERSION = 1  # raise it when `decode.decode` or `buckets.fit` gives other pixels
@@ -207,11 +208,14 @@ def _fill(
     """described: what each key stands for. made: keys -> their entries, in any order. on_non_finite: by key, who is told."""
     todo = cache.missing(list(described), phases)
     with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
-        for key, tensors, metadata in entries:
-            if not finite(tensors):
-                on_non_finite[key](described[key])
-            cache.put(key, tensors, metadata)
-            phase.advance()
+        try:
+            for key, tensors, metadata in entries:
+                if not finite(tensors):
+                    on_non_finite[key](described[key])
+                cache.put(key, tensors, metadata)
+                phase.advance()
+        finally:  # a stop keeps what was made
+            cache.flush()
     new = frozenset(todo)
     for key in described:
         if key not in new and not cache.is_finite(key):
@@ -225,6 +229,6 @@ def pixels(example: Example, view: View) -> torch.Tensor:
     data = photo.image.read()
     # The key was made from the hash of the scan: other bytes must not be stored under it.
     if hashlib.sha256(data).hexdigest() != photo.sha256:
-        raise UserError(f"{photo.image} changed while the run was starting; start again")
+        raise UserError(f"{photo.image} {CHANGED}")
     image = decode(data, background=photo.source.background).image
     return buckets.to_pixels(view.show(image, example))

@@ -1,9 +1,9 @@
-"""Pruning of a cache's folder: deletes the least recently used entries, and none that a running process uses.
+"""Pruning of a cache's folder: deletes the least recently used files of entries, and none that a running process uses.
 
-An entry's time of modification is when a run last asked for it. A process that uses the folder locks one byte of a file. The
-byte's offset is the time when the process began, in milliseconds, and the lock ends with the process. So every entry that was
-asked for since the first running process began is in use, and a kill leaves nothing to clean up. All times are the file
-system's own.
+A file's time of modification is when a run last asked for one of its entries. A process that uses the folder locks one byte
+of a file. The byte's offset is the time when the process began, in milliseconds, and the lock ends with the process. So every
+file that was asked for since the first running process began is in use, and a kill leaves nothing to clean up. All times are
+the file system's own.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.base.run_layout import in_use
 
+PACKS = "packs"  # the folder of files with many entries; a file of one entry lies in a folder of its key's first letters
 AGES = {"h": 3600, "d": 86400, "w": 604800}
 NOBODY = 2**53  # milliseconds: after every use
 NO_LOCKS = "there are no file locks here, so it is unknown which entries a run uses"
@@ -133,7 +134,7 @@ def entries(folder: Path) -> Iterator[CacheEntry]:
     """All entries, in no order. Other processes may delete entries meanwhile."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as groups:
         for group in groups:
-            if re.fullmatch("[0-9a-f]{2}", group.name) and group.is_dir():
+            if re.fullmatch(f"[0-9a-f]{{2}}|{PACKS}", group.name) and group.is_dir():
                 with os.scandir(group) as names:
                     for name in names:
                         if re.fullmatch(r"[0-9a-f]{64}\.safetensors", name.name):

@@ -14,6 +14,7 @@ from trainer.data import buckets
 from trainer.data.examples import Example
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.views import View
+from trainer.data.memo import CHANGED
 
 
 def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
@@ -25,7 +26,7 @@ def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
     assert photo.mask is not None
     data = photo.mask.place.read()
     if hashlib.sha256(data).hexdigest() != photo.mask.sha256:
-        raise UserError(f"{photo.mask.place} changed while the run was starting; start again")
+        raise UserError(f"{photo.mask.place} {CHANGED}")
     mask = decode(data).alpha if photo.source.masks == "alpha" else decode_mask(data)
     assert mask is not None and mask.size == (photo.width, photo.height)
     crop = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)

@@ -86,6 +86,9 @@ class RowImage:
             raise ValueError("the row has no image")
         return value["bytes"] if value["bytes"] is not None else self._file(value["path"]).read()
 
+    def stamp(self) -> None:
+        """No stamp: only reading a row shows whether it changed."""
+
     def _file(self, path: str) -> File:
         whole = os.path.normpath(os.path.join(self.images.roots[0], path))
         for root in self.images.roots:

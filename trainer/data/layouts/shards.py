@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.base.console import printable
+from trainer.base.digests import Stamp
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
 from trainer.data.layouts import apart, tar
 from trainer.data.layouts.folder import Reading
 from trainer.data.layouts.table import FILE_NAMES
 from trainer.data.layouts.walk import LeaveOut
-from trainer.data.sources import MAX_BYTES, Listing, Source, too_large
+from trainer.data.sources import MAX_BYTES, Listing, Source, stamp_of_file, too_large
 
 ARCHIVE = re.compile(r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -75,6 +76,10 @@ class Archived:
         if len(data) < self.size:
             raise OSError(errno.EIO, f"its archive ends after {len(data):,} of its {self.size:,} bytes", str(self))
         return bytes(data)
+
+    def stamp(self) -> Stamp:
+        """The archive's, with the member's place in it. Raises OSError."""
+        return *stamp_of_file(os.path.join(self.root, self.archive)), self.offset, self.size
 
 
 class Archives:

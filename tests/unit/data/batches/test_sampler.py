@@ -1,13 +1,22 @@
 """The order of an epoch, and how batches and updates cut it."""
 
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
 from collections import defaultdict
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.base import draws
+from tests.harness import ROOT
+from trainer.base import draws, signals
+from trainer.base.errors import DataError
 from trainer.base.types import Occurrence
-from trainer.data.batches import sampler
+from trainer.data.batches import ahead, sampler
 from trainer.data.buckets import Bucket
 from trainer.data.examples import Example
 from trainer.data.sources import File, Photo, Source
@@ -127,7 +136,7 @@ def test_epochs_and_seeds_differ():
 @given(datasets(), seeds, sizes, st.integers(1, 4), st.integers(1, 4))
 def test_updates_and_their_shares(photos, seed, batch_size, accumulation, processes):
     batches = sampler.epoch_batches(photos, seed=seed, epoch=0, batch_size=batch_size)
-    updates = sampler.updates(batches, group=accumulation * processes)
+    updates = list(sampler.updates(batches, group=accumulation * processes))
     assert [batch for update in updates for batch in update] == batches
     assert all(len(update) == accumulation * processes for update in updates[:-1])
     assert 1 <= len(updates[-1]) <= accumulation * processes
@@ -137,7 +146,7 @@ def test_updates_and_their_shares(photos, seed, batch_size, accumulation, proces
         assert all(len(share) <= accumulation for share in shares)
         assert all(batch in shares[index % processes] for index, batch in enumerate(update))
     # The same global batch on one process: the same updates.
-    assert sampler.updates(batches, group=accumulation * processes) == updates
+    assert list(sampler.updates(batches, group=accumulation * processes)) == updates
 
 
 def take(updates, count: int) -> list:
@@ -164,6 +173,58 @@ def test_after_other_photos_an_epoch_of_these_begins(first, second, seed, batch_
     for number in range(2):
         batches = [batch for update in whole[number * own : (number + 1) * own] for batch in update]
         assert batches == sampler.epoch_batches(second, seed=seed, epoch=epoch + number, batch_size=batch_size, fill=fill)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a forked process draws")
+@pytest.mark.parametrize("fill", [False, True])
+def test_the_next_epoch_is_drawn_by_another_process(monkeypatch, fill):
+    """Once, in its order, from wherever the run goes on; the process ends with the updates, or with this one."""
+    photos = [example(i, BUCKETS[i % 3], 2) for i in range(15)]
+    known = {"seed": 3, "batch_size": 4, "group": 2, "fill": fill}
+    expected = take(sampler.all_updates(photos, after=0, **known), 20)
+    drawn, here = ahead.drawn, []
+    monkeypatch.setattr(ahead, "MANY", 30)
+    monkeypatch.setattr(ahead, "drawn", lambda *known: here.append(os.getpid()) or drawn(*known))
+    for after in (0, 1, 7):
+        here.clear()
+        some = sampler.all_updates(photos, after=after, **known)
+        assert take(some, 20 - after) == expected[after:]
+        assert here == [os.getpid()], "the first epoch alone is drawn here"
+        (worker,) = multiprocessing.active_children()
+        some.close()
+        assert not worker.is_alive() and not multiprocessing.active_children()
+    some = sampler.all_updates(photos, after=0, **known)
+    next(some)
+    (worker,) = multiprocessing.active_children()
+    for signum in signals.HANDLED:
+        time.sleep(0.05)
+        os.kill(worker.pid, signum)
+    assert take(some, 19) == expected[1:], "signals are for the main process"
+    worker.kill()
+    with pytest.raises(DataError, match="the process that orders the epochs was killed"):
+        take(some, 5000)  # beyond what the pipe held
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a forked process draws")
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", ""])
+def test_the_process_that_draws_ends_with_the_main_one(end):
+    """Killed, or at its end without having closed the updates."""
+    script = (
+        "import os, multiprocessing\n"
+        "from tests.unit.data.batches.test_sampler import BUCKETS, example\n"
+        "from trainer.data.batches import ahead, sampler\n"
+        "ahead.MANY = 1\n"
+        "some = sampler.all_updates([example(i, BUCKETS[0]) for i in range(5)], seed=0, batch_size=1, group=1, after=0)\n"
+        "next(some)\n"
+        "print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        f"{end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    pid, deadline = int(done.stdout), time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "Traceback" not in done.stderr
 
 
 @given(st.integers(1, 100), st.integers(0, 10_000))

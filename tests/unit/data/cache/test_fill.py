@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from trainer.base import tiles
 from trainer.base.errors import DataError, Interrupted, NonFiniteError, UserError
 from trainer.base.progress import Phases, Record
-from trainer.base.tensorfile import TensorFile, write_tensors
+from trainer.base.tensorfile import TensorFile, parse, write_tensors
 from trainer.base.types import Conditioning
 from trainer.data.buckets import fit, to_pixels
-from trainer.data.cache import fill
+from trainer.data.cache import entries, fill
 from trainer.data.cache.entries import Cache
 from trainer.data.cache.fill import latent_key, mask_key, text_key
 from trainer.data.examples import Example, examples
@@ -56,6 +56,30 @@ def encode_text(captions: list[str]) -> Conditioning:
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def stored(folder, key=KEY, tensors=TENSORS, metadata=None) -> Cache:
+    """A cache with that entry on the disk."""
+    cache = Cache(folder)
+    cache.put(key, tensors, metadata)
+    cache.flush()
+    return cache
+
+
+def alone(folder, key=KEY, tensors=TENSORS):
+    """An entry in a file of its own, as caches of before have them; its path."""
+    cache = Cache(folder)
+    cache.put(key, tensors, {"sample": "0/ä.jpg"})
+    path = cache.path(key)
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_bytes(cache._open[key].numpy().tobytes())
+    return path
+
+
+def entries_of(folder) -> dict[str, bytes]:
+    """The bytes of each entry in the packs of a folder."""
+    packs = map(TensorFile, folder.glob("packs/*.safetensors"))
+    return {key: pack.read(key).numpy().tobytes() for pack in packs for key in pack.entries}
 
 
 def test_any_changed_input_changes_the_key():
@@ -115,6 +139,8 @@ def test_put_then_get_in_another_process(tmp_path):
     writer = Cache(tmp_path)
     assert writer.missing([KEY, KEY]) == [KEY]
     writer.put(KEY, TENSORS, {"sample": "0/a.jpg"})
+    assert equal(writer.get(KEY), TENSORS) and writer.missing([KEY]) == [] and not list(tmp_path.rglob("*.safetensors"))
+    writer.flush()
     reader = Cache(tmp_path)
     assert reader.missing([KEY]) == []
     assert equal(reader.get(KEY), TENSORS) and equal(reader.get(KEY), TENSORS)
@@ -122,14 +148,14 @@ def test_put_then_get_in_another_process(tmp_path):
 
 
 def test_the_same_entry_has_the_same_bytes(tmp_path):
+    paths = []
     for name in ("one", "other"):
-        Cache(tmp_path / name).put(KEY, TENSORS, {"b": "1", "a": "2"})
-    assert Cache(tmp_path / "one").path(KEY).read_bytes() == Cache(tmp_path / "other").path(KEY).read_bytes()
+        paths.append(stored(tmp_path / name, metadata={"b": "1", "a": "2"}).path(KEY))
+    assert paths[0].read_bytes() == paths[1].read_bytes() and paths[0].name == paths[1].name
 
 
-def test_every_flipped_byte_is_detected(tmp_path):
-    Cache(tmp_path).put(KEY, TENSORS, {"sample": "0/ä.jpg"})
-    path = Cache(tmp_path).path(KEY)
+def test_every_flipped_byte_of_a_file_of_its_own_is_detected(tmp_path):
+    path = alone(tmp_path)
     whole = path.read_bytes()
     assert b"}  " in whole  # the header's padding, where 0x2A makes a space a newline: still the same JSON
     rng = random.Random(0)
@@ -143,10 +169,34 @@ def test_every_flipped_byte_is_detected(tmp_path):
     assert Cache(tmp_path).missing([KEY]) == []
 
 
+def test_no_flipped_byte_of_a_pack_is_read_as_a_value(tmp_path):
+    """What is damaged is missing at the start, or met when it is first read, and then missing at the next start."""
+    path = stored(tmp_path, metadata={"sample": "0/ä.jpg"}).path(KEY)
+    whole, rng, met = path.read_bytes(), random.Random(0), {"missing": 0, "read": 0, "whole": 0}
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= rng.choice([0x2A, 1, 128, rng.randrange(1, 256)])
+        path.write_bytes(damaged)
+        cache = Cache(tmp_path)
+        if cache.missing([KEY]):
+            met["missing"] += 1
+            continue
+        try:
+            assert equal(cache.get(KEY), TENSORS), place  # a space of the header became a newline
+            met["whole"] += 1
+        except DataError as error:
+            assert "start again, and 1 of the 1 entries in that file are made anew" in str(error)
+            met["read"] += 1
+            again = Cache(tmp_path)
+            assert again.missing([KEY]) == [KEY], place
+            again.put(KEY, TENSORS, {"sample": "0/ä.jpg"})
+            again.flush()
+            assert path.read_bytes() == whole and Cache(tmp_path).missing([KEY]) == []
+    assert met["read"] > 200 and met["missing"] > 50 and met["whole"] < 60, met
+
+
 def test_truncated_extended_swapped_and_unsigned_entries_are_detected(tmp_path):
-    cache = Cache(tmp_path)
-    cache.put(KEY, TENSORS)
-    path = cache.path(KEY)
+    path = alone(tmp_path)
     whole = path.read_bytes()
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
@@ -155,24 +205,94 @@ def test_truncated_extended_swapped_and_unsigned_entries_are_detected(tmp_path):
     assert Cache(tmp_path).missing([KEY]) == [KEY]
     path.write_bytes(whole)
     other = "cd" * 32
-    cache.path(other).parent.mkdir()
-    shutil.copy(path, cache.path(other))
+    Cache(tmp_path).path(other).parent.mkdir()
+    shutil.copy(path, Cache(tmp_path).path(other))
     assert Cache(tmp_path).missing([KEY, other]) == [other]
     write_tensors(path, TENSORS, {"key": KEY})
     assert Cache(tmp_path).missing([KEY]) == [KEY]
 
 
-def test_a_broken_entry_is_named_by_get_and_mended_by_put(tmp_path):
-    Cache(tmp_path).put(KEY, TENSORS)
+def test_a_pack_that_is_no_whole_file_is_named(tmp_path):
+    path = stored(tmp_path).path(KEY)
+    whole = path.read_bytes()
+    for data in (b"", whole[:9], whole[:-1], whole + b"\0", bytes(len(whole))):
+        path.write_bytes(data)
+        cache = Cache(tmp_path)
+        assert cache.missing([KEY]) == [KEY]
+        assert len(cache.damaged) == 1 and str(path) in cache.damaged[0] and "made anew; delete it" in cache.damaged[0]
+    stored(tmp_path)
+    assert path.read_bytes() == whole and not Cache(tmp_path).missing([KEY])
+
+
+def test_of_a_pack_all_that_is_damaged_is_made_anew_at_once(tmp_path):
+    """As after a power failure: nothing is synced."""
+    keys = [f"{number:064x}" for number in range(8)]
     cache = Cache(tmp_path)
-    path = cache.path(KEY)
+    for key in keys:
+        cache.put(key, TENSORS)
+    cache.flush()
+    path = cache.path(keys[0])
+    data = bytearray(path.read_bytes())
+    size = len(data)
+    data[size // 2 :] = bytes(size - size // 2)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"start again, and (\d) of the 8 entries in that file are made anew"):
+        Cache(tmp_path).get(keys[-1])
+    absent = Cache(tmp_path).missing(keys)
+    assert 3 <= len(absent) <= 7 and absent == keys[-len(absent) :]
+    again = Cache(tmp_path)
+    for key in again.missing(keys):
+        again.put(key, TENSORS)
+    again.flush()
+    last = Cache(tmp_path)
+    assert last.missing(keys) == [] and all(equal(last.get(key), TENSORS) for key in keys)
+
+
+def test_a_cache_of_files_of_their_own_is_read_beside_packs(tmp_path):
+    other = "cd" * 32
+    path = alone(tmp_path)
+    stored(tmp_path, other)
+    cache = Cache(tmp_path)
+    assert cache.missing([KEY, other, "e" * 64]) == ["e" * 64]
+    assert equal(cache.get(KEY), TENSORS) and equal(cache.get(other), TENSORS) and cache.path(KEY) == path
+
+
+def test_a_broken_entry_is_named_by_get_and_mended_by_put(tmp_path):
+    path = alone(tmp_path)
+    cache = Cache(tmp_path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match=KEY):
         cache.get(KEY)
     with pytest.raises(DataError, match="cd" * 32):
         cache.get("cd" * 32)
     cache.put(KEY, TENSORS)
-    assert equal(cache.get(KEY), TENSORS)
+    cache.flush()
+    assert equal(Cache(tmp_path).get(KEY), TENSORS)
+
+
+def test_a_pack_is_no_larger_than_it_may_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(entries, "PACK_BYTES", 10_000)
+    cache, clock = Cache(tmp_path), [0.0]
+    for number in range(40):
+        cache.put(f"{number:064x}", {"x": torch.zeros(1000, dtype=torch.uint8)})
+        assert len(list(tmp_path.rglob("*.safetensors"))) == number // 6, "written when it is full"
+    cache.flush()
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*.safetensors")]
+    assert len(sizes) == 7 and max(sizes) <= 10_000 and cache.missing([f"{number:064x}" for number in range(40)]) == []
+    cache.put("a" * 64, {"x": torch.zeros(20_000, dtype=torch.uint8)})
+    cache.put("b" * 64, TENSORS)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 8, "what is larger has a file of its own"
+    monkeypatch.setattr(entries, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    slow = Cache(tmp_path / "slow")
+    for number in range(4):
+        slow.put(f"{number:064x}", TENSORS)
+        clock[0] += 200
+    assert len(list((tmp_path / "slow").rglob("*.safetensors"))) == 1, "a kill loses minutes at most"
+
+
+def test_nothing_of_the_cache_is_synced(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda number: pytest.fail("it can be made again"))
+    assert fill_latents(Cache(tmp_path), dataset(), seed=0, fingerprint="vae", **ENCODING) == 5
 
 
 def test_memory_is_bounded_and_keeps_what_was_used_last(tmp_path):
@@ -247,11 +367,16 @@ def test_a_changed_photo_or_encoder_is_encoded_anew(tmp_path):
 def test_a_damaged_entry_is_rebuilt_with_the_same_bytes(tmp_path):
     photos = dataset()
     fill_latents(Cache(tmp_path), photos, seed=0, fingerprint="vae", **ENCODING)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
-    victim = sorted(before)[2]
-    victim.write_bytes(before[victim][:-3] + b"abc")
+    (pack,) = tmp_path.rglob("*.safetensors")
+    before, whole = entries_of(tmp_path), pack.read_bytes()
+    pack.write_bytes(whole[:-3] + b"abc")
+    victim = max(before)
+    with pytest.raises(DataError, match=victim):
+        Cache(tmp_path).get(victim)
     assert fill_latents(Cache(tmp_path), photos, seed=0, fingerprint="vae", **ENCODING) == 1
-    assert {path: path.read_bytes() for path in tmp_path.rglob("[!.]*") if path.is_file()} == before
+    packs = [TensorFile(path) for path in tmp_path.rglob("*.safetensors")]
+    assert sum(file.read(victim).numpy().tobytes() == before[victim] for file in packs if victim in file.entries) == 1
+    assert all(Cache(tmp_path).get(key) for key in before)
 
 
 def test_a_photo_that_changed_after_the_scan_is_refused(tmp_path):
@@ -340,7 +465,7 @@ def test_captions_of_several_lines_have_entries_of_their_own(tmp_path):
     for caption in ["", *captions]:
         found = Cache(tmp_path).get(text_key(caption, fingerprint="t"))
         assert equal(found, encode_text([caption]).tensors()), caption
-    assert len({path.name for path in tmp_path.rglob("*.safetensors")}) == len(captions) + 1
+    assert len(entries_of(tmp_path)) == len(captions) + 1
 
 
 def test_a_photo_that_is_encoded_in_tiles_has_another_key(monkeypatch):
@@ -384,8 +509,7 @@ def test_processes_share_out_what_is_to_be_made(tmp_path):
     for view in views:
         again = Cache(tmp_path / "parts")
         assert fill_text(again, captions, mine=lambda key, view=view: not Processes.takes(view, key), **everything) == 0
-    entries = [{p.name: p.read_bytes() for p in (tmp_path / name).rglob("*.safetensors")} for name in ("whole", "parts")]
-    assert entries[0] == entries[1]
+    assert entries_of(tmp_path / "whole") == entries_of(tmp_path / "parts")
 
 
 def test_filling_is_interrupted_and_continued(tmp_path):
@@ -398,7 +522,7 @@ def test_filling_is_interrupted_and_continued(tmp_path):
 
     with pytest.raises(Interrupted):
         fill_latents(Cache(tmp_path), dataset(), seed=0, fingerprint="vae", **ENCODING, phases=Phases(check=check))
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 3
+    assert len(entries_of(tmp_path)) == 3
     assert fill_latents(Cache(tmp_path), dataset(), seed=0, fingerprint="vae", **ENCODING) == 2
 
 
@@ -417,6 +541,6 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
 
 def test_an_entry_tells_people_what_it_is(tmp_path):
     fill_latents(Cache(tmp_path), dataset()[:1], seed=0, fingerprint="vae", **ENCODING)
-    (path,) = tmp_path.rglob("*.safetensors")
-    file = TensorFile(path)
-    assert file.metadata["sample"] == "0/00.jpg" and file.metadata["key"] == path.stem
+    ((key, data),) = entries_of(tmp_path).items()
+    metadata, tensors = parse(bytearray(data), tmp_path)
+    assert metadata["sample"] == "0/00.jpg" and metadata["key"] == key and list(tensors) == ["latents"]

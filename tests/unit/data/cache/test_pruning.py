@@ -170,14 +170,14 @@ def test_without_locks_nothing_goes(folder, monkeypatch, capsys):
 def test_the_command(folder, capsys):
     old, new = put(folder, 1, age=40 * 24 * HOUR, size=2**20), put(folder, 2, age=HOUR, size=2**20)
     assert data.main(["cache", "--folder", str(folder)]) == 0
-    assert "2 entries, 2.0 MiB; 0 in use by runs" in capsys.readouterr().out
+    assert "2 files of entries, 2.0 MiB; 0 in use by runs" in capsys.readouterr().out
     command = ["cache", "--folder", str(folder), "--prune", "--older_than", "30d"]
     assert data.main([*command, "--dry_run"]) == 0
     said = capsys.readouterr().out
-    assert str(old) in said and str(new) not in said and "1 entries would be deleted, 1.0 MiB; 1.0 MiB left" in said
+    assert str(old) in said and str(new) not in said and "1 files would be deleted, 1.0 MiB; 1.0 MiB left" in said
     assert old.exists()
     assert data.main(command) == 0
-    assert "1 entries deleted" in capsys.readouterr().out and not old.exists() and new.exists()
+    assert "1 files deleted" in capsys.readouterr().out and not old.exists() and new.exists()
     assert data.main(["cache", "--folder", str(folder), "--prune", "--limit", "1MB"]) == 0
     assert not new.exists()
 
@@ -208,11 +208,11 @@ def test_a_look_writes_nothing(folder, capsys, monkeypatch):
         assert data.main(["cache", "--folder", str(folder)]) == 0
         assert data.main(["cache", "--folder", str(folder), "--prune", "--limit", "0B", "--dry_run"]) == 0
         assert tree() == before
-        assert "1 entries would be deleted" in capsys.readouterr().out
+        assert "1 files would be deleted" in capsys.readouterr().out
         Use(folder)  # the second time beside the file of the locks
     monkeypatch.setattr(files, "fcntl", None)
     assert data.main(["cache", "--folder", str(folder)]) == 0
-    assert "1 entries, 0.0 MiB; it is unknown which of them are in use" in capsys.readouterr().out
+    assert "1 files of entries, 0.0 MiB; it is unknown which of them are in use" in capsys.readouterr().out
     assert data.main(["cache", "--folder", str(folder), "--prune", "--limit", "0B", "--dry_run"]) == 2
     assert "it is unknown which entries are in use" in capsys.readouterr().err
 
