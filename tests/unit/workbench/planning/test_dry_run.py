@@ -12,8 +12,8 @@ from trainer import config as configs
 from trainer.base.memory import checkpoint_blocks
 from trainer.kernels import dora_torch, scratch
 from trainer.models import FAMILIES
-from trainer.models.shared.joint_attention import JointAttention
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.runtime import attention
 from trainer.runtime.attention import Attention
 from workbench.planning.dry_run import META, Rehearsal, Unread, without_values
 from workbench.planning.op_trace import Trace
@@ -104,8 +104,8 @@ def test_attention_is_that_of_the_device_which_is_planned_for(bench: Workbench, 
     with without_values(on_cpu=on_cpu):
         run.trained  # noqa: B018
     layers = [layer for layer in run.components.model.modules["transformer"].modules() if hasattr(layer, "set_processor")]
-    ours = on_cpu and kind == "auto"
-    assert layers and all(isinstance(layer.processor, JointAttention) == ours for layer in layers)
+    attend = attention.attention if on_cpu and kind == "auto" else attention.attention_once
+    assert layers and all(layer.processor.attend is attend for layer in layers)
     assert ("forward" in vars(run.components.model.modules["transformer"])) == (kind == "math")
 
 
