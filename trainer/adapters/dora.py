@@ -149,11 +149,12 @@ def _composed(layers, x, mask, a_all, *tensors):
     # Not a view of x, where it is x: a compiler takes no view of an input for a tensor to save.
     x_a = x if mask is None else x * mask
     ranks = [layer[2] for layer in layers]
-    t_all = first.rows(first.product(first.collapsed(x_a), a_all))
+    t = first.product(first.collapsed(x_a), a_all)
+    t_all = first.rows(t)
     outputs, saved = [], [x_a, mask, t_all, a_all]
     for at, (layer, t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
         base, _, _, _, bias_N, _, z_rows, (_, sb_NR, g_N, _) = layer
-        y, z_part = _y_again(base, x, g_N) if base.unread else None, None
+        y, z_part = _y_again(base, x, t, g_N) if base.unread else None, None
         if y is None:
             y = base.matmul(x_c, again=g_N is None)
             y_MN = base.rows(y)
@@ -169,11 +170,12 @@ def _composed(layers, x, mask, a_all, *tensors):
     return outputs, saved
 
 
-def _y_again(base: BaseLayer, x: torch.Tensor, g_N: torch.Tensor | None) -> torch.Tensor | None:
+def _y_again(base: BaseLayer, x: torch.Tensor, t: torch.Tensor, g_N: torch.Tensor | None) -> torch.Tensor | None:
     """The output of a layer that no backward pass but its own reads, as its block runs again; None: it has to be made. A
     LoRA's gradients need none: not a number, as whoever reads it after all makes the gradient not finite."""
     if g_N is None and memory.recomputing():
-        return x.new_full(base.output_shape(x.shape), torch.nan)
+        y_MN = t.new_full((len(base.rows(t)), base.weight_shape[0]), torch.nan)
+        return base.expanded(base.from_rows(y_MN, t.shape), x.shape)
     return memory.kept()
 
 

@@ -96,6 +96,7 @@ class BaseLayer(Protocol):
     original_norms: Tensor | None  # fp32 [N], ||W_n|| as it was read; None where it lies in memory as in the file
     merged_weight: Tensor | None  # dense, fp32: set it, and the layer computes with that in place of its own
     qweight: Tensor  # stored bytes of the weight: PEFT asks for their device, under this name
+    unread: bool  # whether no backward pass but an adapter's own reads the output (memory.checkpoint_blocks)
 
     def __call__(self, x: Tensor) -> Tensor: ...  # x W^T + b in compute_dtype
 

@@ -152,9 +152,12 @@ def test_adapters_need_every_name_of_the_protocol(name: str) -> None:
         everything(standing_in(names_of(BaseLayer) - {name}), dora=True)
 
 
-@pytest.mark.parametrize("name", sorted(names_of(Kernels) - {"name", "quantize_rows", "scaled_product", "scaled_input_grad"}))
+OF_OTHERS = {"name", "quantize_rows", "scaled_product", "scaled_input_grad", "rotate"}
+
+
+@pytest.mark.parametrize("name", sorted(names_of(Kernels) - OF_OTHERS))
 def test_layers_need_every_name_of_the_kernels(name: str) -> None:
-    """But for those of float8 products, of which tests/numerics/test_fp8_matmul.py is."""
+    """But for those of float8 products, of which tests/numerics/test_fp8_matmul.py is, and attention's."""
     with pytest.raises(AttributeError, match=name):
         layers = standing_in(names_of(BaseLayer), kernels=names_of(Kernels) - {name})
         for layer in layers:

@@ -119,7 +119,7 @@ def test_what_changed_is_read(folder, reads, monkeypatch, how):
 
 
 def test_a_file_that_may_change_again_within_its_time_stamp_is_not_known(folder, reads, monkeypatch):
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", 2)
+    monkeypatch.setattr(digests, "SETTLED_SECONDS", 600)
     start(folder)  # all were written just now
     reads.clear()
     start(folder)
