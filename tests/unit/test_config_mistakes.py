@@ -145,7 +145,11 @@ MISTAKES = [
     ("optimizer.lr", "fast", "optimizer.lr = 'fast': give a number"),
     ("logging.tensorboard", "true", "logging.tensorboard = 'true': write true without quotes"),
     ("data.flip", 1, "data.flip = 1: give true or false"),
-    ("memory.gradient_checkpointing", "yes", "memory.gradient_checkpointing = 'yes': give 'selective', or true or false, or a whole number"),
+    (
+        "memory.gradient_checkpointing",
+        "yes",
+        "memory.gradient_checkpointing = 'yes': give 'selective', or true or false, or a whole number",
+    ),
     ("model.zero_terminal_snr", "yes", "model.zero_terminal_snr = 'yes': give 'auto', or true or false"),
     ("schedule.warmup", "10%", "schedule.warmup = '10%': give a number"),
     ("validation.prompts", "a bear", "validation.prompts = 'a bear': give 'captions', or a list, for example [\"a bear\"]"),

@@ -48,9 +48,9 @@ def test_a_step_asks_no_more_of_the_host(tmp_path: Path, asked: tuple[str, str, 
     assert found["operators"] <= operators and found["calls"] <= calls
 
 
-# Of a compiled LoRA, the layers whose output is only added: nothing reads what a second forward would make of it, so the
-# program has neither the weight's conversion nor the update there. A DoRA's magnitude reads the output.
-ONLY_ADDED = {"flux": 3, "sdxl": 7}
+# Launches of a compiled step over float8. It turns queries and keys in loops of its own, decodes a weight for a recomputation
+# and for its backward pass each, and makes nothing anew of a LoRA's layers whose output is only added (3 of Flux, 7 of SDXL).
+COMPILED = {("flux", "LoRA"): 85 - 6, ("flux", "DoRA"): 131, ("sdxl", "LoRA"): 449 - 14, ("sdxl", "DoRA"): 601}
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,4 @@ def test_compiled_blocks_launch_what_eager_ones_do_but_for_what_nothing_reads(tm
         step(), step()
         before = host_time.Launched.count
         step()
-    dead = 2 * ONLY_ADDED[family] if adapter == "LoRA" else 0
-    assert host_time.Launched.count - before == ASKED[family, adapter, "fp8_e4m3"][1] - dead
+    assert host_time.Launched.count - before == COMPILED[family, adapter]
