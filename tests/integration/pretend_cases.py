@@ -313,7 +313,9 @@ class Guarding:
         return made
 
     def record(self, region: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        with own_buffers(), pretend.capturable(self.sizes), Trace() as trace:
+        # What follows from the parameters is rehearsed with a micro-batch, whose larger buffers it shares there.
+        rehearsed = self.sizes if self.traces and len(self.traces) % 2 else None
+        with own_buffers(), pretend.capturable(rehearsed), Trace() as trace:
             made = region()
         self.traces.append(trace.operators)
         return lambda: None, made

@@ -290,7 +290,8 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, fused, out, *made):
-        ctx.fused, ctx.others = fused, [None if isinstance(each, torch.Tensor) else each for each in made]
+        # Sizes, and places that are None, stand among the tensors.
+        ctx.fused, ctx.others = fused, [torch.Tensor if isinstance(each, torch.Tensor) else each for each in made]
         ctx.save_for_backward(query, key, value, out, *(each for each in made if isinstance(each, torch.Tensor)))
         return out.view_as(out)
 
@@ -299,5 +300,5 @@ class _Attended(torch.autograd.Function):
     def backward(ctx, dy):
         query, key, value, out, *tensors = ctx.saved_tensors
         in_turn = iter(tensors)
-        made = [next(in_turn) if each is None else each for each in ctx.others]
+        made = [next(in_turn) if each is torch.Tensor else each for each in ctx.others]
         return *ctx.fused.gradients(dy, query, key, value, out, *made), *[None] * (2 + len(made))
