@@ -20,6 +20,7 @@ from scripts import make_model
 from trainer.base.errors import UserError
 from trainer.base.types import Conditioning
 from trainer.data import buckets
+from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model, SampleRequest
 from trainer.models.flux2 import distillation, encode_images, patches, positions, sample
@@ -288,11 +289,11 @@ def test_our_attention_is_the_librarys(model: Model, encoded: Conditioning) -> N
     with torch.no_grad():
         theirs = velocity(model, latents, time, encoded.sequence[:1])
         for layer in layers.values():
-            layer.set_processor(FAMILY.memory.attention(layer, scaled_dot_product_attention))
+            layer.set_processor(FAMILY.memory.attention(layer, scaled_dot_product_attention, dora_torch))
         ours = velocity(model, latents, time, encoded.sequence[:1])
     for name, layer in layers.items():
         layer.set_processor(before[name])
-    assert len({type(FAMILY.memory.attention(layer, None)) for layer in layers.values()}) == 2
+    assert len({type(FAMILY.memory.attention(layer, None, dora_torch)) for layer in layers.values()}) == 2
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
