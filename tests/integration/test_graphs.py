@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.tape import Taping
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.engine.graphs import WARM_UP, Graphs
+from trainer.run.run import close
 from trainer.runtime import precision
 
 STEPS = 10
@@ -94,3 +96,15 @@ def test_a_recording_is_of_eager_blocks(bench: Workbench) -> None:
         UserError, match=r"step\.graphs = true cannot be combined with step\.compile = 'blocks'.*leave out one"
     ):
         configs.parse(tree)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_last_pictures_get_the_memory_of_the_graphs(finished: bool) -> None:
+    """A step and its jobs still hold on to what recorded them."""
+    done: list[str] = []
+    artifacts = SimpleNamespace(
+        finish=lambda: done.append("pictures"), leave_files=lambda: done.append("files"), leave_report=lambda: None
+    )
+    step = SimpleNamespace(graphs=SimpleNamespace(let_go=lambda: done.append("let go")))
+    close(SimpleNamespace(step=step, artifacts=lambda: artifacts), SimpleNamespace(), finished=finished)  # type: ignore[arg-type]
+    assert done == ["let go", "pictures" if finished else "files"]

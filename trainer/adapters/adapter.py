@@ -84,8 +84,7 @@ class Adapter:
             advance(1)
 
     def refreshed(self) -> Callable[[], None]:
-        """Make what follows from the parameters of stale layers, as their owners' forwards do. Returns what gives all layers
-        that very memory back."""
+        """Make what follows from the parameters, as owners' forwards do; returns what gives all layers that memory back."""
         from trainer.adapters.layers import refresh
 
         for layers in self.together.values():

@@ -163,8 +163,7 @@ class Graphs:
             pool.met[shapes] += 1
             if pool.met[shapes] <= WARM_UP:
                 return pool.recorder.warm(lambda: self._run(inputs, share))
-            recorded = self._record(inputs, share)
-            if recorded is None:
+            if (recorded := self._record(inputs, share)) is None:
                 return self._run(inputs, share)
             pool.recorded[shapes] = recorded
             self.say(f"step.graphs: micro-batches of {batch.sized()} are a CUDA graph now")

@@ -138,9 +138,10 @@ _LATENTS, _LOSS = 1, 2
 
 class Replays(Protocol):
     """(a micro-batch, the occurrences of its update, a sample's share) -> as `backward` of the losses, by CUDA graphs
-    (graphs.py). recorded: what holds memory; `give_up` frees it, and later micro-batches are eager."""
+    (graphs.py). recorded: what holds memory. `let_go` and `give_up` free it; after that one all are eager."""
 
     recorded: Mapping[str, Any]
+    let_go: Callable[[], None]
     give_up: Callable[[str], None]
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence], share: torch.Tensor, /) -> torch.Tensor: ...

@@ -246,8 +246,7 @@ def plan_data(
 ) -> tuple[DataPlan, Length]:
     """Read the photos, and decide at which sizes and how often they are trained. config: the resolved one.
 
-    scanned: read already, whatever is damaged: then the plan is that of the sound photos; or what is known
-    of their files.
+    scanned: read already, whatever is damaged: then the plan is that of the sound photos; or what is known of their files.
     Raises UserError for what cannot work.
     """
     data = config.data

@@ -246,7 +246,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         run=artifacts.export_step,
         remedy=f"{go_on} and export.every_steps = 0",
     )
-    # Files after the samples, whose first one may be their thumbnail. Those of the last step come with the end.
+    # After the samples, whose first one may be the files' thumbnail. The last step's files are written at the end.
     jobs = [measured, moved, saved, samples, exported]
     if page is not None:
 
@@ -322,7 +322,8 @@ def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
 def close(run: Run, signals: Signals, *, finished: bool) -> None:
     """Leave what a whole run leaves for people, or what one does that stops before its end."""
     signals.promise = "stopping; the last step is saved"
-    run.step.graphs = None  # pictures may need the memory
+    if run.step.graphs is not None:
+        run.step.graphs.let_go()  # pictures may need the memory
     try:
         artifacts = run.artifacts()
         if finished:

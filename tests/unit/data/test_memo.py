@@ -185,7 +185,7 @@ def test_a_damaged_photo_is_named_at_every_start(folder):
 
 
 def test_starts_share_a_folder_and_leave_nothing_else(folder, reads):
-    """Of one source a page each, by its settings; what a kill left goes with a later start."""
+    """A source has a page for each of its settings. The next start removes what a kill left."""
     other = Path(shutil.copytree(folder, folder.parent / "others"))
     for photos, background in ((folder, "#ffffff"), (other, "#ffffff"), (folder, "#000000")):
         start(photos, background=background)
