@@ -299,10 +299,10 @@ def full_disk(monkeypatch, *steps: int) -> None:
     """Checkpoints of these steps meet with a full disk."""
     write = files.write
 
-    def broken(path: Path, pieces, *more):
+    def broken(path: Path, pieces, *more, **keys):
         if any(store.folder_name(step) in str(path) for step in steps) and path.name == "optimizer.safetensors":
             raise OSError(28, "No space left on device", str(path))
-        return write(path, pieces, *more)
+        return write(path, pieces, *more, **keys)
 
     monkeypatch.setattr(files, "write", broken)
 
@@ -352,12 +352,12 @@ def test_a_save_that_failed_is_made_again_at_the_end(bench: Workbench, monkeypat
     }  # fmt: skip
     write, failures = files.write, []
 
-    def broken(path: Path, pieces, *more):
+    def broken(path: Path, pieces, *more, **keys):
         if "checkpoints" in str(path) and not (mended and failures):
             failures.append(path)
             os.kill(os.getpid(), signal.SIGTERM)
             raise OSError(28, "No space left on device", str(path))
-        return write(path, pieces, *more)
+        return write(path, pieces, *more, **keys)
 
     monkeypatch.setattr(files, "write", broken)
     assert start(bench, tree(bench, **lenient)) == (143 if mended else 6)
@@ -432,10 +432,10 @@ def test_adapter_files_that_the_user_has_to_mend_lose_no_step(bench: Workbench, 
 def test_what_is_being_written_when_the_run_breaks_is_finished(bench: Workbench, monkeypatch) -> None:
     write, seen = files.write, []
 
-    def slow(path: Path, pieces, *more):
+    def slow(path: Path, pieces, *more, **keys):
         if path.name == "optimizer.safetensors":
             time.sleep(0.5)
-        return write(path, pieces, *more)
+        return write(path, pieces, *more, **keys)
 
     def broken(batch: Batch, losses: torch.Tensor) -> torch.Tensor:
         seen.append(None)

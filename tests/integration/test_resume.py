@@ -220,10 +220,10 @@ def test_command_line_statuses(bench: Workbench, monkeypatch, capsys) -> None:
 
     write = files.write
 
-    def broken(path, pieces, *more):
+    def broken(path, pieces, *more, **keys):
         if "checkpoints" in str(path):
             raise OSError(28, "No space left on device")
-        return write(path, pieces, *more)
+        return write(path, pieces, *more, **keys)
 
     monkeypatch.setattr(files, "write", broken)
     assert cli.main(["--config", str(path)]) == 6
