@@ -347,6 +347,7 @@ def test_one_encoder_is_in_memory_at_a_time(bench: Workbench, monkeypatch) -> No
 # --- the modes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_cache_the_encoders_stay_and_only_what_is_drawn_is_encoded(bench: Workbench, monkeypatch) -> None:
     count = []
     encode_images = Components.encode_images

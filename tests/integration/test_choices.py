@@ -225,6 +225,7 @@ def counted(calls: Counter, function: Callable, *given, **keys):
     return function(*given, **keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["text_encoder", "norm"])
 def test_a_recomputation_keeps_the_products_that_trained_gates_multiply(bench: Workbench, gate: str) -> None:
     adapted = {

@@ -188,6 +188,7 @@ def test_a_vae_computes_in_fp32_where_it_is_stored_so(bench: Workbench, vae, com
 ENCODER_RULE = [{"component": "text_encoder", "match": "*self_attn.q_proj"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "fp16", "rules", "scaled"),
     [("bf16", "transformer", [], True), ("bf16", "text_encoder", ENCODER_RULE, True), ("fp16", "text_encoder", [], False)],

@@ -182,6 +182,7 @@ def test_the_report_names_everything_and_agrees_with_the_plan(
         assert line in plan, line
 
 
+@pytest.mark.slow
 def test_all_photos_are_pictured_while_there_is_room(bench: Workbench, tmp_path: Path, monkeypatch) -> None:
     """Also those that are held out. Of more the first of each bucket are, and the page says how many are not."""
     folder = tmp_path / "photos"

@@ -151,6 +151,7 @@ def test_a_run_goes_on_in_the_same_bytes_and_its_report_shows_what_the_model_was
     assert said.count("shown to the model</figcaption>") == 2, "once for both runs"
 
 
+@pytest.mark.slow
 def test_captions_as_prompts_show_the_photos_references_and_their_truth(bench: Workbench, photos: Path) -> None:
     """At the size at which the photo is trained, whatever that of the samples is."""
     second_references(photos)
@@ -166,6 +167,7 @@ def test_captions_as_prompts_show_the_photos_references_and_their_truth(bench: W
         )
 
 
+@pytest.mark.slow
 def test_latents_of_a_reference_that_are_not_finite_are_named_as_latents(bench: Workbench, photos: Path) -> None:
     with built(configs.parse(tree(bench, photos)), resume_from=None) as run:
         (occurrences,) = next(run.updates())

@@ -221,6 +221,7 @@ def test_what_is_there_is_kept(bench: Workbench, monkeypatch, capsys) -> None:
     assert (bench.tmp / "bear_photos.toml").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_leaves_no_config(bench: Workbench, monkeypatch, capsys) -> None:
     photos = captions_beside(bench.tmp)
     (bench.tmp / "empty").mkdir()

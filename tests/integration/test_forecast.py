@@ -165,6 +165,7 @@ def test_more_memory_never_turns_yes_into_no(found: Forecast, memory: int, more:
     assert answer(memory) <= answer(memory + more)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 99), min_size=6, max_size=6), st.integers(1, 120), st.integers(0, 50))
 def test_more_memory_never_means_more_recomputation(needs: list[int], memory: int, more: int) -> None:
     """needs: GiB by how many blocks are recomputed, fewer first; more of them never need more."""

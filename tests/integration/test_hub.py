@@ -57,6 +57,7 @@ def partials(home: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in home.rglob("*.incomplete")}
 
 
+@pytest.mark.slow
 def test_only_the_chosen_files_are_fetched_once(bench: Workbench, both: Path, monkeypatch) -> None:
     record = Record()
     with stand_in.serve({ID: both}) as served:

@@ -61,6 +61,7 @@ def test_an_ordinary_folder_leaves_nothing_out(bench: Workbench, photos: Path) -
     assert f"\n  captions of {photos}: 5 from .txt" in said and "left out" not in said
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_from_a_folder_and_from_its_metadata(bench: Workbench, photos: Path) -> None:
     plain = planned(bench, data__sources=[{"path": str(photos)}])
     rows = [{"image": path.with_suffix(".jpg").name, "said": path.read_text()} for path in sorted(photos.glob("*.txt"))]

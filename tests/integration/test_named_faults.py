@@ -481,6 +481,7 @@ def test_diffusers_10752_fp16_with_clipping_over_a_compiled_denoiser(bench: Work
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["fp16", "fp8_e4m3"])
 def test_diffusers_10752_a_frozen_layer_compiles_whatever_its_input(storage) -> None:
     """A compiled layer is given what the models give it: rows that do not lie one after the other."""

@@ -248,6 +248,7 @@ def test_what_keeps_the_run_comes_first_of_what_would_fit(
     assert last.startswith("start a new run")
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_their_recomputation_and_what_is_smallest_is_not_made_smaller(bench: Workbench) -> None:
     """A compiler makes other sums of a block that is recomputed: a resume with another key would be refused."""
     smallest = {"model__components__unet": {"dtype": "nf4"}, "data__batch_size": 1, "optimizer__name": "adamw8bit"}
@@ -258,6 +259,7 @@ def test_compiled_blocks_keep_their_recomputation_and_what_is_smallest_is_not_ma
     assert anew.endswith("with memory.gradient_checkpointing = true, data.resolution below 64, adapter.rank below 4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("resident", "on_cpu", "wanted"), [(2, False, True), (0, False, False), (2, True, False)])
 def test_of_streamed_blocks_all_could_pass(bench: Workbench, resident: int, on_cpu: bool, wanted: bool) -> None:
     made = configs.parse(bench.tree(memory__offload="blocks", memory__resident_blocks=resident))

@@ -273,6 +273,7 @@ def test_a_denoiser_that_reads_more_than_latents_is_refused(
     refused_unread(bench, capsys, monkeypatch, f"the {denoiser} reads {channels} channels", expected, tree=tree)
 
 
+@pytest.mark.slow
 def test_a_denoiser_that_predicts_more_than_latents_is_refused(bench: Workbench, capsys, monkeypatch) -> None:
     folder = copied(bench, "sdxl")
     change_json(folder / "unet" / "config.json", out_channels=8)

@@ -536,6 +536,7 @@ def test_a_launch_is_kept_for_tensors_that_triton_compiles_alike() -> None:
     assert compiled_for((raw[:32],)) == compiled_for((raw[64:],))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TRITON or os.environ.get("TRITON_INTERPRET") == "1", reason="needs Triton, not its interpreter")
 def test_a_launch_is_made_anew_for_what_decides_it(monkeypatch) -> None:
     """Calls of every kernel, shapes and storages mixed: with the launches of earlier calls kept, each is launched as it is

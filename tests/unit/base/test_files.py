@@ -160,6 +160,7 @@ def test_a_size_without_a_unit_is_none(text: str) -> None:
         files.parse_size(text)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and record locks")
 def test_those_who_share_a_lock_keep_away_only_one_who_wants_it_alone(tmp_path: Path) -> None:
     """All processes of a start ask at about the same time whether another run has the folder."""

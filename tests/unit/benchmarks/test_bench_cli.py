@@ -41,6 +41,7 @@ def test_ratios_are_now_over_then_within_a_round() -> None:
     assert "| a step | 0.2 s | 0.22 s | 1.100 | 1.100 to 1.100 |" in bench_cli.against_table("lora", figures)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout, so there is no earlier commit")
 def test_the_worktree_is_of_that_commit_and_does_not_stay(tmp_path: Path) -> None:
     listing = ["git", "-C", str(ROOT), "worktree", "list"]

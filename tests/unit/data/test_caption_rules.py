@@ -26,6 +26,7 @@ def test_by_default_a_caption_stays_as_it_is(caption: str, seed: int, sample: st
     assert variants_of(CaptionRules(), caption, seed, sample) == (caption,)
 
 
+@pytest.mark.slow
 @given(tag_lists, st.integers(0, 14), st.integers(1, 9), seeds, samples)
 def test_shuffled_forms_are_permutations_that_keep_the_first_tags(tags, keep, variants, seed, sample) -> None:
     found = variants_of(CaptionRules(shuffle=True, keep=keep, variants=variants), ", ".join(tags), seed, sample)

@@ -56,6 +56,7 @@ names = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(names, st.randoms())
 def test_what_changed_is_named_and_nothing_else(names, random):
     then = [example(name, content=f"then {name}") for name in names]

@@ -161,6 +161,7 @@ def test_a_photo_that_changed_under_equal_times_is_caught_before_it_is_trained_a
     pixels(examples(again.photos, step=16, enlarge=False, seed=7)[0], View())
 
 
+@pytest.mark.slow
 def test_a_damaged_page_counts_as_empty_and_is_named(folder):
     first, _ = start(folder)
     (page,) = (folder.parent / "cache").iterdir()
@@ -184,6 +185,7 @@ def test_a_damaged_photo_is_named_at_every_start(folder):
         assert len(scanned.damaged) == 1 and "00.jpg: not a JPEG" in scanned.damaged[0]
 
 
+@pytest.mark.slow
 def test_starts_share_a_folder_and_leave_nothing_else(folder, reads):
     """A source has a page for each of its settings. The next start removes what a kill left."""
     other = Path(shutil.copytree(folder, folder.parent / "others"))

@@ -369,6 +369,7 @@ def test_check_interrupts_the_scan():
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Pillow warns of damaged EXIF and of headers that claim too many pixels
 def test_mutated_files_are_read_or_refused():
     exif = Image.Exif()

@@ -112,6 +112,7 @@ def test_a_path_as_it_is_typed_inside_the_folder(tmp_path: Path, monkeypatch) ->
         assert str(opened(given).found["text_encoder"]) == f"{start}/clip_l.safetensors"
 
 
+@pytest.mark.slow
 def test_a_vae_under_the_names_of_diffusers(tmp_path: Path) -> None:
     """As the file of a repository's folder that was copied and renamed. Some of its names are those of the original."""
     path = part(tmp_path / "flux.safetensors", "transformer")
@@ -131,6 +132,7 @@ def test_a_file_that_holds_nothing_of_the_model_is_not_asked_for_its_rest(tmp_pa
         opened(path, "sdxl")
 
 
+@pytest.mark.slow
 def test_the_header_decides_and_not_the_name(tmp_path: Path) -> None:
     path = part(tmp_path / "flux.safetensors", "transformer")
     t5 = part(tmp_path / "clip_l.safetensors", "text_encoder_2")
@@ -140,6 +142,7 @@ def test_the_header_decides_and_not_the_name(tmp_path: Path) -> None:
     assert opened(path).found == {"text_encoder": clip, "text_encoder_2": t5, "vae": vae}
 
 
+@pytest.mark.slow
 def test_a_whole_repository_beside_the_file(tmp_path: Path) -> None:
     """As FLUX.1-dev's has both: its folders serve, and a second VAE beside them is no question."""
     path = part(tmp_path / "flux1-dev.safetensors", "transformer")

@@ -181,6 +181,7 @@ def test_a_vae_that_leaves_its_scale_to_the_class_is_taken(tmp_path: Path) -> No
     checked(opened(root))
 
 
+@pytest.mark.slow
 def test_a_scheduler_may_have_what_its_class_has_by_default(tmp_path: Path) -> None:
     """An infinity among it, which JSON has no value for and the library writes."""
     root = configs(tmp_path)

@@ -112,6 +112,7 @@ def test_captions_are_read_as_the_stock_pipeline_reads_them(model: Model, stock,
     assert most == 512 and counts[1] < counts[0] < 512 < counts[2]
 
 
+@pytest.mark.slow
 def test_padding_has_the_positions_that_follow_the_caption(model: Model, encoded: Conditioning) -> None:
     """Whatever the library makes of a mask: of padding transformers 4.57 made position 1, and 5 made 0 (diffusers' flux3)."""
     ids, present = torch.stack(list(FAMILY.text.tokens(model, "text_encoder", CAPTIONS))).unbind(1)
@@ -401,6 +402,7 @@ def test_parts_that_do_not_belong_together_are_refused(folder: Path, component: 
         FAMILY.files.check(configs | {component: configs[component] | changed}, 16)
 
 
+@pytest.mark.slow
 def test_a_single_file_says_its_size_by_its_shapes(tmp_path: Path) -> None:
     """diffusers takes every file of FLUX.2 for one of dev's size."""
     out = tmp_path / "flux-2-klein-base-9b.safetensors"

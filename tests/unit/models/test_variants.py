@@ -56,6 +56,7 @@ def test_names_say_dev_or_schnell_as_people_write_them(name: str, found: str | N
     assert distillation(name) == found
 
 
+@pytest.mark.slow
 def test_a_dedistilled_dev_is_read_as_dev_and_the_account_says_why_and_what_says_otherwise(tmp_path: Path) -> None:
     source = opened(tmp_path, "flux-dev-de-distill.safetensors")
     assert source.markers.distillation == "dev" and source.config("transformer")["guidance_embeds"] is False
@@ -86,6 +87,7 @@ def test_without_a_word_it_is_schnell_as_ever_and_the_account_says_so(tmp_path: 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "found"),
     [

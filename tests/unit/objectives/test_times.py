@@ -88,6 +88,7 @@ def test_times_rise_with_u_and_are_finite_at_both_ends(name: str) -> None:
     assert bool((t.diff() > 0).all()) and t[0] > 0 and t[-1] <= 1 and bool(torch.isfinite(t).all())
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(sorted(QUANTILE)), st.floats(-60, 60), st.floats(1e-3, 60), st.floats(-9, 9), st.sampled_from((0.0, 0.3)),
     st.sampled_from((0.6, 1.0)), st.floats(-12, 12),

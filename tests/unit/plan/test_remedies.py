@@ -24,6 +24,7 @@ def plan(models, tmp_path_factory) -> RunPlan:
     return make_plan(resolve(config, source), source, processes=1)
 
 
+@pytest.mark.slow
 def test_memory_fit_may_name_what_has_levels(plan: RunPlan) -> None:
     """Each begins with a run without the remedy, and says its price."""
     levels = {remedy.name: remedy.levels(plan) for remedy in REMEDIES if remedy.levels(plan)}

@@ -97,6 +97,7 @@ def test_batches_form_over_the_global_order(photos, seed, epoch, batch_size):
         assert places == sorted(places)
 
 
+@pytest.mark.slow
 @given(datasets(), seeds, epochs, sizes)
 def test_filled_batches_are_all_full_and_every_appearance_is_there_once(photos, seed, epoch, batch_size):
     known = {"seed": seed, "epoch": epoch, "batch_size": batch_size}
@@ -153,6 +154,7 @@ def take(updates, count: int) -> list:
     return [update for update, _ in zip(updates, range(count), strict=False)]
 
 
+@pytest.mark.slow
 @given(datasets(), datasets(), seeds, sizes, st.integers(1, 3), st.integers(0, 20), st.integers(0, 12), st.booleans())
 def test_after_other_photos_an_epoch_of_these_begins(first, second, seed, batch_size, accumulation, changed, later, fill):
     """The order beyond the change is a function of (seed, epoch) and of the step where it was: of no other start between."""
@@ -205,6 +207,7 @@ def test_the_next_epoch_is_drawn_by_another_process(monkeypatch, fill):
         take(some, 5000)  # beyond what the pipe held
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a forked process draws")
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", ""])
 def test_the_process_that_draws_ends_with_the_main_one(end):

@@ -74,6 +74,7 @@ def expected(tmp_path_factory) -> dict[str, bytes]:
     return contents(folder)
 
 
+@pytest.mark.slow
 @POSIX
 def test_two_processes_fill_one_folder_at_once(tmp_path, expected):
     both = multiprocessing.get_context("fork").Barrier(2)

@@ -169,6 +169,7 @@ def test_every_flipped_byte_of_a_file_of_its_own_is_detected(tmp_path):
     assert Cache(tmp_path).missing([KEY]) == []
 
 
+@pytest.mark.slow
 def test_no_flipped_byte_of_a_pack_is_read_as_a_value(tmp_path):
     """What is damaged is missing at the start, or met when it is first read, and then missing at the next start."""
     path = stored(tmp_path, metadata={"sample": "0/ä.jpg"}).path(KEY)
@@ -491,6 +492,7 @@ def test_prompts_of_samples_are_told_of_apart(tmp_path):
     assert texts == {"trained": ["'a'", "'b'"] * 2, "drawn": ["'c'"] * 2}
 
 
+@pytest.mark.slow
 def test_processes_share_out_what_is_to_be_made(tmp_path):
     """Each looks at its keys alone and makes them; then at the others', and makes what is not on its own disk."""
     whole, parts = Cache(tmp_path / "whole"), Cache(tmp_path / "parts")
