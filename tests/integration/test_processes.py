@@ -26,6 +26,7 @@ from tests.proofs.forks import Order, Server
 from trainer import config as configs
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
+from trainer.data.cache import pruning
 from trainer.data.cache.fill import latent_key
 from trainer.data.images import views
 from workbench.commands import main as cli
@@ -212,13 +213,16 @@ def test_with_a_mirror_two_processes_go_on_in_an_empty_folder(server: Server, be
 
 
 def poison(bench: Workbench, sample: str) -> None:
-    """Put NaN into the cached latents of a photo."""
+    """Put NaN into the cached latents of a photo. Packs of the same entries are written: they have the same names."""
     with built(configs.parse(tree(bench, "unused", processes=1, step__non_finite="skip"))) as run:
+        known, cache = run.reader.latent_fingerprint, run.reader.cache
         example = run.reader.examples[sample]
-        for view in views.every(run.reader.seed, example):
-            key = latent_key(example, view, fingerprint=run.reader.latent_fingerprint)
-            latents = run.reader.cache.get(key)["latents"]
-            run.reader.cache.put(key, {"latents": latents * float("nan")}, {"sample": sample})
+        poisoned = {latent_key(example, view, fingerprint=known) for view in views.every(run.reader.seed, example)}
+        for pack in [*(cache.directory / pruning.PACKS).glob("*.safetensors")]:
+            for key in TensorFile(pack).entries:
+                tensors = cache.get(key)
+                cache.put(key, {"latents": tensors["latents"] * float("nan")} if key in poisoned else tensors)
+            cache.flush()
 
 
 @pytest.mark.slow

@@ -749,7 +749,8 @@ def test_compiles_for_every_card(monkeypatch, capability: int) -> None:
                 heads, angle = y.view(1, 512, -1, 128), torch.empty(512, 128)
                 dora_triton.rotate(heads, heads, angle, angle, back=back)
     assert len(compiled) == (9 if capability >= 89 else 8)
-    contracted = {name: any("fma.rn" in kernel.asm["ptx"] for kernel in kernels) for name, kernels in compiled.items()}
+    # Of fp32 alone: cards before 90 add two bf16 numbers by one times the first plus the second, which rounds once.
+    contracted = {name: any("fma.rn.f32" in kernel.asm["ptx"] for kernel in kernels) for name, kernels in compiled.items()}
     assert not contracted["rotate_kernel"] and contracted["compose_kernel"], "its roundings are those of separate operators"
     # What one block may have on Ampere's and Ada's small cards, where Hopper has 227 KiB.
     assert max(kernel.metadata.shared for kernels in compiled.values() for kernel in kernels) <= 99 * 1024

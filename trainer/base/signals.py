@@ -31,6 +31,20 @@ def hold_save() -> None:
         signal.signal(SAVE, signal.SIG_IGN)
 
 
+@contextmanager
+def blocked() -> Iterator[None]:
+    """A block that starts processes, who inherit it: a run's signals meet none before it has said what it does with them.
+    On the main thread of a POSIX system; elsewhere nothing is held back."""
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Signals:
     """Installed for the length of a `with` block. `check` raises Interrupted once a stop was asked for.
 

@@ -243,8 +243,9 @@ class FrozenLayer(nn.Module):
         """x W^T + b, in compute_dtype, differentiable in x; the bias is added with a rounding of its own."""
         x, bias = x.to(self.compute_dtype), self.cast_bias()[0]
         # A streamed weight is looked up again in the backward pass: autograd would keep what was there in the forward pass.
-        itself = self.in_use().is_dense(self.compute_dtype) and not self.unread and self._places is None
-        y = self.matmul(x) if itself else _Product.apply(x, self)
+        weight = self.in_use()
+        itself = weight.is_dense(self.compute_dtype) and not self.unread and self._places is None
+        y = self.product(x, weight.codes.view(self.weight_shape)) if itself else _Product.apply(x, self)
         # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
         if bias is None:
             return y

@@ -91,9 +91,12 @@ def _fitted_by_remedies(
         needs = counted(tuple((keys | {"memory.resident_blocks": 0}).items()))
         return with_resident(needs, plan.model.family.denoiser, stay)
 
-    # Rather recomputation than eager steps, and rather those than what makes another run, or streams blocks.
+    # Rather recomputation than eager steps, and rather those than what makes another run, or streams blocks. Of a run that
+    # needs more than eager steps, what is named first goes first.
     slower = [levels if remedy.name == "checkpointing" else levels[:1] for remedy, levels in ladders.items()]
-    settings = cheapest(slower, lambda settings: needing(settings).fits(memory, graphs=True))
+    settings = None
+    if needing([levels[0] for levels in slower]).fits(memory) or [each.name for each in ladders][:1] == ["checkpointing"]:
+        settings = cheapest(slower, lambda settings: needing(settings).fits(memory, graphs=True))
     settings = settings or cheapest([*ladders.values()], lambda settings: needing(settings).fits(memory))
     if settings is None:
         last = [levels[-1] for levels in ladders.values()]

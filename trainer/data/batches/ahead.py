@@ -41,7 +41,7 @@ def orders(examples: Sequence[Example], seed: int, epoch: int) -> Iterator[array
     here, there = multiprocessing.Pipe(duplex=False)
     fork = multiprocessing.get_context("fork")
     worker = fork.Process(target=_draw_ahead, args=(here, there, examples, seed, epoch + 1))
-    with starting(1):
+    with starting(1), signals.blocked():
         worker.start()
     there.close()
     with ExitStack() as held:

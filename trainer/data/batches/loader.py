@@ -3,11 +3,9 @@
 Without a cache, photos are decoded here, also by workers, and encoded by the main process.
 """
 
-import contextlib
 import itertools
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -187,7 +185,7 @@ def iterate(
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # the loader draws a seed for its workers: not from torch's global generator
     )
-    with _signals_blocked(), starting(num_workers):
+    with signals.blocked(), starting(num_workers):
         batches = iter(loader)
     try:
         for update in updates:
@@ -217,23 +215,10 @@ def _next(batches: Iterator[Sent | Batch]) -> Batch:
 def _start_worker(worker: int) -> None:
     """Leave signals to the main process, which ends the current step first; share out the cache's memory.
 
-    Where `_signals_blocked` works, it has seen to the signals already.
+    Where `signals.blocked` works, it has seen to the signals already.
     """
     for signum in signals.HANDLED:
         signal.signal(signum, signal.SIG_IGN)
     info = get_worker_info()
     if info.dataset.reader.cache is not None:
         info.dataset.reader.cache.share_memory(info.num_workers)
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Hold back a run's signals while workers start, who inherit it: no signal meets them before `_start_worker`."""
-    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.HANDLED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
