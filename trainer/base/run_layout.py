@@ -46,6 +46,8 @@ class Layout:
         self.truths = self.samples / "truth"  # what samples ought to look like, where that is known
         self.references = self.samples / "references"  # what the model is shown for them
         self.before_after = root / "before_after.png"
+        self.grid = root / "grid"  # pictures of each step's adapter, drawn afterwards
+        self.sheet = self.grid / "grid.png"  # all of these
         self.metrics = root / "metrics.jsonl"  # one JSON object a step
         self.original = root / "original.jsonl"  # the log of the run that this one was forked from, as it was then
         self.mirror = root / "mirror.json"  # the name that the run has where it is copied to (checkpoint.mirror)
@@ -73,6 +75,13 @@ class Layout:
         files = [int(match[1]) for path in self.adapters.glob("*") if (match := file.fullmatch(path.name))]
         saved = [step for path in self.checkpoints.glob("*") if (step := step_of(path.name)) is not None]
         return sorted({*files, *saved})
+
+    def adapter_files(self, name: str) -> dict[int | None, Path]:
+        """The diffusers files of the run `name` by the step whose adapter they hold; None: of the end, which comes last."""
+        file = re.compile(rf"{re.escape(name)}(?:-(\d{{8}}))?\.safetensors")
+        found = ((path, match) for path in sorted(self.adapters.glob("*")) if (match := file.fullmatch(path.name)))
+        files = {int(match[1]) if match[1] else None: path for path, match in found}
+        return dict(sorted(files.items(), key=lambda item: (item[0] is None, item[0])))
 
     def leftovers(self) -> list[Path]:
         """Files of a killed process that never got their names."""

@@ -4,19 +4,21 @@ One adapter, LoRA or DoRA, or several LoRAs, which together are one LoRA of thei
 beside others, magnitudes of the input axis) is drawn with the merged model (merge.py).
 """
 
-import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from trainer.adapters import Adapter
+from trainer.adapters.norms import Norms
 from trainer.adapters.portable import Factors, Portable, derived
 from trainer.artifacts import sampling
 from trainer.base.errors import UserError
 from trainer.base.files import refuse_taken, write_atomic
+from trainer.base.pictures import png
 from trainer.base.progress import QUIET, Phases
+from trainer.base.run_layout import Layout
 from trainer.base.text import visible
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import Config, with_values
@@ -36,8 +38,6 @@ from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session
 from workbench.pages.before_after import scaled, table
 
-SHEET = "grid.png"
-
 
 @dataclass(frozen=True)
 class AskedSample(SampleRequest):
@@ -50,7 +50,8 @@ class AskedSample(SampleRequest):
 
 @dataclass(frozen=True)
 class Drawing:
-    """What to draw: every prompt with every seed at every strength. width, height, steps: None: as the config's samples."""
+    """What to draw: every prompt with every seed, with the adapters of every column, at every strength. width, height, steps:
+    None: as the config's samples."""
 
     prompts: Sequence[str]
     negative: str = ""
@@ -63,7 +64,7 @@ class Drawing:
     references: Sequence[str] = ()
 
     def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[AskedSample]:
-        """The samples to draw, by prompt, then seed, then strength."""
+        """The samples to draw with these adapters, by prompt, then seed, then strength."""
         side = config.validation.resolution or max(resolutions(config.data.resolution))
         steps = self.steps or config.validation.steps
         pictures = {"references": tuple(self.references), "images": references(self.references, "--references")}
@@ -80,7 +81,7 @@ class Drawing:
 
 def draw(
     config: Config,
-    adapters: Sequence[tuple[Path, float]],
+    adapters: Mapping[str, Sequence[tuple[Path, float]]],
     drawing: Drawing,
     out: Path,
     *,
@@ -89,7 +90,8 @@ def draw(
 ) -> list[Path]:
     """Write NN.png for every image to the new folder `out`, with its settings, and the contact sheet; returns the files.
 
-    config: of the model and its storage; of its data and training nothing is read. adapters: (file, strength).
+    config: of the model and its storage; of its data and training nothing is read. adapters: (file, strength) of those that
+    are drawn with together, by a title; under several titles, adapters of one form.
     Raises UserError for what cannot be drawn, most of it before a weight is read.
     """
     refuse_taken(out, place="folder with --out")
@@ -100,25 +102,37 @@ def draw(
     if drawing.references and "validation.samples.*.references" not in source.family.reads:
         names = " ".join(drawing.references)
         raise UserError(f"--references {names}: {source.family.name} is shown no images; leave it out")
-    requests = drawing.requests(config, adapters)
+    requests = [asked for files in adapters.values() for asked in drawing.requests(config, files)]
     check_sizes(requests, source.family.images.size_multiple)
     model = NamedModel(source.family, config.model.path, source.config, source)
-    opened = [(open_adapter(path, [model]), strength) for path, strength in adapters]
-    portable, strength = as_one(opened)
+    opened = {asked.adapters: asked for asked in requests}.keys()
+    read = [[(open_adapter(path, [model]), strength) for path, strength in files] for files in adapters.values()]
+    drawn_with = dict(zip(opened, map(as_one, read), strict=True))
+    (first, (portable, _)), *others = drawn_with.items()
+    for names, (other, _) in others:
+        if portable is None or other is None or other.targets != portable.targets:
+            raise UserError(f"{names[0]} adapts other layers, or by another rank, than {first[0]}; draw with each by itself")
     config = _as_read(config, portable)
     plan = _plan(config, source, portable)
     peers = session.processes
     warnings = [f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative))]
-    for line in (*(line for each, _ in opened for line in each.account.lines()), *warnings):
+    said = dict.fromkeys(line for files in read for each, _ in files for line in each.account.lines())
+    for line in (*said, *warnings):
         peers.say(line)
     plan = fetched(plan, peers, phases)
     components = session.components(plan, phases)
     texts = conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
-    adapter = _loaded(config, components, portable)
+    loaded = _loaded(config, components, portable)
+    inside = [first]  # what the layers hold
 
     def sample(asked: AskedSample):
-        if adapter is None:
+        if loaded is None:
             return plan.family.images.draw(components.model, asked, texts(asked.prompt), texts(asked.negative))
+        adapter, norms = loaded
+        portable, strength = drawn_with[asked.adapters]
+        if asked.adapters != inside[0]:
+            inside[0] = asked.adapters
+            Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
         with adapter.at_strength(asked.strength * strength):
             return plan.family.images.draw(components.model, asked, texts(asked.prompt), texts(asked.negative))
 
@@ -129,7 +143,7 @@ def draw(
     ):
         sampling.draw_samples(requests, sample=sample, folder=out)
     files = sorted(out.glob("*.png"))
-    return [*files, _sheet(out, drawing, files)] if grid else files
+    return [*files, _sheet(out, drawing, [*adapters], files)] if grid else files
 
 
 def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
@@ -197,8 +211,8 @@ def _plan(config: Config, source: ModelSource, portable: Portable | None) -> Mod
     )
 
 
-def _loaded(config: Config, components: Components, portable: Portable | None) -> Adapter | None:
-    """What draws, in memory, with the adapter in its layers."""
+def _loaded(config: Config, components: Components, portable: Portable | None) -> tuple[Adapter, Norms] | None:
+    """What draws, in memory, with the adapter in its layers; None where there is none."""
     plan, family = components.plan, components.family
     for name in (*plan.in_steps, family.vae):
         components.load(name)
@@ -210,19 +224,21 @@ def _loaded(config: Config, components: Components, portable: Portable | None) -
         return None
     adapter, norms = build_adapter(config, components, Pieces(None))
     Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
-    return adapter
+    return adapter, norms
 
 
-def _sheet(folder: Path, drawing: Drawing, files: Sequence[Path]) -> Path:
-    """The contact sheet: a column for every strength, a row for every prompt and seed."""
+def _sheet(folder: Path, drawing: Drawing, titles: Sequence[str], files: Sequence[Path]) -> Path:
+    """The contact sheet: a column for every strength, a row for every prompt and seed, and in it for every title."""
     from PIL import Image
 
-    columns, rows = len(drawing.strengths), []
-    for start in range(0, len(files), columns):
-        pictures = [Image.open(path) for path in files[start : start + columns]]
-        seed = drawing.seeds[start // columns % len(drawing.seeds)]
-        rows.append((f"{pictures[0].info['prompt']} (seed {seed})", [scaled(picture) for picture in pictures]))
-    buffer = io.BytesIO()
-    table([f"strength {strength:g}" for strength in drawing.strengths], rows).save(buffer, format="PNG")
-    write_atomic(folder / SHEET, [buffer.getvalue()])
-    return folder / SHEET
+    columns, asked = len(drawing.strengths), [f"(seed {seed})" for _ in drawing.prompts for seed in drawing.seeds]
+    rows = []
+    for place, seed in enumerate(asked):
+        for count, title in enumerate(titles):
+            start = (count * len(asked) + place) * columns
+            pictures = [Image.open(path) for path in files[start : start + columns]]
+            text = f"{pictures[0].info['prompt']} {seed}"
+            rows.append((f"{title}: {text}" if title else text, [scaled(picture) for picture in pictures]))
+    path = folder / Layout(folder.parent).sheet.name
+    write_atomic(path, [png(table([f"strength {strength:g}" for strength in drawing.strengths], rows))])
+    return path

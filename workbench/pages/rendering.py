@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.base.pictures import data_uri
+from trainer.base.pictures import data_uri, is_sound, thumbnail
 from workbench.pages.blocks import percent, shade
 from workbench.pages.samples import peek, step_name
 from workbench.pages.settings import keyed_parts, toml
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 RELOAD_SECONDS = 15  # of a page whose run is alive
+SHEET_PX = 2048  # the longer side of a picture of many
 INLINE = "'unsafe-inline'"  # a chart's labels have their places in their styles
 
 
@@ -43,8 +44,9 @@ def render(template: str, **values: Any) -> str:
     from markupsafe import Markup
 
     templates = environment(
-        TEMPLATES, clock=clock, data_uri=data_uri, keyed_parts=keyed_parts, number_columns=number_columns, peek=peek,
-        percent=percent, place=place, shade=shade, shown=shown, size=size, step_name=step_name, toml=toml,
+        TEMPLATES, clock=clock, data_uri=data_uri, embedded=embedded, keyed_parts=keyed_parts,
+        number_columns=number_columns, peek=peek, percent=percent, place=place, shade=shade, shown=shown, size=size,
+        step_name=step_name, toml=toml,
     )  # fmt: skip
     return Markup(templates.get_template(template).render(values))
 
@@ -62,6 +64,11 @@ def policy(*, scripted: bool = True) -> str:
     sample's full file lies beside it. scripted: whether page.js may run; nothing else may."""
     script = f"; script-src 'sha256-{_digest()}'" if scripted else ""
     return f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data: file: 'self'; style-src {INLINE}{script}"
+
+
+def embedded(picture: Path) -> str:
+    """A PNG as a JPEG in a data URI; "" where it is not there or damaged."""
+    return thumbnail(picture, SHEET_PX) if picture.exists() and is_sound(picture) else ""
 
 
 def clock(seconds: float) -> dict[str, str]:

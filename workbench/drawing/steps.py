@@ -1,0 +1,50 @@
+"""The adapters of a run's steps, drawn side by side: is step 300 better than step 200?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.base.errors import UserError
+from trainer.base.files import write_atomic
+from trainer.base.pictures import asked_of, pngs
+from trainer.base.run_layout import Layout
+from trainer.config import Config
+from workbench.pages.rendering import embedded, render
+
+
+def step_files(layout: Layout, name: str, steps: Sequence[str]) -> dict[str, Path]:
+    """The adapter files of the run `name` by a title. steps: their numbers, or "all"; none: the end's alone. Raises UserError
+    for a step without a file."""
+    files, wanted = layout.adapter_files(name), {int(step) for step in steps if step.isdecimal()}
+    there = ", ".join(str(step) for step in files if step is not None) or "none"
+    if odd := [step for step in steps if not step.isdecimal() and step != "all"]:
+        raise UserError(f"--steps {odd[0]}: give all, or numbers of steps; {layout.adapters} has the files of {there}")
+    if missing := wanted - {step for step in files if step is not None}:
+        raise UserError(
+            f"--steps {min(missing)}: {layout.adapters} has no file of it, only of {there}; "
+            "export.every_steps or export.every_epochs writes some in a new run"
+        )
+    chosen = {step: path for step, path in files.items() if "all" in steps or step in wanted or (step is None and not steps)}
+    if not chosen:
+        raise UserError(f"{layout.adapters} has no adapter file of {name}; train first, or give FILE")
+    return {"the end" if step is None else f"step {step:,}": path for step, path in chosen.items()}
+
+
+def prompts_of(config: Config, layout: Layout) -> tuple[str, ...]:
+    """The prompts of a run's samples: those of its config, else those that it has drawn."""
+    asked = config.validation
+    if asked.prompts != "captions" and (asked.prompts or asked.samples):
+        return tuple(dict.fromkeys((*asked.prompts, *(sample.prompt for sample in asked.samples))))
+    drawn = sorted(layout.samples.glob("step-*"))
+    return tuple(dict.fromkeys(str(asked_of(file)["prompt"]) for file in pngs(drawn[-1]))) if drawn else ()
+
+
+def show_in_report(layout: Layout) -> bool:
+    """Put the grid into the run's report; returns whether there is one."""
+    if not layout.report.exists():
+        return False
+    before, mark, rest = layout.report.read_text(encoding="utf-8").partition('<div id="grid">')
+    _, end, after = rest.partition("</div>")
+    if not mark or not end:
+        return False
+    write_atomic(layout.report, [f"{before}{render('grid.html', sheet=embedded(layout.sheet)).strip()}{after}".encode()])
+    return True
