@@ -6,9 +6,9 @@
 
 Each cell is one thing shown: a storage format loaded and trained, a kill and a resume with equal bytes, a single file. Of
 every phase of a cell the time, the peak resident memory and the bytes read and written are measured. Cells whose results are
-in the JSON file already are left out, so a proof that was cut off goes on; delete the file to start again. docs/benchmarks/full_size.md
-says what the figures mean and holds the table, which a proof at full size writes there. Exit status 1: a cell failed or a
-limit was missed; 2: there is no room for the models.
+in the JSON file already are left out, so a proof that was cut off goes on; delete the file to start again. A proof at full
+size writes a row for each cell into docs/benchmarks/full_size.md. Exit status 1: a cell failed or a limit was missed; 2: no
+room for the models.
 
 --against runs two float8 steps of Flux at another commit too, right before the present one's, with the reader mended there
 (it refused every file above 3 GB).
