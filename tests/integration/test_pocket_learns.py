@@ -1,4 +1,4 @@
-"""What the shipped pocket models learn, where the truth is known: figures of docs/benchmarks/learning.md and the model cards."""
+"""What the shipped pocket models learn, where the truth is known: figures of docs/benchmarks/learning.md, of the cards."""
 
 from __future__ import annotations
 
