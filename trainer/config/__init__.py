@@ -2,7 +2,7 @@
 
 from trainer.config.data_tables import DataTable, Resolutions
 from trainer.config.keys import REMOVED, choices, drop_removed, fields, flatten, generic, known_keys, unread, whole
-from trainer.config.kinds import Table, expand_home
+from trainer.config.kinds import IntervalTable, Table, expand_home
 from trainer.config.mistakes import hint, near_miss
 from trainer.config.reading import dumps, literal, load, override, parse, read_resolved, tree, with_values
 from trainer.config.tables import (
@@ -19,8 +19,9 @@ from trainer.config.tables import (
 from trainer.config.training_tables import ObjectiveTable, OptimizerTable, ScheduleTable
 
 __all__ = [
-    "REMOVED", "AdapterTable", "ComponentTable", "Config", "DataTable", "LoggingTable", "ObjectiveTable", "OptimizerTable",
-    "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table", "ValidationTable", "against_graphs", "choices",
-    "drop_removed", "dumps", "expand_home", "fields", "flatten", "generic", "has_graphs", "hint", "known_keys",
-    "literal", "load", "near_miss", "override", "parse", "read_resolved", "tree", "unread", "whole", "with_values",
+    "REMOVED", "AdapterTable", "ComponentTable", "Config", "DataTable", "IntervalTable", "LoggingTable",
+    "ObjectiveTable", "OptimizerTable", "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table",
+    "ValidationTable", "against_graphs", "choices", "drop_removed", "dumps", "expand_home", "fields", "flatten",
+    "generic", "has_graphs", "hint", "known_keys", "literal", "load", "near_miss", "override", "parse", "read_resolved",
+    "tree", "unread", "whole", "with_values",
 ]  # fmt: skip

@@ -76,7 +76,8 @@ def drop_removed(tree: Mapping[str, Any], what: str = "", may_change: Collection
 
 def fields(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every key of the contract (or of one table in it), as `generic` writes it, and what the tables say of it."""
-    for name, field in table.model_fields.items():
+    for attribute, field in table.model_fields.items():
+        name = field.alias or attribute
         yield prefix + name, field
         for nested in _tables_in(field.annotation):
             repeated = nested is not field.annotation
@@ -97,9 +98,9 @@ def _unread(table: Table, prefix: str, config: Config) -> Iterator[tuple[str, st
     def value(key: str) -> Any:
         return reduce(getattr, key.split("."), config if "." in key else table)
 
-    for name, field in type(table).model_fields.items():
+    for attribute, field in type(table).model_fields.items():
+        name, inner = field.alias or attribute, getattr(table, attribute)
         yield from ((prefix + name, lack) for choice in choices(field)[::-1] if (lack := choice.without(value)) is not None)
-        inner = getattr(table, name)
         items = inner.items() if isinstance(inner, dict) else enumerate(inner) if isinstance(inner, tuple) else ()
         for key, item in [("", inner), *((f"{key}.", item) for key, item in items)]:
             if isinstance(item, Table):

@@ -154,3 +154,11 @@ class Table(BaseModel):
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=False, use_attribute_docstrings=True
     )
+
+
+class IntervalTable(Table):
+    """A table of what is done every so many steps or epochs."""
+
+    every_steps: Cadence
+    every_epochs: Cadence = 0
+    """How often, in epochs. 0 leaves it to `every_steps`; else that is not written, or 0."""

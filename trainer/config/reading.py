@@ -123,7 +123,7 @@ def read_resolved(path: Path) -> dict[str, Any]:
 
 def tree(config: Config) -> dict[str, Any]:
     """The resolved config as a plain tree of TOML values, optional keys without a value left out."""
-    return config.model_dump(exclude_none=True, mode="json")
+    return config.model_dump(exclude_none=True, mode="json", by_alias=True)
 
 
 def override(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,7 @@ from trainer.config.kinds import (
     Count,
     Dtype,
     GivenPath,
+    IntervalTable,
     MirrorUrl,
     PathText,
     Positive,
@@ -171,7 +172,7 @@ class AdapterTable(Table):
     """Exceptions for some layers: below."""
 
 
-class CheckpointTable(Table):
+class CheckpointTable(IntervalTable):
     """What a run can be resumed from."""
 
     every_steps: Cadence = 500
@@ -191,11 +192,13 @@ class CheckpointTable(Table):
     """So many seconds a start waits for a mirror that does not answer, and an end for what is still to be copied."""
 
 
-class ExportTable(Table):
+class ExportTable(IntervalTable):
     """The adapter files."""
 
     every_steps: Cadence = 0
     """How often. 0 writes them only at the end. `NAME-STEP` files are never deleted."""
+    first: Annotated[Cadence, Field(alias="from"), ReadWith("every_steps every_epochs")] = 0
+    """No file before this step, or before the end of this epoch where `every_epochs` counts."""
     formats: Annotated[tuple[Literal["diffusers", "comfyui"], ...], Field(strict=False, min_length=1)] = (
         "diffusers",
         "comfyui",
@@ -242,7 +245,7 @@ class SampleTable(Table):
     """A picture that the sample ought to look like. It stands beside it in the report."""
 
 
-class ValidationTable(Table):
+class ValidationTable(IntervalTable):
     """Samples and the held-out loss."""
 
     every_steps: Cadence = 500
@@ -303,6 +306,18 @@ class Config(Table):
     export: ExportTable = ExportTable()
     validation: ValidationTable = ValidationTable()
     logging: LoggingTable = LoggingTable()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_or_epochs(cls, tree: Any) -> Any:
+        """An interval in epochs takes the place of the default in steps."""
+        tables = tree.items() if isinstance(tree, dict) else ()
+        counted = {name: table for name, table in tables if isinstance(table, dict) and table.get("every_epochs")}
+        for name, table in counted.items():
+            if table.get("every_steps"):
+                keys = " and ".join(f"{name}.{key} = {table[key]!r}" for key in ("every_epochs", "every_steps"))
+                raise ValueError(f"{keys} are both given; leave out one of them (--set {name}.every_steps= removes a key)")
+        return tree | {name: table | {"every_steps": 0} for name, table in counted.items()} if counted else tree
 
     @model_validator(mode="after")
     def _graphs_go_with_the_rest(self) -> Config:

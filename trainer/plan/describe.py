@@ -10,7 +10,7 @@ from trainer.base.account import counted
 from trainer.base.console import printable, shortlist
 from trainer.base.tensorfile import size_text
 from trainer.base.text import invisible
-from trainer.config import Config
+from trainer.config import Config, IntervalTable
 from trainer.data.batches import sampler, short_batches
 from trainer.data.buckets import REFERENCE_AREA, named, reference_bucket
 from trainer.data.captions import prompts
@@ -75,13 +75,22 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         copied = f"checkpoints are copied there ({checkpoint.keep_last} are kept)"
         lines.append(f"mirror {checkpoint.mirror}: {copied}, and at the end the adapter files and the report")
     if plan.length.max_steps > 1 and not plan.saves_before_the_end:
-        keys = f"checkpoint.every_steps = {checkpoint.every_steps:g}, checkpoint.every_minutes = {checkpoint.every_minutes:g}"
+        keys = f"{_interval(checkpoint, 'checkpoint')}, checkpoint.every_minutes = {checkpoint.every_minutes:g}"
         lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
-    for table, what in (("export", "files are written"), ("validation", "samples are drawn before the first step and")):
-        every, steps = getattr(config, table).every_steps, plan.length.max_steps
-        if every > steps and (table == "export" or plan.data.requests):
-            lines.append(f"note: {table}.every_steps = {every}, and the run has {steps} steps: {what} at the end alone")
+    length, drawn = plan.length, "samples are drawn before the first step and"
+    for table, name, first, what in (
+        (config.export, "export", config.export.first, "files are written"),
+        (config.validation, "validation", 0, drawn if plan.data.requests else ""),
+    ):
+        asked, every = _interval(table, name) + (f", {name}.from = {first}" if first else ""), length.every(table, first)
+        if what and every.every and not every.steps(length.max_steps):
+            lines.append(f"note: {asked}, and the run has {length.max_steps} steps: {what} at the end alone")
     return "\n".join(lines)
+
+
+def _interval(table: IntervalTable, name: str) -> str:
+    key = "every_epochs" if table.every_epochs else "every_steps"
+    return f"{name}.{key} = {getattr(table, key)}"
 
 
 def _adapter_lines(plan: RunPlan) -> list[str]:
@@ -143,7 +152,7 @@ def _doubts(config: Config, data: DataPlan, subject: Sequence[Photo]) -> Iterato
     """What looks unintended of the photos of the subject, and of the texts that the config gives."""
     if len(subject) == 1:
         yield "this is one photo alone, and the adapter learns to draw just that picture; 10 to 30 are usual"
-    if config.validation.every_steps and config.validation.prompts == "captions" and not data.requests:
+    if (table := config.validation).prompts == "captions" and (table.every_steps or table.every_epochs) and not data.requests:
         yield "no samples are drawn: validation.prompts = 'captions', and no photo has a caption; give a list"
     for key, text in configs.flatten(configs.tree(config)).items():
         if not TEXTS.isdisjoint(key.split(".")) and (lost := invisible(str(text))):

@@ -100,6 +100,12 @@ def _smaller_denoiser(plan: RunPlan) -> str:
     return "" if held.dtype_name == SMALLER_DTYPES[-1] else f"a smaller model.components.{name}.dtype than {held.name}"
 
 
+def never(config: Config, table: str) -> Keys:
+    """What leaves out what a table asks for every so many steps or epochs."""
+    keys = ("every_steps", "every_epochs") if getattr(config, table).every_epochs else ("every_steps",)
+    return {f"{table}.{key}": 0 for key in keys}
+
+
 # The cheapest first.
 REMEDIES = (
     Remedy(
@@ -110,7 +116,7 @@ REMEDIES = (
     ),
     Remedy(
         "pictures", "no pictures while it trains, or smaller ones; the adapter is the same",
-        ways=lambda plan: [{"validation.every_steps": 0}] * bool(plan.data.requests),
+        ways=lambda plan: [never(plan.config, "validation")] * bool(plan.data.requests),
     ),
     Remedy(
         "resident_blocks", "the frozen base lies in host memory and is copied to the device in each step; no byte changes",

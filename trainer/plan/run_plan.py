@@ -16,7 +16,7 @@ from trainer.base.account import Account, Entry, Heading
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
-from trainer.config import Config, DataTable, with_values
+from trainer.config import Config, DataTable, IntervalTable, with_values
 from trainer.data import buckets, held_out
 from trainer.data.batches import sampler, short_batches
 from trainer.data.examples import Example, examples
@@ -37,6 +37,7 @@ from trainer.plan.requirements import family_options, refuse_unread, refuse_unre
 from trainer.plan.samples import requests_of, truths_of
 from trainer.plan.storage import Storage
 from trainer.runtime import precision
+from trainer.runtime.jobs import Every
 from trainer.runtime.processes import Processes
 
 
@@ -89,6 +90,15 @@ class Length:
     def epoch_of(self, step: int) -> int:
         """The epoch in which step `step` was made, both from 1."""
         return sampler.epoch_of(step, steps_per_epoch=self.steps_per_epoch, began=self.began)
+
+    def every(self, table: IntervalTable, first: int = 0) -> Every:
+        """The interval that a table asks for. first: nothing before so many steps, or epochs where the table counts those."""
+        if not table.every_epochs:
+            return Every(table.every_steps, first=first)
+        # Epochs end so many steps after the one at which training on these photos began, or before that.
+        (step, epoch), length = self.began, self.steps_per_epoch
+        zero = step - epoch * length
+        return Every(table.every_epochs * length, zero, zero + first * length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +168,7 @@ class RunPlan:
     def saves_before_the_end(self) -> bool:
         """Whether a checkpoint is due before the last step."""
         when, last = self.config.checkpoint, self.length.max_steps
-        return last > 1 and (when.every_minutes > 0 or 0 < when.every_steps < last)
+        return last > 1 and (when.every_minutes > 0 or bool(self.length.every(when).steps(last - 1)))
 
 
 def open_source(config: Config) -> ModelSource:

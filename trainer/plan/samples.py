@@ -22,7 +22,7 @@ from trainer.models.base import SampleRequest
 def requests_of(wanted: ValidationTable, trained: Sequence[Example], side: int, multiple: int) -> tuple[SampleRequest, ...]:
     """The samples that are asked for. side: pixels, where none are given. multiple: of which their sides have to be. Raises
     UserError for one that cannot be drawn."""
-    if wanted.every_steps == 0:
+    if not (wanted.every_steps or wanted.every_epochs):
         return ()
     size = wanted.resolution or side
     default = {"negative": "", "width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}

@@ -11,7 +11,7 @@ from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Progress
 from trainer.runtime.context import RunContext
-from trainer.runtime.jobs import Job, Position
+from trainer.runtime.jobs import Every, Job, Position
 
 
 @dataclass(kw_only=True)
@@ -77,17 +77,17 @@ class Saves:
         if (final or not saver.background) and not alone:
             self.context.processes.wait()
 
-    def job(self, every_steps: int, stop_after: int) -> Job:
-        """What is saved after so many steps each, and after the last one of this start, which is waited for."""
+    def job(self, every: Every, stop_after: int) -> Job:
+        """What is saved then, and after the last step of this start, which is waited for."""
 
         def save(at: Position) -> None:
-            if at.due(every_steps):
+            if at.due(every):
                 self.save()
             if at.step == stop_after:
                 self.save(final=True)
 
         def due(at: Position) -> bool:
-            return at.fresh and (at.due(every_steps) or at.step == stop_after)
+            return at.fresh and (at.due(every) or at.step == stop_after)
 
         return Job(name="a checkpoint was written", due=due, run=save, remedy="", at_once=True)
 

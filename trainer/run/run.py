@@ -40,6 +40,7 @@ from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
 from trainer.plan.data_sources import cache_dir
 from trainer.plan.describe import describe, describe_head
+from trainer.plan.remedies import in_words, never
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
 from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
@@ -233,18 +234,20 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         remedy=run.step.too_large,
         fields=("weight_change",),
     )
-    saved = saves.job(config.checkpoint.every_steps, run.stop_after)
+    undrawn = in_words(never(config, "validation"))
+    length, export, drawn = run.plan.length, config.export, run.plan.length.every(config.validation)
+    saved = saves.job(length.every(config.checkpoint), run.stop_after)
     samples = Job(
         name="samples were drawn",
-        due=lambda at: bool(run.plan.data.requests) and at.due(config.validation.every_steps, ends=True),
+        due=lambda at: bool(run.plan.data.requests) and at.due(drawn, ends=True),
         run=beside(run.step.graphs, artifacts.draw_samples),
-        remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with validation.every_steps = 0",
+        remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with {undrawn}",
     )
     exported = Job(
         name="adapter files were written",
-        due=lambda at: not at.at_end and at.due(config.export.every_steps),
+        due=lambda at: not at.at_end and at.due(length.every(export, export.first)),
         run=artifacts.export_step,
-        remedy=f"{go_on} and export.every_steps = 0",
+        remedy=f"{go_on} and {in_words(never(config, 'export'))}",
     )
     # After the samples, whose first one may be the files' thumbnail. The last step's files are written at the end.
     jobs = [measured, moved, saved, samples, exported]

@@ -63,8 +63,8 @@ def measuring(config: Config) -> Config:
     model's own."""
     keys = {
         "data.cache": "memory", "step.compile": "none", "step.graphs": False, "memory.shard": False,
-        "memory.gradient_checkpointing": False, "validation.every_steps": 0, "validation.loss_every_steps": 1,
-        "validation.prompts": (), "validation.samples": (),
+        "memory.gradient_checkpointing": False, "validation.every_steps": 0, "validation.every_epochs": 0,
+        "validation.loss_every_steps": 1, "validation.prompts": (), "validation.samples": (),
     }  # fmt: skip
     return with_values(config, keys).model_copy(update={"logging": LoggingTable(tensorboard=False)})
 

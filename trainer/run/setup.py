@@ -172,9 +172,8 @@ def disk_needs(plan: RunPlan, checkpoint: int, adapter: int, cache: int = 0) -> 
     config, source, steps = plan.config, plan.model.source, plan.length.max_steps
     layout, versions = Layout(Path(config.run.output_dir)), 1 + (config.ema.kind == "constant")
     kept = min(config.checkpoint.keep_last, steps) + 1  # the oldest goes when the newest is there
-    exports, drawn = (
-        steps // every + 1 if every else 1 for every in (config.export.every_steps, config.validation.every_steps)
-    )
+    intervals = plan.length.every(config.export, config.export.first), plan.length.every(config.validation)
+    exports, drawn = (len(every.steps(steps)) + 1 for every in intervals)
     images = sum(2 * request.width * request.height for request in plan.data.requests)
     output = to_write(kept * checkpoint, layout.checkpoints)
     output += to_write(exports * versions * len(config.export.formats) * adapter, layout.adapters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.base.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, UserError, is_out_of_memory
 from trainer.base.memory import give_back
@@ -15,6 +15,19 @@ Fields = dict[str, Any]  # of a step's line of the log
 # The table of endings: what may stand in the way of one process between two steps. `guarded` makes one of them of whatever a
 # job meets with; the other processes hear of it by its place, from 1, and raise the same; all save the last whole step.
 ENDINGS = (DataError, OutOfMemory, NotWritten, UserError, NonFiniteError)
+
+
+class Every(NamedTuple):
+    """How often something is due: every so many steps, 0 is never, counted from the step `zero`; not before `first`."""
+
+    every: int
+    zero: int = 0
+    first: int = 1
+
+    def steps(self, last: int) -> range:
+        """The steps at which it is due, up to `last`."""
+        first = max(1, self.first)
+        return range(first + (self.zero - first) % self.every, last + 1, self.every) if self.every else range(0)
 
 
 @dataclass(frozen=True)
@@ -33,12 +46,13 @@ class Position:
         """Whether the last step is made."""
         return self.step == self.last
 
-    def due(self, every: int, *, ends: bool = False) -> bool:
+    def due(self, every: int | Every, *, ends: bool = False) -> bool:
         """Whether what is asked for every so many steps is due here; 0 is never. ends: before the first step and after the
         last one, too."""
+        every = Every(every) if isinstance(every, int) else every
         if ends and self.step in (0, self.last):
-            return every > 0
-        return every > 0 and self.step > 0 and self.step % every == 0
+            return every.every > 0
+        return self.step in every.steps(self.step)
 
 
 @dataclass(frozen=True, kw_only=True)

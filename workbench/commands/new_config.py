@@ -42,7 +42,8 @@ MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters
 VIEWS = 100  # of each photo in a run. A common start, not a measured one.
 STEPS = 200, 3000  # the shortest and the longest that is written without being asked for
 SAMPLED = 6  # times in a run
-SAVED = 5  # times in a run, at least
+SAVED = 5  # times in a run, at least; adapter files are written as often
+INTERVALS = ("checkpoint", "export", "validation")
 HELD_OUT_FROM = 20  # photos; with fewer each is needed for the training
 SHARE = 0.9  # of the captions that have to hold a phrase before it is the subject's name
 WORDS = 5  # of a phrase at most
@@ -122,6 +123,9 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> set[str]:
     run = tree["run"]
     if isinstance(run, dict) and "run.epochs" in keys and "epochs" in run and "run.max_steps" not in keys:
         del run["max_steps"]
+    for table in INTERVALS:  # the preset's, in steps
+        if f"{table}.every_epochs" in keys and f"{table}.every_steps" not in keys and isinstance(tree[table], dict):
+            tree[table].pop("every_steps", None)
     for key in keys if isinstance(tree, TOMLDocument) else ():
         item: Any = tree
         for part in key.split("."):
@@ -197,11 +201,11 @@ def _set_length(document: TOMLDocument, data: DataPlan, length: Length, given: s
         steps = length.max_steps
     every = max(1, steps // SAMPLED)
     every -= every % 10 if every > 10 else 0
-    saved = CheckpointTable().every_steps
-    if "checkpoint.every_steps" not in given and steps < SAVED * saved:
-        _set(document, "checkpoint", "every_steps", max(1, steps // SAVED))
-    if "validation.every_steps" not in given:
-        _set(document, "validation", "every_steps", every)
+    fifth = max(1, steps // SAVED)
+    intervals = {"checkpoint": min(fifth, CheckpointTable().every_steps), "export": fifth, "validation": every}
+    for table in INTERVALS:
+        if given.isdisjoint((f"{table}.every_steps", f"{table}.every_epochs")):
+            _set(document, table, "every_steps", intervals[table])
     if data.held_out and "validation.loss_every_steps" not in given:
         _set(document, "validation", "loss_every_steps", every)
 

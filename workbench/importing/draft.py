@@ -179,7 +179,6 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 class Draft:
     """Keys with their reasons, sources, samples, and what is said at the file's head.
 
-    epochs: by a key that counts steps, so many epochs and the reason.
     fixed: values by key as --set gave them. They stay, whatever the other config says, and what cannot be done for such a
     key is not said.
     """
@@ -192,7 +191,6 @@ class Draft:
         self.samples: list[dict[str, Line]] = []
         self.rules: list[dict[str, Line]] = []
         self.notes: dict[str, list[str]] = {heading: [] for heading in (FILL, ASSUMED, ABSENT, DIFFERS, UNKNOWN, SAME)}
-        self.epochs: dict[str, tuple[int, str]] = {}
         self.refusals: list[str] = []
 
     @property
@@ -209,6 +207,12 @@ class Draft:
         value, why = options.line(name, kind)
         if value is not None:
             self.set(key, value, why)
+
+    def in_epochs(self, table: str, epochs: int, why: str) -> None:
+        """Write a table's interval in epochs, in the place of one in steps that --set did not give."""
+        if f"{table}.every_steps" not in self.fixed:
+            self.keys.pop(f"{table}.every_steps", None)
+            self.set(f"{table}.every_epochs", epochs, why)
 
     def value(self, key: str) -> Any:
         """What the key will be: as --set gave it, else as it was written; None where it is left out."""

@@ -85,7 +85,7 @@ def _every(draft: Draft, options: Options, name: str, key: str) -> None:
     if unit == "STEP":
         draft.carry(options, name, key)
     elif unit == "EPOCH":
-        draft.epochs[key] = (options.whole(name), f"{line} epochs")
+        draft.in_epochs(key.partition(".")[0], options.whole(name), f"{line} epochs")
     elif unit != "NEVER":
         draft.note(ABSENT, f"{line} {unit}: {key} counts steps; its default is taken")
 

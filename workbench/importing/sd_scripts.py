@@ -276,13 +276,12 @@ def _intervals(draft: Draft, options: Options, config: Path, data: Sequence[Path
         last, why = options.line("save_last_n_steps", "whole")
         count = max(1, math.ceil(last / options.whole(name, least=1)))
         draft.set("checkpoint.keep_last", count, f"{why} / {options.told(name)}; adapter files stay")
-    for every, key in (("save_every_n_epochs", "export.every_steps"), ("sample_every_n_epochs", "validation.every_steps")):
+    name = "sample_every_n_steps"
+    draft.set("validation.every_steps", options.whole(name, 0), options.told(name))
+    for every, table in (("save_every_n_epochs", "export"), ("sample_every_n_epochs", "validation")):
         options.pass_by(every)
         if options.whole(every, 0) > 0 and not options.has(every.replace("epochs", "steps")):
-            draft.epochs[key] = options.line(every, "whole")
-    name = "sample_every_n_steps"
-    if "validation.every_steps" not in draft.epochs:
-        draft.set("validation.every_steps", options.whole(name, 0), options.told(name))
+            draft.in_epochs(table, *options.line(every, "whole"))
     _samples(draft, options, config, data)
 
 

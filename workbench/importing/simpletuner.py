@@ -76,7 +76,7 @@ def _length(draft: Draft, options: Options) -> None:
     draft.set("export.every_steps", options.whole(name), f"{options.told(name)}: the adapter's files, too; they stay")
     for table in ("checkpoint", "validation"):
         if options.whole(f"{table}_epoch_interval"):
-            draft.epochs[f"{table}.every_steps"] = options.line(f"{table}_epoch_interval", "whole")
+            draft.in_epochs(table, *options.line(f"{table}_epoch_interval", "whole"))
     if options.flag("use_ema"):
         common.set_ema(draft, *options.line("ema_decay", "number", 0.995))
 
@@ -195,7 +195,11 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
 
 def _samples(draft: Draft, options: Options) -> None:
     every, line = options.line(options.first("validation_steps", "validation_step_interval"), "whole")
-    draft.set("validation.every_steps", 0 if options.flag("validation_disable") else every, line)
+    if options.flag("validation_disable"):
+        draft.set("validation.every_steps", 0, options.told("validation_disable"))
+        draft.keys.pop("validation.every_epochs", None)
+    elif "validation.every_epochs" not in draft.keys:
+        draft.set("validation.every_steps", every, line)
     prompt, (size, line) = options.word("validation_prompt"), options.line("validation_resolution", "word")
     guidance, negative = options.line("validation_guidance", "number"), options.line("validation_negative_prompt", "word")
     if not prompt:

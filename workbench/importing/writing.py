@@ -17,13 +17,10 @@ from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import PICKLES, is_safetensors
-from trainer.config import Config, with_values
-from trainer.data import buckets
+from trainer.config import Config
 from trainer.models import FAMILIES
 from trainer.plan import optimizer_rules
-from trainer.plan.data_sources import sources_of
 from trainer.plan.requirements import unread_keys
-from trainer.plan.run_plan import plan_data
 from workbench.importing import ai_toolkit, common, onetrainer, sd_scripts, simpletuner
 from workbench.importing.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options, nested
 from workbench.importing.reading import read
@@ -46,8 +43,6 @@ def import_config(
         raise UserError(f"--data {missing[0]}: there is no such file")
     draft = drafted(file, data=data, overrides=overrides)
     config = checked(draft, file)
-    if _count_epochs(draft, config):
-        config = checked(draft, file)
     note_missing(draft, config)
     path = out or Path(f"{config.run.name}.toml")
     if path.exists():
@@ -74,24 +69,6 @@ def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] =
     common.suit_optimizer(draft)
     _fix(draft)
     return draft
-
-
-def _count_epochs(draft: Draft, config: Config) -> bool:
-    """Write the steps of so many epochs where the photos are here to be counted, else say what is to be written."""
-    length, why = None, "the photos are not here, so the steps of an epoch are not known"
-    if draft.epochs and all(Path(source.path).exists() for source in config.data.sources):
-        smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
-        config = with_values(config, {"data.bucket_step": config.data.bucket_step or buckets.bucket_step(smallest)})
-        try:
-            _, length = plan_data(config, FAMILIES[config.model.family], processes=1)
-        except UserError as error:
-            why = f"the photos cannot be counted: {str(error).partition(chr(10))[0]}"
-    for key, (epochs, line) in draft.epochs.items():
-        if key not in draft.fixed and length is not None:
-            draft.set(key, epochs * length.steps_per_epoch, f"{line}: an epoch has {length.steps_per_epoch} steps")
-        elif key not in draft.fixed:
-            draft.note(FILL, f"{key}: {line}; {why}. --plan says how many an epoch has")
-    return length is not None
 
 
 def note_missing(draft: Draft, config: Config) -> None:

@@ -65,6 +65,11 @@ def test_a_checkpoint_comes_at_least_every_fifth_of_the_run(photos: int) -> None
         every = written.get("checkpoint", {}).get("every_steps", CheckpointTable().every_steps)
         assert given or 0 < every <= written["run"]["max_steps"] / 5
         assert not given or "checkpoint" not in written
+        assert written["export"]["every_steps"] == written["run"]["max_steps"] // 5
+    document = tomlkit.parse("[run]\nmax_steps = 50\n[export]\nevery_steps = 9\n[validation]\nevery_steps = 8\n")
+    assert new_config._override(document, ["export.every_epochs=2"]) == {"export.every_epochs"}
+    new_config._set_length(document, data, Length(1, photos, 50), {"run.max_steps", "export.every_epochs"})
+    assert document.unwrap()["export"] == {"every_epochs": 2}
 
 
 def first_config(photos: Sequence[Any]) -> dict[str, Any]:

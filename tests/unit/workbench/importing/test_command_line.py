@@ -11,7 +11,6 @@ import pytest
 
 from scripts import import_config
 from tests import foreign_configs
-from tests.harness import PHOTOS
 from trainer import config as configs
 from trainer.base.errors import UserError
 from workbench.importing.draft import ASSUMED, DIFFERS, FILL, SAME, UNKNOWN
@@ -181,17 +180,22 @@ def test_a_model_of_no_family_here_is_asked_for(tmp_path: Path, name: str) -> No
     assert drafted(config(tmp_path, name), overrides=["model.family=flux"]).value("model.family") == "flux"
 
 
-def test_epochs_are_steps_where_the_photos_are_here_and_named_where_not(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_epochs_stay_epochs(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert import_config.main([str(config(tmp_path, photos=str(PHOTOS))), "--out", "a.toml"]) == 0
-    photos = len([path for path in PHOTOS.iterdir() if path.suffix != ".txt"])
+    file = str(config(tmp_path))
+    assert import_config.main([file, "--out", "a.toml", "--set", "validation.every_steps=7"]) == 0
     found = configs.flatten(configs.tree(configs.load("a.toml", [])))
-    assert (found["export.every_steps"], found["validation.every_steps"]) == (2 * photos, photos)
+    intervals = {
+        (table, unit): found[f"{table}.every_{unit}"] for table in ("export", "validation") for unit in ("steps", "epochs")
+    }
+    assert intervals == {
+        ("export", "steps"): 0, ("export", "epochs"): 2, ("validation", "steps"): 7, ("validation", "epochs"): 0
+    }  # fmt: skip
     assert found["checkpoint.every_steps"] == 500
     capsys.readouterr()
-    assert import_config.main([str(config(tmp_path)), "--out", "b.toml"]) == 0
+    assert import_config.main([file, "--out", "b.toml"]) == 0
+    assert configs.load("b.toml", []).validation.every_epochs == 1
     said = capsys.readouterr().out
-    assert "export.every_steps: save_every_n_epochs = 2; the photos are not here" in said
     *_, filled, last = said.splitlines()
     assert "is not on this machine" in filled and last.startswith("next: fill that in, then python train.py --config b.toml")
 
