@@ -2,7 +2,7 @@
 
     python benchmarks/craft.py --out outputs/craft --jobs 2       # under an hour on two cores; goes on where it was
     python benchmarks/craft.py --out outputs/craft --cells default,sdxl/lion --seeds 1
-    python benchmarks/craft_page.py outputs/craft                 # docs/craft.md, from what was measured
+    python benchmarks/craft_page.py outputs/craft                 # docs/benchmarks/craft.md, from what was measured
 
 A cell is the training of configs/pocket_sdxl.toml with one choice changed, and with the rate that this choice needs. It
 has the same number of steps, batches and noise as the default of the same seed. Measured are

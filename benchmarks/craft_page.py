@@ -1,4 +1,4 @@
-"""Write docs/craft.md, its plot and its data from what benchmarks/craft.py measured.
+"""Write docs/benchmarks/craft.md, its plot and its data from what benchmarks/craft.py measured.
 
     python benchmarks/craft_page.py outputs/craft        # or the file that --together names
 
@@ -167,7 +167,7 @@ def write(results: Results, docs: Path) -> Path:
     counts = {len(run["draws"]) for run in runs}
     if len(steps) > 1 or len(counts) > 1:
         raise ValueError("results differ in steps or draws: measure them again in a folder of their own")
-    folder = docs / "craft"
+    folder = docs / "benchmarks" / "craft"
     folder.mkdir(parents=True, exist_ok=True)
     measured = [choice for choice in CHOICES if pairs(results, choice)]
     pages.plot(folder / "choices", lambda axes: dots(axes, results), height=1.2 + 0.24 * len(measured))

@@ -1,4 +1,4 @@
-"""Write docs/learning.md, its plots and its data from what benchmarks/learning.py measured.
+"""Write docs/benchmarks/learning.md, its plots and its data from what benchmarks/learning.py measured.
 
     python benchmarks/learning_page.py outputs/learning        # or the file that --together names
 
@@ -239,7 +239,7 @@ def write(results: Results, docs: Path) -> Path:
     check(results)
     runs = [run for runs in results.values() for run in runs]
     steps = sorted({run["steps"] for run in runs})
-    made = plots(results, docs / "learning")
+    made = plots(results, docs / "benchmarks" / "learning")
     most = max(map(len, results.values()))
     but = "".join(f", but {path} with {len(runs)}" for path, runs in results.items() if len(runs) < most)
     return pages.write(

@@ -45,9 +45,9 @@ def keep(name: str, results: Results, docs: Path) -> str:
 
 
 def write(name: str, results: Results, docs: Path, **values: Any) -> Path:
-    """Write docs/NAME.md from its template, and the results beside it."""
+    """Write docs/benchmarks/NAME.md from its template, and the results beside it."""
     values |= {"measured_on": measured_on(results), "data": keep(name, results, docs)}
-    page = docs / f"{name}.md"
+    page = docs / "benchmarks" / f"{name}.md"
     page.write_text(environment(ROOT / "benchmarks" / "templates").get_template(page.name).render(values), encoding="utf-8")
     return page
 

@@ -33,7 +33,7 @@ PAGES = {
     "adapter": "adapter_options.md", "data": "data.md", "data.sources": "data.md", "objective": "objectives.md",
     "memory": "memory.md",
     "optimizer": "optimizers.md", "schedule": "optimizers.md", "ema": "ema.md", "checkpoint": "resume.md",
-    "export": "adapter_files.md", "validation": "watching.md",
+    "export": "adapter_files.md", "validation": "verdict.md",
 }  # fmt: skip
 # Keys whose values are the entries of a table elsewhere.
 VALUES = {"model.family": FAMILIES, "optimizer.name": OPTIMIZERS, "adapter.type": KINDS}

@@ -160,7 +160,7 @@ def test_the_report_names_everything_and_agrees_with_the_plan(
         f"Batches that are not full: {short}." in page.text
         and f"{sum(int(row[3]) for row in rows)} batches an epoch" in page.text
     )
-    assert f"short batches: {short} of {sum(int(row[3]) for row in rows)} an epoch (" in said
+    assert f"short batches: {short} of an epoch's {sum(int(row[3]) for row in rows)} batches (" in said
 
     # Captions: missing, and cut by both encoders.
     assert "captions of 7 photos: 1 missing, 0 empty, 1 truncated by text_encoder, 1 truncated by text_encoder_2" in said

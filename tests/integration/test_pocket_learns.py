@@ -1,4 +1,4 @@
-"""What the shipped pocket models learn, where the truth is known: the figures of docs/learning.md and of the model cards."""
+"""What the shipped pocket models learn, where the truth is known: figures of docs/benchmarks/learning.md, of the cards."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def learned(storage: str, folder: Path) -> float:
 @pytest.mark.proof
 @pytest.mark.parametrize("storage", sorted({"fp8_e4m3", *learning.FORMATS} - {"fp32"}))
 def test_every_storage_format_keeps_what_is_learned(storage: str, tmp_path_factory) -> None:
-    """In short what docs/learning.md has of whole trainings: at least 90 % of what is learned over fp32."""
+    """In short what docs/benchmarks/learning.md has of whole trainings: at least 90 % of what is learned over fp32."""
     folder = tmp_path_factory.getbasetemp()
     assert learned(storage, folder) >= learning_page.KEPT * learned("fp32", folder) > 0.1
 

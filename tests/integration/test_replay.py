@@ -188,7 +188,7 @@ CELLS = pairs(("lora", "dora"), ("fp32", "bf16", "fp16"), FORMATS[:-1]) | {
 def test_twenty_of_twenty_steps_in_every_precision(
     bench: Workbench, capsys, monkeypatch, family: str, kind: str, compute: str, stored: str
 ) -> None:
-    """Each also prints the row of the table in docs/replay.md."""
+    """Each also prints the row of the table in docs/benchmarks/replay.md."""
     more, held, model = {}, stored, bench.models / family
     if not model.exists():
         assert make_model.main(["--size", "tiny", "--family", family, "--layout", "diffusers", str(model)]) == 0

@@ -64,15 +64,16 @@ def test_one_photo_alone_is_warned_of(bench: Workbench, photos: int) -> None:
 def test_short_batches_are_told_with_what_fills_them(bench: Workbench) -> None:
     kept = describe(planned(bench), sizes=False)
     assert (
-        "\n  short batches: 3 of 4 an epoch (48x80: 1 of 2, 64x64: 1 of 2, 80x48: 1 of 2); filled by data.batch_size = 1, by "
-        "2 x the repeats, or by data.short_batches = 'merge'\n"
+        "\n  short batches: 3 of an epoch's 4 batches (48x80: 1 photo in place of 2, 64x64: 1 photo in place of 2, 80x48: 1 "
+        "photo in place of 2); filled by data.batch_size = 1, by 2 x the repeats, or by data.short_batches = 'merge'\n"
     ) in kept
     filled = planned(bench, data__sources=[{"path": str(PHOTOS), "repeats": 2}])
-    assert "\n  short batches: none of 5 an epoch\n" in describe(filled, sizes=False)
+    assert "\n  short batches: none of an epoch's 5 batches\n" in describe(filled, sizes=False)
     merged = planned(bench, data__short_batches="merge", data__resolution=128, data__bucket_step=16)
     assert merged.length.steps_per_epoch == 3
-    assert "\n  short batches: none of 3 an epoch; merged: 3 moved to another bucket, 1 more appearances\n" in describe(
-        merged, sizes=False
+    assert (
+        "\n  short batches: none of an epoch's 3 batches; merged: 3 moved to another bucket, 1 more appearances\n"
+        in describe(merged, sizes=False)
     )
 
 

@@ -1,4 +1,4 @@
-"""Every storage format x compute dtype x adapter x family does what docs/support_matrix.md says.
+"""Every storage format x compute dtype x adapter x family does what docs/benchmarks/support_matrix.md says.
 
 `proof` runs all cells, as tests/proofs/support_matrix.py does: trained, stopped, resumed, sampled, exported. Its short
 form: the storage of every cell is planned, which refuses what cannot be before a weight is read, and the page says of each
@@ -57,9 +57,9 @@ def test_every_cell_also_stopped_and_resumed(workbench: Workbench, cell: Cell) -
 
 
 def page_says() -> dict[str, str]:
-    """Cell -> "ok", "refused" or "FAILED", as docs/support_matrix.md has it."""
+    """Cell -> "ok", "refused" or "FAILED", as docs/benchmarks/support_matrix.md has it."""
     told = {}
-    for section in (ROOT / "docs" / "support_matrix.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+    for section in (ROOT / "docs" / "benchmarks" / "support_matrix.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         family, *lines = section.splitlines()
         rows = [[field.strip() for field in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
         (_, *columns), *cells = rows

@@ -6,9 +6,9 @@
 
 Each cell is one thing shown: a storage format loaded and trained, a kill and a resume with equal bytes, a single file. Of
 every phase of a cell the time, the peak resident memory and the bytes read and written are measured. Cells whose results are
-in the JSON file already are left out, so a proof that was cut off goes on; delete the file to start again. docs/full_size.md
-says what the figures mean and holds the table, which a proof at full size writes there. Exit status 1: a cell failed or a
-limit was missed; 2: there is no room for the models.
+in the JSON file already are left out, so a proof that was cut off goes on; delete the file to start again. A proof at full
+size writes a row for each cell into docs/benchmarks/full_size.md. Exit status 1: a cell failed or a limit was missed; 2: no
+room for the models.
 
 --against runs two float8 steps of Flux at another commit too, right before the present one's, with the reader mended there
 (it refused every file above 3 GB).
@@ -54,7 +54,7 @@ SAMPLE_SECONDS = 0.05
 DENOISER = {"sdxl": "unet", "flux": "transformer", "flux2": "transformer"}
 READER_MENDED = "bf06028"
 SINGLE = "single file"
-PAGE = ROOT / "docs" / "full_size.md"
+PAGE = ROOT / "docs" / "benchmarks" / "full_size.md"
 
 
 class Failed(Exception):
@@ -497,17 +497,16 @@ def against(commit: str, cell: Cell, place: Place) -> dict[str, Any]:
 
 
 def table(cells: Mapping[str, Any]) -> str:
+    """A row for each cell. Its phases, and what they read and wrote, are in the JSON file."""
     rows = []
     for name, result in cells.items():
-        for phase in result["phases"]:
-            if phase["seconds"] < 1 and len(result["phases"]) > 1:
-                continue
-            figures = [f"{phase['seconds']:.1f}", f"{phase['peak_bytes'] / GIB:.2f}"]
-            figures += [f"{phase[key] / 1e9:.2f}" for key in ("read_bytes", "written_bytes")]
-            rows.append([name, phase["phase"], *figures])
-        if "peak_bytes" in result and len(result["phases"]) > 1:
-            rows.append([name, "**all**", f"{result['seconds']:.1f}", f"{result['peak_bytes'] / GIB:.2f}", "", ""])
-    return pages.table(["cell", "phase", "seconds", "peak resident GiB", "read GB", "written GB"], rows)
+        seconds = {phase["phase"]: phase["seconds"] for phase in result["phases"]}
+        steps = [value for phase, value in seconds.items() if phase.startswith("step ")]
+        parts = seconds.get("all before the first step"), steps[-1] if steps else None, seconds.get("all after the last step")
+        whole, peak = result.get("seconds"), result.get("peak_bytes")
+        shown = ["-" if value is None else f"{value:.1f}" for value in (*parts, whole)]
+        rows.append([name, *shown, "-" if peak is None else f"{peak / GIB:.2f}"])
+    return pages.table(["cell", "start, s", "last step, s", "end, s", "whole, s", "peak GiB"], rows)
 
 
 def verdicts(cells: Mapping[str, Any]) -> list[str]:
@@ -522,7 +521,7 @@ def verdicts(cells: Mapping[str, Any]) -> list[str]:
 
 
 def write_page(family: str, tree: Mapping[str, Any]) -> None:
-    """The table's place in docs/full_size.md, between two markers."""
+    """The table's place in docs/benchmarks/full_size.md, between two markers."""
     begin, end = f"<!-- {family}: begin -->", f"<!-- {family}: end -->"
     text = PAGE.read_text(encoding="utf-8")
     cells = tree["families"][family]

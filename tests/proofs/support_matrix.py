@@ -1,6 +1,6 @@
 """Every family x adapter x storage format x compute dtype, over tiny models: does it train, resume, sample and export?
 
-    python tests/proofs/support_matrix.py --jobs 2                       # all; writes docs/support_matrix.md
+    python tests/proofs/support_matrix.py --jobs 2                       # all; writes docs/benchmarks/support_matrix.md
     python tests/proofs/support_matrix.py --cells 'flux/dora/int?-*/*'   # some; prints only
 
 A cell is FAMILY/KIND/STORAGE/COMPUTE, "sdxl/dora/nf4-bitsandbytes/bf16". Denoiser and text encoders are stored in the format
@@ -353,6 +353,7 @@ def page(results: Sequence[Result], seconds: float, jobs: int) -> str:
     said = __doc__.split("\n\n", 2)[2]
     return (
         "# Support matrix\n\n"
+        "After this page you know which storage format, compute dtype and adapter go together in each family.\n\n"
         f"Measured on {date.today()} on a CPU with\n{versions}:\n\n"
         f"    python tests/proofs/support_matrix.py --jobs {jobs}\n\n"
         f"{summary(results, seconds)}.\n\n{said.strip()}\n\n"
@@ -385,7 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", metavar="GLOB", default="*", help="only cells whose name matches")
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
-    parser.add_argument("--out", type=Path, help="Markdown file; left out: docs/support_matrix.md, of all cells only")
+    parser.add_argument("--out", type=Path, help="Markdown file; left out: the page in docs/benchmarks, of all cells only")
     asked = parser.parse_args(arguments)
     cells = [cell for cell in all_cells() if fnmatchcase(cell.name, asked.cells)]
     if not cells:
@@ -401,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(result.log, file=sys.stderr, flush=True)
     seconds = time.perf_counter() - started
     print(f"\n{table(results)}\n{summary(results, seconds)}")
-    out = asked.out or (ROOT / "docs" / "support_matrix.md" if asked.cells == "*" else None)
+    out = asked.out or (ROOT / "docs" / "benchmarks" / "support_matrix.md" if asked.cells == "*" else None)
     if out:
         out.write_text(page(results, seconds, asked.jobs), encoding="utf-8")
     return int(any(result.state == "failed" for result in results))

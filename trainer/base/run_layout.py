@@ -1,4 +1,4 @@
-"""Every path under a run's output folder, by name. docs/resume.md shows the tree."""
+"""Every path under a run's output folder, by name. docs/command_line.md shows the tree."""
 
 import re
 from collections.abc import Collection

@@ -87,7 +87,7 @@ def check_mirror(url: str) -> str:
     example, parts = 'for example "s3://BUCKET/PREFIX"', urlsplit(url)
     # A key may have any letter, as "/", and fsspec chains URLs: no parser of URLs finds every one.
     if any(re.search(r":/+[^/@:]*:[^@]*@", link) for link in url.split("::")) or "?" in url:
-        raise ValueError("keys do not belong in a URL; leave them to the environment, as in docs/resume.md#a-mirror")
+        raise ValueError("keys do not belong in a URL; leave them to the environment, as in docs/mirror.md")
     if "::" in url:
         raise ValueError(f"what stands before a store would answer in its place; give the URL of the store alone, {example}")
     if parts.scheme == "memory":

@@ -187,7 +187,7 @@ class CheckpointTable(IntervalTable):
     """What to do when a checkpoint cannot be written: stop the run, or go on without it."""
     mirror: MirrorUrl | None = None
     """A place that outlives the machine, for example `"s3://BUCKET/PREFIX"`: checkpoints, adapter files and the report are
-    copied there (docs/resume.md#a-mirror)."""
+    copied there (docs/mirror.md)."""
     mirror_wait: Annotated[float, Field(ge=0), ReadWith("checkpoint.mirror")] = 600.0
     """So many seconds a start waits for a mirror that does not answer, and an end for what is still to be copied."""
 

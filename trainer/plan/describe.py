@@ -184,13 +184,13 @@ def _short_batches(data: DataPlan) -> str:
     again = sum(batch_size - size for size in left.values())
     if data.table.short_batches == "merge":
         moved = sum(example.merged for example in examples)
-        return f"none of {count} an epoch; merged: {moved} moved to another bucket, {again} more appearances"
+        return f"none of an epoch's {count} batches; merged: {moved} moved to another bucket, {again} more appearances"
     if not left:
-        return f"none of {count} an epoch"
-    which = ", ".join(f"{named(layout)}: {size} of {batch_size}" for layout, size in left.items())
+        return f"none of an epoch's {count} batches"
+    which = ", ".join(f"{named(layout)}: {counted(size, 'photo')} in place of {batch_size}" for layout, size in left.items())
     below, factor = short_batches.would_fill(examples, batch_size=batch_size)
     remedy = f"data.batch_size = {below}, by {factor} x the repeats, or by data.short_batches = 'merge'"
-    return f"{len(left)} of {count} an epoch ({which}); filled by {remedy}"
+    return f"{len(left)} of an epoch's {count} batches ({which}); filled by {remedy}"
 
 
 def _held_out(config: Config, data: DataPlan) -> list[str]:

@@ -1,4 +1,4 @@
-"""What must not differ between the processes of a run. The table for people is in docs/resume.md.
+"""What must not differ between the processes of a run. The table for people is in docs/processes.md.
 
 Each process reads a config, photos and a model of its own, perhaps on another machine. A stale copy there would train other
 weights, of which nobody hears, or leave the others waiting for what it does not come to. So what a checkpoint is made of is

@@ -132,7 +132,7 @@ class Asker:
         elif isinstance(error, FileNotFoundError):
             remedy = "make the bucket or folder, or mend the URL"
         else:
-            remedy = "give keys that may list, read, write and delete there (docs/resume.md#a-mirror)"
+            remedy = "give keys that may list, read, write and delete there (docs/mirror.md)"
         return UserError(
             f"checkpoint.mirror = {self.url!r} cannot be used ({waiting}): {reason(error)}\n{remedy}, or leave "
             "checkpoint.mirror out"

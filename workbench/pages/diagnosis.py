@@ -1,7 +1,7 @@
 """Did it learn, diverge, or do nothing? In one place, from the lines of metrics.jsonl and from how far the weights moved.
 
 Everything here is a pure function of these. So it says the same after a resume, while a run is alive, and from outside.
-docs/watching.md has what the thresholds were taken from.
+docs/benchmarks/verdicts.md has what the thresholds were taken from.
 """
 
 from __future__ import annotations

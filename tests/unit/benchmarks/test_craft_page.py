@@ -1,4 +1,4 @@
-"""What docs/craft.md says follows from the measurements alone."""
+"""What docs/benchmarks/craft.md says follows from the measurements alone."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_page(tmp_path: Path) -> None:
         and "The\n  default, timed in the same way against itself, gives 1.00" in text
     )
     assert (tmp_path / "benchmarks" / "craft-CPU-2026-01-02.json").is_file()
-    assert (tmp_path / "craft" / "choices-dark.png").is_file()
+    assert (tmp_path / "benchmarks" / "craft" / "choices-dark.png").is_file()
 
 
 def test_results_of_two_lengths_stand_in_no_table(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What docs/learning.md says follows from the measurements alone, and cells that were not measured are left out."""
+"""What docs/benchmarks/learning.md says follows from the measurements alone; cells that were not measured are left out."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_copies_are_found_and_other_photos_of_the_subject_are_not(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*OF_ALL, *HARD])
 def test_how_many_copies_of_icons_are_found(name):
-    """Prints the row of the table in docs/data.md."""
+    """Prints the row of the table in docs/data_checks.md."""
     make, images = (OF_ALL | HARD)[name], [[Image.open(path).convert("RGB") for path in paths] for paths in (PHOTOS, *ICONS)]
     found, *of_icons = ([len(alike([look(image), look(make(image))])) for image in each] for each in images)
     icons = [each for folder in of_icons for each in folder]

@@ -517,7 +517,7 @@ def test_every_kind_is_documented() -> None:
 
     from tests.harness import ROOT
 
-    page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "verdict.md").read_text(encoding="utf-8")
     for kind in get_args(diagnosis.Kind):
         assert f"| `{kind}` |" in page, kind
     for number in (course.LOSS_TIMES, course.GRAD_TIMES):
