@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.harness import ROOT, Workbench, built, train_built
 from trainer import quantization
 from trainer.base.tensorfile import write_tensors
 from workbench.adapters.base_weights import BaseWeights, whole_model_at
+from workbench.pages import rendering
 
 pytestmark = pytest.mark.tool("drawing")
 
@@ -61,6 +63,38 @@ def test_an_image_is_the_one_that_the_run_draws(bench: Workbench, kind: str, rul
     assert sorted(path.name for path in own.iterdir()) == ["00.png", "01.png", "02.png", "grid.png"]
 
 
+@pytest.mark.slow
+def test_the_adapters_of_a_runs_steps_are_drawn_side_by_side(bench: Workbench, capsys) -> None:
+    """Each is the picture that the run drew then; the layers hold one adapter after another. The run's report shows the grid,
+    also where it is written anew."""
+    config = bench.config(
+        "sdxl", adapter__type="dora", optimizer__lr=1e-2, run__max_steps=3, export__every_steps=1, export__from=2,
+        validation__every_steps=1, validation__steps=2, validation__prompts=["a bear"], validation__resolution=32,
+    )  # fmt: skip
+    with built(config) as run:
+        assert train_built(run)
+    out = bench.tmp / "out"
+    drawn(out, "--steps", "all", "--strengths", "1,0")
+    pictures = [pixels(out / "grid" / f"{index:02d}.png") for index in range(4)]
+    shown = [pixels(out / "samples" / f"step-{step:08d}" / "00.png") for step in (2, 0, 3, 0)]
+    assert all(map(torch.equal, pictures, shown)) and not torch.equal(pictures[0], pictures[2])
+    (figure,) = re.findall(r'<div id="grid">(.*?)</div>', (out / "report.html").read_text(), re.DOTALL)
+    assert "data:image/jpeg;base64," in figure and 'href="grid/grid.png"' in figure
+    assert (
+        rendering.render("grid.html", sheet=rendering.embedded(out / "grid" / "grid.png")).strip()
+        in (out / "report.html").read_text()
+    )
+    for arguments, said in (
+        ([out, "--steps", "1"], "has no file of it, only of 2; export.every_steps or"),
+        ([out, "--steps", "first"], "give all, or numbers of steps"),
+        ([out, out / "adapters" / "bear.safetensors", "--steps", "all"], "leave out the files, or --steps"),
+        ([out / "config.toml", "--steps", "all"], "--sampling_steps is the sampler's"),
+        ([out, "--steps", "all"], "remove it, or give another folder with --out"),
+    ):
+        assert sample.main([*map(str, arguments)]) == 2
+        assert said in capsys.readouterr().err
+
+
 def made_adapter(folder: Path, path: Path, *, dora: bool) -> Path:
     """Of some Linears and a convolution of the denoiser, a third of each weight's size; diffusers' keys, scale 1."""
     model, tensors = whole_model_at(str(folder), quantization.recognise), {}
@@ -103,7 +137,7 @@ def test_a_stock_pipeline_draws_the_same(models: Path, tmp_path: Path, model: st
     folder = models / "sdxl" if model == "tiny" else ROOT / "examples" / "pocket_sdxl"
     file, merged = made_adapter(folder, tmp_path / "a.safetensors", dora=dora), tmp_path / "merged"
     assert adapter.main(["merge", str(folder), str(file), str(merged), "--dtype", "fp32"]) == 0
-    asked = ("--prompt", "a cat", "--seeds", 5, "--width", 64, "--height", 64, "--steps", 3, "--compute", "fp32")
+    asked = ("--prompt", "a cat", "--seeds", 5, "--width", 64, "--height", 64, "--sampling_steps", 3, "--compute", "fp32")
     drawn(folder, file, *asked, "--strengths", 1, 0, "--out", tmp_path / "own")
     ours, plain = (pixels(tmp_path / "own" / f"{index:02d}.png") for index in (0, 1))
     for theirs in (stock(folder, file, 3), stock(merged, None, 3)):
