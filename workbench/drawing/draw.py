@@ -105,19 +105,14 @@ def draw(
     requests = [asked for files in adapters.values() for asked in drawing.requests(config, files)]
     check_sizes(requests, source.family.images.size_multiple)
     model = NamedModel(source.family, config.model.path, source.config, source)
-    opened = {asked.adapters: asked for asked in requests}.keys()
     read = [[(open_adapter(path, [model]), strength) for path, strength in files] for files in adapters.values()]
-    drawn_with = dict(zip(opened, map(as_one, read), strict=True))
-    (first, (portable, _)), *others = drawn_with.items()
-    for names, (other, _) in others:
-        if portable is None or other is None or other.targets != portable.targets:
-            raise UserError(f"{names[0]} adapts other layers, or by another rank, than {first[0]}; draw with each by itself")
+    by_files = dict(zip(dict.fromkeys(asked.adapters for asked in requests), map(as_one, read), strict=True))
+    first, (portable, _) = next(iter(by_files.items()))
+    _refuse_unlike(by_files)
     config = _as_read(config, portable)
-    plan = _plan(config, source, portable)
-    peers = session.processes
-    warnings = [f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative))]
-    said = dict.fromkeys(line for files in read for each, _ in files for line in each.account.lines())
-    for line in (*said, *warnings):
+    plan, peers = _plan(config, source, portable), session.processes
+    lines = dict.fromkeys(line for files in read for each, _ in files for line in each.account.lines())
+    for line in (*lines, *(f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative)))):
         peers.say(line)
     plan = fetched(plan, peers, phases)
     components = session.components(plan, phases)
@@ -129,7 +124,7 @@ def draw(
         if loaded is None:
             return plan.family.images.draw(components.model, asked, texts(asked.prompt), texts(asked.negative))
         adapter, norms = loaded
-        portable, strength = drawn_with[asked.adapters]
+        portable, strength = by_files[asked.adapters]
         if asked.adapters != inside[0]:
             inside[0] = asked.adapters
             Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
@@ -144,6 +139,13 @@ def draw(
         sampling.draw_samples(requests, sample=sample, folder=out)
     files = sorted(out.glob("*.png"))
     return [*files, _sheet(out, drawing, [*adapters], files)] if grid else files
+
+
+def _refuse_unlike(by_files: Mapping[tuple[str, ...], tuple[Portable | None, float]]) -> None:
+    (first, (portable, _)), *others = by_files.items()
+    for names, (other, _) in others:
+        if portable is None or other is None or other.targets != portable.targets:
+            raise UserError(f"{names[0]} adapts other layers, or by another rank, than {first[0]}; draw with each by itself")
 
 
 def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.base.pictures import asked_of, pngs
-from trainer.base.run_layout import Layout
+from trainer.base.run_layout import Layout, step_of
 from trainer.config import Config
 from workbench.pages.rendering import embedded, render
 
@@ -23,19 +23,20 @@ def step_files(layout: Layout, name: str, steps: Sequence[str]) -> dict[str, Pat
             f"--steps {min(missing)}: {layout.adapters} has no file of it, only of {there}; "
             "export.every_steps or export.every_epochs writes some in a new run"
         )
-    chosen = {step: path for step, path in files.items() if "all" in steps or step in wanted or (step is None and not steps)}
-    if not chosen:
+    asked = {step: path for step, path in files.items() if "all" in steps or step in wanted or (step is None and not steps)}
+    if not asked:
         raise UserError(f"{layout.adapters} has no adapter file of {name}; train first, or give FILE")
-    return {"the end" if step is None else f"step {step:,}": path for step, path in chosen.items()}
+    return {"the end" if step is None else f"step {step:,}": path for step, path in asked.items()}
 
 
 def prompts_of(config: Config, layout: Layout) -> tuple[str, ...]:
-    """The prompts of a run's samples: those of its config, else those that it has drawn."""
+    """The prompts of a run's samples, from its config, else from the newest samples."""
     asked = config.validation
     if asked.prompts != "captions" and (asked.prompts or asked.samples):
         return tuple(dict.fromkeys((*asked.prompts, *(sample.prompt for sample in asked.samples))))
-    drawn = sorted(layout.samples.glob("step-*"))
-    return tuple(dict.fromkeys(str(asked_of(file)["prompt"]) for file in pngs(drawn[-1]))) if drawn else ()
+    steps = [step for path in layout.samples.glob("*") if (step := step_of(path.name)) is not None]
+    files = pngs(layout.samples_of(max(steps))) if steps else ()
+    return tuple(dict.fromkeys(str(asked_of(file)["prompt"]) for file in files))
 
 
 def show_in_report(layout: Layout) -> bool:
