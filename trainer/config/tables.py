@@ -324,9 +324,7 @@ STREAMED = "a graph replays kernels alone, and the copies of the blocks are aske
 
 def against_graphs(config: Config) -> Iterator[tuple[str, str]]:
     """What CUDA graphs cannot be combined with, as it stands in the config, and why."""
-    step, memory = config.step, config.memory
-    if step.compile != "none":
-        yield f"step.compile = {step.compile!r}", "a graph records eager kernels, and leaves their bytes"
+    memory = config.memory
     if memory.offload != "none":
         yield f"memory.offload = {memory.offload!r}", STREAMED
     if memory.shard:
