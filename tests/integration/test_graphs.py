@@ -69,6 +69,10 @@ def trained(bench: Workbench, family: str, *, taped: bool, **more: Any) -> tuple
             id="flux-dora-a-part-that-stops", marks=pytest.mark.slow,
         ),
         pytest.param(
+            "flux", {"adapter__type": "dora", "memory__offload": "blocks", "memory__resident_blocks": 0},
+            id="flux-dora-streamed", marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "sdxl",
             {
                 "adapter__type": "dora", "adapter__targets": ["*attn1.to_*", "conv_in"], "adapter__rules": ENCODERS,

@@ -319,7 +319,7 @@ def has_graphs(config: Config) -> bool:
     return config.step.graphs is not False and not any(against_graphs(config))
 
 
-STREAMED = "a graph replays kernels alone, and the copies of the blocks are asked for by the program"
+STREAMED = "which blocks lie on the card differs as a graph begins (docs/memory.md#graphs-over-streamed-blocks)"
 
 
 def against_graphs(config: Config) -> Iterator[tuple[str, str]]:
