@@ -1,12 +1,15 @@
-"""Operators on record: to compare what two micro-batches launch, and to replay one on a CPU as a CUDA graph would."""
+"""Operators on record: to compare what two micro-batches launch, and to replay one on a CPU as a CUDA graph would. Of
+compiled blocks, into which no mode sees: what ran of them, and a replay that runs them again."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -82,5 +85,40 @@ class Taping:
         def replay() -> None:
             self.replayed += 1
             tape.replay()
+
+        return replay, made
+
+
+# Operators that a program has in common with an eager block, one for one.
+COUNTED = (
+    "mm", "addmm", "bmm", "native_layer_norm", "native_layer_norm_backward", "pow", "rsqrt", "gelu", "gelu_backward", "silu",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
+
+
+class Running:
+    """A Recorder that has a region run again, without a mode, so that its compiled blocks run as programs. ran: of each
+    recording, how often which of COUNTED."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters, self.ran, self.replayed = parameters, list[Counter[str]](), 0
+
+    def warm(self, region: Callable[[], Tensor]) -> Tensor:
+        return region()
+
+    def record(self, region: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        before = [parameter.grad.clone() for parameter in self.parameters]
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            made = region()
+        names = (event.name.removeprefix("aten::").removesuffix("_") for event in seen.events())
+        self.ran.append(Counter(name for name in names if name in COUNTED))
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad.copy_(gradient)
+
+        def replay() -> None:
+            self.replayed += 1
+            again = region()
+            if isinstance(made, Tensor):
+                made.copy_(again)
 
         return replay, made

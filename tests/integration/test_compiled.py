@@ -1,7 +1,9 @@
-"""step.compile = "blocks": whole runs of compiled blocks. One block: numerics/test_compiled_blocks.py."""
+"""step.compile: whole runs of compiled blocks, and what "auto" comes to. One block: numerics/test_compiled_blocks.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,17 @@ from PIL import Image
 from tests.harness import PHOTOS, Workbench, metrics_of
 from tests.numerics.test_compiled_blocks import AOT
 from trainer import config as configs
+from trainer.adapters.kinds import KINDS
+from trainer.base.errors import UserError
+from trainer.kernels import dora_torch
+from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
+from trainer.resume.start_point import as_chosen
+from trainer.run import setup
+from trainer.runtime.device import Memory
 from workbench.commands.launch import train
+from workbench.planning import fitting, step_time
+from workbench.planning.describe import step_seconds
+from workbench.planning.estimate import forecast
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -108,3 +120,113 @@ def test_a_shape_makes_its_programs_once(bench: Workbench, monkeypatch, family: 
     half = steps // 2
     for part in (made[:half], made[half:]):
         assert sum(part[:3]) == sum(part) == 3 * each  # of the three shapes of an epoch, in its three updates
+
+
+CARD = Memory(80 * 2**30, None, dora_torch, torch.device("cuda"))
+
+
+@pytest.fixture
+def h100(monkeypatch) -> None:
+    """A card that is not there, beside this host."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(fitting, "check_compiler", lambda device: None)
+    monkeypatch.setattr(step_time, "bare_operator", lambda: 1e-6)
+
+
+def planned(bench: Workbench, steps: int = 10, **more: Any) -> RunPlan:
+    config = bench.config("flux", run__max_steps=steps, step__compile="auto", data__batch_size=1, **more)
+    source = open_source(config)
+    return make_plan(resolve(config, source), source, processes=1)
+
+
+def chosen(plan: RunPlan, there: Memory = CARD) -> tuple[str, str]:
+    """("blocks" or "none", the line)."""
+    said: list[str] = []
+    compiled = fitting.compiling(plan, there, say=said.append).config.step.compile
+    (line,) = said
+    assert line.startswith(f"step.compile = 'auto': {compiled!r}, as ")
+    return compiled, line
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("h100")
+@pytest.mark.parametrize("graphs", ["auto", False])
+def test_auto_compiles_where_the_least_that_is_saved_is_more_than_the_most_that_it_takes(bench: Workbench, graphs) -> None:
+    """With graphs the host is waited for in neither case. Both estimates are said."""
+    plan, machine = planned(bench, step__graphs=graphs), step_time.on_card("NVIDIA H100 80GB HBM3", 1e-6)
+    needs = forecast(plan, dora_torch)
+    assert machine is not None and bool(needs.graphs) is (graphs == "auto")
+    if graphs == "auto":
+        ends = step_seconds(plan, needs, machine.taking(1, 0))
+        saved = [(1 - step_time.COMPILED_CARD) * each for each in ends]
+    else:  # on this card these steps, which compute next to nothing, are the host's time at best
+        (least, most), (_, of_card) = (step_seconds(plan, needs, each) for each in (machine, machine.taking(1, 0)))
+        share = 1 - step_time.COMPILED_HOST, 1 - step_time.COMPILED_CARD
+        saved = [share[0] * least, share[0] * (most - of_card) + share[1] * of_card]
+    enough = ceil(2 * step_time.COMPILING[1] / min(saved))  # photos of two sizes
+    for steps, choice in ((enough + 1, "blocks"), (enough - 1, "none")):
+        compiled, line = chosen(planned(bench, steps, step__graphs=graphs))
+        assert compiled == choice and f"in {steps:,} steps, and to take 1.4 to 2.9 min for 2 sizes of micro-batches" in line
+        assert "compiling is estimated to save 2.9 " in line
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("h100")
+def test_auto_does_not_compile_where_there_is_a_reason_against_it(bench: Workbench, monkeypatch) -> None:
+    plan, others = planned(bench, 10**9), replace(CARD, largest=lambda number: [1])
+    assert chosen(plan)[0] == "blocks"
+    assert "another process does not earn its compile time back" in chosen(plan, others)[1]
+    assert "no card is named" in chosen(plan, replace(CARD, device=None))[1]
+    assert "this run is on cpu" in chosen(plan, replace(CARD, device=torch.device("cpu")))[1]
+    with monkeypatch.context() as patched:
+        patched.setitem(KINDS, "lora", replace(KINDS["lora"], factors=lambda state: (state, state)))
+        assert "this kind makes A and B in every forward" in chosen(plan)[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(fitting, "RECOMPUTES", False)
+        assert chosen(plan)[0] == "blocks"
+        assert "need more memory than the plan says" in chosen(planned(bench, memory__gradient_checkpointing=True))[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(fitting, "check_compiler", setup.check_compiler)
+        patched.setattr("torch.utils._triton.has_triton", lambda: False)
+        assert "needs Triton, which is not here" in chosen(plan)[1]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Z1")
+    assert "no figures for a step's time on NVIDIA Z1" in chosen(plan)[1]
+
+
+def test_auto_is_what_the_first_start_chose(bench: Workbench) -> None:
+    for saved, kept in (({"step": {"compile": "blocks"}}, "blocks"), ({"step": {"compile": "none"}}, "none"), ({}, "none")):
+        assert as_chosen(bench.config(step__compile="auto"), saved).step.compile == kept
+        assert as_chosen(bench.config(step__compile="blocks"), saved).step.compile == "blocks", "a word of its own"
+    fit = bench.config(step__compile="auto", memory__fit="auto")
+    assert as_chosen(fit, {"step": {"compile": "blocks"}, "memory": {"gradient_checkpointing": 3}}).memory != fit.memory
+
+
+@pytest.mark.slow
+def test_auto_is_none_on_a_cpu_and_a_run_keeps_it(bench: Workbench, monkeypatch, capsys) -> None:
+    tree = bench.tree(run__max_steps=2, run__stop_after=1, step__compile="auto")
+    train(configs.parse(tree), resume_from=None)
+    assert "step.compile = 'auto': 'none', as this run is on cpu, and no CUDA card" in capsys.readouterr().out
+    assert configs.read_resolved(bench.tmp / "out" / "config.toml")["step"]["compile"] == "none"
+    monkeypatch.setattr(fitting, "_worth_compiling", lambda plan, there: ("blocks", "a card is here now"))
+    del tree["run"]["stop_after"]
+    tree["step"]["compile"] = "blocks"
+    with pytest.raises(UserError, match=r"step\.compile: 'none' -> 'blocks'\n.*--allow step\.compile"):
+        train(configs.parse(tree), resume_from="auto")
+    tree["step"]["compile"] = "auto"
+    train(configs.parse(tree), resume_from="auto")
+    assert "step.compile" not in capsys.readouterr().out and "compiled" not in metrics_of(bench.tmp / "out")[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_auto_compiled_stays_compiled(bench: Workbench, monkeypatch) -> None:
+    """Where it goes on without a card, too; where nothing compiles, it is refused."""
+    traced_only(monkeypatch)
+    tree = bench.tree("flux", run__max_steps=2, run__stop_after=1, step__compile="auto")
+    with monkeypatch.context() as patched:
+        patched.setattr(fitting, "_worth_compiling", lambda plan, there: ("blocks", "a card is here"))
+        train(configs.parse(tree), resume_from=None)
+    del tree["run"]["stop_after"]
+    with torch._inductor.config.patch("cpp.cxx", (None, "no-such-compiler")), pytest.raises(UserError, match="no-such-comp"):
+        train(configs.parse(tree), resume_from="auto")
+    train(configs.parse(tree), resume_from="auto")
+    assert all(entry["compiled"] for entry in metrics_of(bench.tmp / "out"))

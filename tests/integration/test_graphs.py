@@ -1,20 +1,26 @@
-"""step.graphs leaves the bytes of eager steps, shown of tapes (tests/tape.py), which replay as a CUDA graph does."""
+"""step.graphs leaves the bytes of eager steps, shown of tapes (tests/tape.py), which replay as a CUDA graph does; and records
+compiled blocks once their programs are there."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.harness import PHOTOS, Workbench, built, take_step
-from tests.tape import Taping
+from tests.integration.test_compiled import traced_only
+from tests.tape import Running, Taping
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.engine.graphs import WARM_UP, Graphs
 from trainer.run.run import close
 from trainer.runtime import precision
+from trainer.runtime.device import without_graphs
 
 STEPS = 10
 ENCODERS = [{"component": name, "match": "*0*.self_attn.q_proj"} for name in ("text_encoder", "text_encoder_2")]
@@ -63,6 +69,10 @@ def trained(bench: Workbench, family: str, *, taped: bool, **more: Any) -> tuple
             id="flux-dora-a-part-that-stops", marks=pytest.mark.slow,
         ),
         pytest.param(
+            "flux", {"adapter__type": "dora", "memory__offload": "blocks", "memory__resident_blocks": 0},
+            id="flux-dora-streamed", marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "sdxl",
             {
                 "adapter__type": "dora", "adapter__targets": ["*attn1.to_*", "conv_in"], "adapter__rules": ENCODERS,
@@ -90,12 +100,55 @@ def test_masks_that_are_drawn_within_a_recording_are_refused(bench: Workbench) -
         configs.parse(tree)
 
 
-def test_a_recording_is_of_eager_blocks(bench: Workbench) -> None:
-    tree = bench.tree("flux", step__graphs=True, step__compile="blocks")
-    with pytest.raises(
-        UserError, match=r"step\.graphs = true cannot be combined with step\.compile = 'blocks'.*leave out one"
-    ):
-        configs.parse(tree)
+# What a program leaves out of an eager micro-batch: in a double block, of which the tiny Flux has two, both norms have the
+# same silu, forward and recomputed.
+DEAD = {"flux": Counter(silu=4), "sdxl": Counter()}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param("flux", "dora", marks=pytest.mark.slow), pytest.param("flux", "lora", marks=pytest.mark.proof),
+        pytest.param("sdxl", "dora", marks=pytest.mark.proof),
+    ],
+)  # fmt: skip
+def test_compiled_blocks_are_recorded_once_their_programs_are_made(
+    bench: Workbench, monkeypatch, family: str, kind: str
+) -> None:
+    """Traced alone, they have the bytes of eager blocks; they run what these do, but for what is dead; and neither a
+    recording nor what follows makes a program."""
+    seen = dict[str, Any]()
+    traced_only(monkeypatch)
+    (bench.tmp / "photo").mkdir()
+    Image.new("RGB", (64, 64), "red").save(bench.tmp / "photo" / "1.png")
+    (bench.tmp / "photo" / "1.txt").write_text("a bear")
+    for compiled in ("none", "blocks"):
+        tree = bench.tree(
+            family, run__max_steps=4, optimizer__lr=1e-2, data__sources=[{"path": str(bench.tmp / "photo"), "repeats": 2}],
+            data__batch_size=1, data__caption_dropout=0.0, step__accumulation=2, step__compile=compiled, adapter__type=kind,
+            adapter__targets="attention+mlp", memory__gradient_checkpointing=True,
+        )  # fmt: skip
+        with built(configs.parse(tree)) as run:
+            parameters, begin = list(run.adapter.named_parameters().values()), run.step.begin
+            running = Running(parameters)
+            graphs = run.step.graphs = Graphs(
+                run.step.losses, parameters, run.adapter, recorder=lambda running=running: running, say=lambda line: None,
+            )  # fmt: skip
+            run.step.begin = lambda begin=begin, graphs=graphs: (begin(), graphs.begin())
+            done = [take_step(run, step, update) for step, update in zip(range(1, 5), run.updates(), strict=False)]
+            assert running.replayed and len(running.ran) == 2 and len(graphs.recorded) == 1
+            weights = {name: tensor.clone() for name, tensor in run.adapter.state_dict().items()}
+            made = [result.told.get("compiled", 0) for result in done]
+            seen[compiled] = [replace(result, told={}) for result in done], weights, running.ran[1]
+    (eager, before, ran), (compiled, after, program) = seen.values()
+    assert compiled == eager and all(torch.equal(after[name], before[name]) for name in before)
+    assert made[0] > 0 and not any(made[1:]), "in the first micro-batch, which warms up"
+    assert ran - program == DEAD[family] and program <= ran and ran["mm"] > 50
+
+
+def test_a_run_on_a_card_records_its_compiled_blocks(bench: Workbench) -> None:
+    config = configs.parse(bench.tree("flux", step__graphs=True, step__compile="blocks"))
+    assert configs.has_graphs(config) and without_graphs(config, torch.device("cuda")) == ""
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,7 @@ def test_the_presets() -> None:
     wanted = {f"{family}_{card}gb" for family in FAMILIES for card in (8, 10, 12, 16, 24, 80)}
     assert names == wanted
     assert all(f"`{name}.toml`" in (ROOT / "docs" / "memory.md").read_text() for name in wanted)
+    assert all(tomllib.loads(path.read_text())["step"]["compile"] == "auto" for path in PRESETS)
 
 
 WHOLE = memory_table.COLUMNS

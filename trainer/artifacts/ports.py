@@ -25,6 +25,7 @@ from trainer.monitoring.metrics import Tracker
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.context import RunContext
+from trainer.runtime.device import Memory
 
 
 class Page(AbstractContextManager[Any], Protocol):
@@ -66,13 +67,17 @@ class Pages(Protocol):
 
 
 class Planning(Protocol):
-    """Chooses keys by the memory there is."""
+    """Chooses keys by the memory and the time there are."""
 
     def fitted(
         self, plan: RunPlan, kernels: Kernels, memory: int,
         *, base: Callable[[], int] | None, kept: Collection[str], say: Callable[[str], None],
     ) -> RunPlan:  # fmt: skip
         """The plan with what `memory.fit` and `memory.resident_blocks` choose. Raises UserError where nothing fits."""
+        ...
+
+    def compiling(self, plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
+        """The plan with what `step.compile` chooses, alike in all processes."""
         ...
 
 
@@ -137,6 +142,7 @@ ASKED: dict[str, dict[str, Callable[[Config], bool]]] = {
     "planning": {
         "memory.fit": lambda config: config.memory.fit is not None,
         "memory.resident_blocks": lambda config: (config.memory.offload, config.memory.resident_blocks) == ("blocks", "auto"),
+        "step.compile": lambda config: config.step.compile == "auto",
     },
     "pages": {"export.base_model": lambda config: bool(config.export.base_model)},
     "trackers": {

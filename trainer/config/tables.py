@@ -334,14 +334,12 @@ def has_graphs(config: Config) -> bool:
     return config.step.graphs is not False and not any(against_graphs(config))
 
 
-STREAMED = "a graph replays kernels alone, and the copies of the blocks are asked for by the program"
+STREAMED = "which blocks lie on the card differs as a graph begins (docs/memory.md#graphs-over-streamed-blocks)"
 
 
 def against_graphs(config: Config) -> Iterator[tuple[str, str]]:
     """What CUDA graphs cannot be combined with, as it stands in the config, and why."""
-    step, memory = config.step, config.memory
-    if step.compile != "none":
-        yield f"step.compile = {step.compile!r}", "a graph records eager kernels, and leaves their bytes"
+    memory = config.memory
     if memory.offload != "none":
         yield f"memory.offload = {memory.offload!r}", STREAMED
     if memory.shard:

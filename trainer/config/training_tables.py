@@ -85,8 +85,9 @@ class StepTable(Table):
     """What to do at a value that is not finite: stop the run, or skip the update."""
     max_skipped: Annotated[Count, ReadWith("step.non_finite", ("skip",))] = 10
     """So many updates of the run are skipped. One more stops it."""
-    compile: Literal["none", "blocks"] = "none"
-    """Have torch.compile make one program of each kind of block. The first steps take minutes."""
+    compile: Literal["none", "blocks", "auto"] = "none"
+    """Have torch.compile make one program of each kind of block. The first steps take minutes. `auto`: on a CUDA card, where
+    the run saves more time than that takes; a run keeps what its first start chose."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Which of torch's kernels compute the denoiser's attention: by the card, or this one alone."""
     graphs: Literal["auto"] | bool = "auto"

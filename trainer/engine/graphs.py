@@ -1,6 +1,7 @@
 """Micro-batches as CUDA graphs: what the device does for one is recorded once a shape, and replayed in one launch.
 
 Where a card waits for Python, that takes the waiting away. The kernels are those of an eager step, and so are the bytes.
+Compiled blocks are recorded as their programs run: the micro-batches before have made these, and none is made meanwhile.
 What is recorded is `Losses.of` and its backward: it follows from the shapes of its inputs, and reads nothing back. Draws and
 copies to the device come before it, the sum over processes and the optimizer after it.
 
@@ -23,6 +24,7 @@ from trainer.base.errors import is_out_of_memory
 from trainer.base.types import Batch, Occurrence, each_tensor
 from trainer.engine.step import Inputs, Losses, backward
 from trainer.kernels.scratch import own_buffers
+from trainer.runtime.compilation import programs_complete
 
 # Micro-batches of a shape that are eager before one is recorded: libraries choose kernels and take workspaces in them, and
 # tensors that are made once are made.
@@ -59,7 +61,7 @@ class CudaGraphs:
         return made
 
     def record(self, region: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """(the graph's replay, its output). Raises torch.OutOfMemoryError where its memory is not there."""
+        """(the graph's replay, its output). Raises what the region does: torch.OutOfMemoryError where there is no memory."""
         graph = torch.cuda.CUDAGraph()
         # Its own buffers: the shared ones grow, and a graph would write to where they were. Other threads go on meanwhile,
         # the loader's and that of a checkpoint.
@@ -69,7 +71,7 @@ class CudaGraphs:
                 made = region()
         except RuntimeError as error:
             # A recording that broke off complains of that as it ends.
-            if isinstance(error.__context__, torch.OutOfMemoryError):
+            if isinstance(error.__context__, RuntimeError):
                 raise error.__context__ from None
             raise
         return graph.replay, made
@@ -188,7 +190,8 @@ class Graphs:
                 self.adapter.mark_stale()
                 pool.refreshed = pool.recorder.record(self.adapter.refreshed)
             pool.refreshed[1]()
-            replay, losses = pool.recorder.record(lambda: self._run(*static))
+            with programs_complete():
+                replay, losses = pool.recorder.record(lambda: self._run(*static))
         except RuntimeError as error:
             if self.needed and not is_out_of_memory(error):
                 error.add_note("while a micro-batch was recorded as a CUDA graph; step.graphs = false does without")

@@ -62,7 +62,7 @@ def check_kind(config: Config) -> None:
     kind = kind_named(config.adapter.type)
     for key, why in {**kind.refuses, **({} if kind.factors is None else COMPOSED)}.items():
         default, value = configs.known_keys()[key], reduce(getattr, key.split("."), config)
-        if value != default:
+        if value not in (default, "auto"):  # which then comes to the default
             remedy = "leave it out" if default is None else f"set {key} = {default!r}"
             beside = f"{key} = {value!r} cannot be combined with adapter.type = {kind.name!r}"
             raise UserError(f"{beside}: {why}; {remedy} or adapter.type = 'lora'")

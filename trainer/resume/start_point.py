@@ -38,7 +38,7 @@ def census(config: Config) -> Mapping[str, Piece]:
 def find_start(
     config: Config, resume_from: str | None, allowed: Allowance, phases: Phases = QUIET, *, planned: bool = False
 ) -> tuple[Saved | None, Config, list[str]]:
-    """The checkpoint to go on from, or None for a fresh start; the config, with what the run's memory.fit chose; and what is
+    """The checkpoint to go on from, or None for a fresh start; the config, with what the run chose when it began; and what is
     to be warned of.
 
     planned: nothing will be written, so that this run's own checkpoints in the output directory are a warning.
@@ -84,8 +84,11 @@ def fixed_levers(config: Config) -> tuple[str, ...]:
 
 
 def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
-    """The config with what memory.fit chose of `fixed_levers` when the run began. saved: its resolved config."""
+    """The config with what step.compile = "auto" came to when the run began, and what memory.fit chose of `fixed_levers`.
+    saved: its resolved config."""
     memory, was = config.memory, configs.flatten(saved)
+    if config.step.compile == "auto":
+        config = with_values(config, {"step.compile": was.get("step.compile", "none")})  # "none" before there was the key
     if memory.fit is None:
         return config
     fixed, keys = {*memory.fit_by} & {*fixed_levers(config)}, {}

@@ -6,7 +6,7 @@ written over is a warning there: a plan writes nothing.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from trainer.resume.allowed_changes import Allowance
 from trainer.resume.initial_adapter import Start, open_start
 from trainer.run import container
 from trainer.runtime.attention import Attention, choose, head_sizes, planned
+from trainer.runtime.compilation import check_compiler
 from trainer.runtime.device import Memory
 
 
@@ -98,9 +99,7 @@ def begin(
     memo = open_memo(config, trusted=not asked.verify)
     plan = make_plan(config, source, processes=processes, phases=phases, scanned=memo)
     start = open_start(plan, resumed=saved is not None)
-    if asked.ports.planning is not None:
-        kept = () if saved is None else start_point.fixed_levers(config)
-        plan = asked.ports.planning.fitted(plan, there.kernels, there.size, base=there.base, kept=kept, say=say)
+    plan = _chosen(plan, there, asked.ports, kept=() if saved is None else start_point.fixed_levers(config), say=say)
     config = plan.config
     doubts = (*warnings, *container.doubts(Path(config.run.output_dir), "run.output_dir"))
     for line in (*memo.lines(), *start.account.lines(), *(f"warning: {doubt}" for doubt in doubts)):
@@ -133,6 +132,16 @@ def begin(
         with files.locked(layout.lock, shared=True):  # each process of this start asks at about the same time
             pass
     return Beginning(plan, layout, saved, pieces, progress, start, environment, attention, memo)
+
+
+def _chosen(plan: RunPlan, there: Memory, ports: Ports, *, kept: Collection[str], say: Callable[[str], None]) -> RunPlan:
+    """The plan with what is chosen by the device there is. Raises UserError where nothing fits there, or compiles."""
+    if ports.planning is not None:
+        plan = ports.planning.fitted(plan, there.kernels, there.size, base=there.base, kept=kept, say=say)
+        plan = ports.planning.compiling(plan, there, say=say)
+    if there.device is not None and plan.config.step.compile == "blocks":
+        check_compiler(there.device)
+    return plan
 
 
 def _check_machine(config: Config, asked: Launch, say: Callable[[str], None]) -> None:

@@ -9,7 +9,8 @@ import shutil
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 USERS_FOLDER = os.environ.get(FOLDER)
 # Of the data's shapes each makes a program, and no others: torch's own limit would end a run of many buckets.
 LIMIT = 2**16
+REFUSED = "fail_on_recompile"  # as torch says that it would have to compile
 # Before, a program kept what its adapted layers gave. Flux at 1024 px took 38.0 GiB of an H200, and eager 25.7.
 RECOMPUTES = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
@@ -120,6 +122,18 @@ class Compiler:
         if made:
             self.say(f"compiled {', '.join(f'{count} x {kind}' if count > 1 else kind for kind, count in made.items())}")
         return {"compiled": made.total()}
+
+
+@contextmanager
+def programs_complete() -> Iterator[None]:
+    """A block in which no program is made, as a CUDA graph is recorded in: RuntimeError where one would be."""
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+    except RuntimeError as error:
+        if REFUSED not in str(error):
+            raise
+        raise RuntimeError(f"a block would be compiled in it: {one_line(error)}") from error
 
 
 def _trained_with(forward: Callable, backend: Callable) -> Callable:

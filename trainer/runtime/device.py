@@ -13,7 +13,6 @@ from trainer.base.errors import UserError, number_in
 from trainer.base.protocols import Kernels
 from trainer.config import Config, against_graphs
 from trainer.runtime import precision, processes
-from trainer.runtime.compilation import check_compiler
 from trainer.runtime.processes import Processes
 
 
@@ -30,8 +29,6 @@ def check_device(config: Config) -> torch.device:
     # One device per local rank, as accelerate assigns them.
     device = torch.device("cpu") if on_cpu else torch.device("cuda", number_in("LOCAL_RANK", 0))
     precision.prepare_device(device, {component.compute for component in config.model.components.values()})
-    if config.step.compile == "blocks":
-        check_compiler(device)
     choice = kernels.choose(config.adapter.kernels, device)
     precision.check_scaled_matmul(config.precision.matmul, choice, device)
     if config.step.graphs is True and device.type != "cuda":
@@ -52,13 +49,14 @@ def without_graphs(config: Config, device: torch.device) -> str:
 class Memory:
     """The memory of the device that a run is planned for. size: bytes. base: what `base_of` gives. kernels: the run's.
 
-    device: None where it need not be here.
+    device: None where it need not be here. largest: of a number, over the processes.
     """
 
     size: int
     base: Callable[[], int] | None
     kernels: Kernels
     device: torch.device | None = None
+    largest: Callable[..., list[int]] = lambda *numbers: [*numbers]
 
     @staticmethod
     def of(device: torch.device, config: Config) -> "Memory":
@@ -71,8 +69,8 @@ class Memory:
     def everywhere(self, largest: Callable[..., list[int]]) -> "Memory":
         """The same in all processes of a run: the least memory that one has, and the most that one takes on a CPU, when that
         is asked first: some may ask more often than others. largest: of a number, over the processes."""
-        base = self.base
-        return replace(self, size=-largest(-self.size)[0], base=base and cache(lambda: largest(base())[0]))
+        base = self.base and cache(lambda base=self.base: largest(base())[0])
+        return replace(self, size=-largest(-self.size)[0], base=base, largest=largest)
 
 
 def accelerator_of(config: Config, memory: int) -> Memory:

@@ -1,4 +1,5 @@
-"""What a run gives up to fit into the memory there is: `memory.fit`, by what `memory.fit_by` names, and `resident_blocks`."""
+"""What a run gives up to fit into the memory there is: `memory.fit`, by what `memory.fit_by` names, and `resident_blocks`.
+And whether it compiles its blocks to save time: `step.compile = "auto"`."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
@@ -6,13 +7,23 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
+
+from trainer.adapters.kinds import kind_named
+from trainer.base.account import counted
 from trainer.base.errors import UserError
 from trainer.base.files import parse_size
 from trainer.base.protocols import Kernels
 from trainer.base.tensorfile import size_text
+from trainer.data.batches import short_batches
 from trainer.plan.remedies import Keys, in_words, remedies
+from trainer.plan.requirements import COMPOSED
 from trainer.plan.run_plan import RunPlan
+from trainer.runtime.compilation import RECOMPUTES, check_compiler
+from trainer.runtime.device import Memory
 from trainer.runtime.streaming import device_bytes
+from workbench.planning import step_time
+from workbench.planning.describe import band, step_seconds
 from workbench.planning.dry_run import Rehearsal, without_values
 from workbench.planning.estimate import Forecast, forecast
 from workbench.planning.suggestions import changes, lowered, with_keys
@@ -114,6 +125,52 @@ def _fitted_by_remedies(
         say(f"memory.fit = {asked.fit!r}: step.graphs = false (steps wait for Python; no byte changes)")
         settings = [*settings, {"step.graphs": False}]
     return with_keys(plan, _together(settings))
+
+
+def compiling(plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
+    """The plan with what step.compile = "auto" comes to, alike in all processes: "blocks" where the least time that it saves
+    is more than the most that it takes. say: told the choice, and why."""
+    if plan.config.step.compile != "auto":
+        return plan
+    choice, why = _worth_compiling(plan, there)
+    if there.largest(choice == "none")[0] and choice != "none":
+        choice, why = "none", "another process does not earn its compile time back"
+    say(f"step.compile = 'auto': {choice!r}, as {why}")
+    return with_keys(plan, {"step.compile": choice})
+
+
+def _worth_compiling(plan: RunPlan, there: Memory) -> tuple[str, str]:
+    """("blocks" or "none", why)."""
+    config, device = plan.config, there.device
+    if device is None:
+        return "none", "no card is named; a start on one chooses by its speed"
+    if device.type != "cuda":
+        return "none", f"this run is on {device}, and no CUDA card"
+    if kind_named(config.adapter.type).factors is not None:
+        return "none", COMPOSED["step.compile"]
+    if config.memory.gradient_checkpointing and not RECOMPUTES:
+        return "none", f"programs of torch {torch.__version__} need more memory than the plan says"
+    try:
+        check_compiler(device)
+    except UserError as error:
+        return "none", str(error)
+    name = torch.cuda.get_device_name(device)
+    machine = step_time.on_card(name, step_time.bare_operator())
+    if machine is None:
+        return "none", f"there are no figures for a step's time on {name}"
+    needs, steps = forecast(plan, there.kernels), plan.length.max_steps
+    if needs.graphs and needs.fits(there.size, graphs=True):
+        machine = machine.taking(1, 0)  # steps by CUDA graphs wait for no host
+    compiled = machine.taking(step_time.COMPILED_CARD, step_time.COMPILED_HOST)
+    ends = zip(step_seconds(plan, needs, machine), step_seconds(plan, needs, compiled), strict=True)
+    saved = sorted(steps * (eager - quicker) for eager, quicker in ends)
+    fill = config.data.short_batches == "merge"
+    sizes = len(short_batches.shapes(plan.data.examples, batch_size=config.data.batch_size, fill=fill))
+    least, most = (sizes * config.data.clip_chunks * each for each in step_time.COMPILING)
+    return "blocks" if saved[0] > most else "none", (
+        f"compiling is estimated to save {band(*saved)} in {counted(steps, 'step')}, and to take {band(least, most)} for "
+        f"{counted(sizes, 'size')} of micro-batches"
+    )
 
 
 def _together(settings: Sequence[Keys]) -> Keys:

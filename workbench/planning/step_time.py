@@ -45,6 +45,12 @@ CPU_LAUNCH: Range = (5, 10)
 BUS: Range = (50e9, 25e9)
 # Seconds of the driver for a launch on a card. Not measured here: what is usually told.
 DRIVER: Range = (2e-6, 8e-6)
+# Of the time of eager steps what compiled blocks took where they saved least. Of the card's: Flux on an H200 at 1024 px, 0.64
+# at 512 px. Of the host's: SDXL's DoRA, 0.51 to 0.67 elsewhere (benchmarks/host_time.py). SDXL was not measured on a card.
+COMPILED_CARD, COMPILED_HOST = 0.70, 0.69
+# Seconds to compile for one size of micro-batch: Flux beside an H200 (docs/benchmarks/GPU-2026-11-26.json), the pocket Flux
+# on a core of a CPU (docs/benchmarks/starts-compiled-CPU-2026-11-26.json).
+COMPILING: Range = (43, 86)
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,20 @@ class Machine:
     best: Speed
     worst: Speed
     card: bool
+
+    def taking(self, device: float, host: float) -> "Machine":
+        """One that takes so large a part of this one's time on the device, and on the host."""
+        best, worst = (
+            Speed(
+                {width: rate / device for width, rate in speed.products.items()},
+                speed.memory / device,
+                speed.launch * device,
+                speed.host * host,
+                speed.bus,
+            )
+            for speed in (self.best, self.worst)
+        )
+        return Machine(best, worst, self.card)
 
     def seconds(self, cost: Cost, share: float = 1.0, copied: int = 0) -> Range:
         """The least and the most that these operators take, with so large a share of their tensors (in bytes and FLOPs).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tape import Taping
+from tests.tape import Running, Taping
 from tests.unit.engine.test_step import OURS, batch
 from trainer.base.errors import is_out_of_memory
 from trainer.base.types import Batch
@@ -148,6 +149,56 @@ def test_what_cannot_be_recorded_is_eager_from_then_on(needed: bool, error: Runt
     assert said[0].startswith("step.graphs: ") and "go on without" in said[0]
 
 
+class Compiled(Made):
+    """Its product is compiled, for each power anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power, self.programs = 1, 0
+        torch.compiler.reset()
+        self.product = torch.compile(self._product, backend=self._backend, fullgraph=True, dynamic=False)
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        self.programs += 1
+        return graph.forward
+
+    def _product(self, latents: torch.Tensor) -> torch.Tensor:
+        return (latents * self.parameter.mean()).mean((1, 2, 3)) ** self.power
+
+    def of(self, latents: torch.Tensor) -> torch.Tensor:
+        return self.product(latents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needed", [False, True])
+def test_where_a_program_is_not_made_yet_nothing_is_recorded_and_the_run_goes_on(needed: bool) -> None:
+    losses = Compiled()
+    said: list[str] = []
+    running = Running([losses.parameter])
+    graphs = Graphs(
+        losses, [losses.parameter], losses, recorder=lambda: running, say=said.append, needed=needed,
+    )  # fmt: skip
+    for count in (1, 2):  # a size whose programs are there, and one whose programs are others by the time
+        for _ in range(WARM_UP):
+            graphs(micro_batch(1.0, count), OURS, torch.tensor(1.0))
+        assert losses.programs == count and len(graphs.recorded) == count - 1
+        losses.power = count
+        if count == 1:
+            graphs(micro_batch(1.0, count), OURS, torch.tensor(1.0))
+            assert losses.programs == 1 and len(said) == 1 and len(graphs.recorded) == 1
+    if needed:
+        with pytest.raises(RuntimeError, match="a block would be compiled in it: .*self.power == 1") as raised:
+            graphs(micro_batch(3.0), OURS, torch.tensor(1.0))
+        assert losses.programs == 2 and "step.graphs = false" in raised.value.__notes__[0]
+        return
+    made = graphs(micro_batch(3.0), OURS, torch.tensor(1.0))
+    assert torch.equal(made, losses._product(micro_batch(3.0).latents).detach()) and losses.programs == 3
+    assert graphs.off and len(said) == 2 and not graphs.recorded
+    assert re.match(
+        r"step.graphs: a micro-batch cannot be recorded \(a block would be compiled in it: .*go on without", said[1]
+    )
+
+
 def test_work_beside_graphs_gets_their_memory_when_it_needs_it() -> None:
     losses = Made()
     graphs, taping, _ = graphs_of(losses)
@@ -202,14 +253,14 @@ def cuda(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes")])
-def test_want_of_memory_while_recording_is_told_as_such(cuda: SimpleNamespace, error: RuntimeError) -> None:
+def test_what_broke_a_recording_off_is_told_as_such(cuda: SimpleNamespace, error: RuntimeError) -> None:
     def region() -> torch.Tensor:
         raise error
 
     cuda.breaks = True
     with pytest.raises(RuntimeError) as raised:
         CudaGraphs(torch.device("cuda")).record(region)
-    assert is_out_of_memory(raised.value) == isinstance(error, torch.OutOfMemoryError)
+    assert raised.value is error and is_out_of_memory(raised.value) == isinstance(error, torch.OutOfMemoryError)
 
 
 def test_all_graphs_share_a_pool_and_none_a_buffer_of_eager_micro_batches(cuda: SimpleNamespace) -> None:
