@@ -34,6 +34,7 @@ def check_device(config: Config) -> torch.device:
         check_compiler(device)
     choice = kernels.choose(config.adapter.kernels, device)
     precision.check_scaled_matmul(config.precision.matmul, choice, device)
+    precision.check_encoding(config.vae.encode, device)
     if config.step.graphs is True and device.type != "cuda":
         raise UserError(f"step.graphs = true needs a CUDA device, this run is on {device}; leave it out")
     return device
