@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends import cuda
 
 from tests.numerics.test_attention import block
+from trainer.base import memory
 from trainer.base.errors import UserError
 from trainer.models import FAMILIES
 from trainer.runtime import attention
@@ -221,3 +222,16 @@ def test_masks_plain_attention_and_padded_heads_keep_nothing() -> None:
     assert attention._fused(x, x, x) is None and attention._fused(x[..., :8], x[..., :8], x[..., :8]) is not None
     with Attention(("math",)).used():
         assert attention._fused(x[..., :8], x[..., :8], x[..., :8]) is None
+
+
+def test_a_mask_is_there_in_a_block_that_keeps() -> None:
+    """And in its gradients: such attention is made again."""
+    x = torch.randn(1, 2, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    block = nn.Module()
+    block.forward = lambda x: attention.attention_once(x, x, x, mask)
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    memory.checkpoint_blocks({"block": block}, "selective")
+    for out in (made := [block(given[0]), ATTENTION(given[1], given[1], given[1], mask)]):
+        out.square().sum().backward()
+    assert torch.equal(*made) and torch.equal(given[0].grad, given[1].grad)
