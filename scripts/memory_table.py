@@ -1,11 +1,14 @@
-"""The tables of docs/memory.md: what runs need, by family, dtype, adapter, resolution and batch, and which cards have that.
+"""The tables of docs/memory.md: what runs need, by family, dtype, adapter, resolution and batch, and which cards have that;
+and what the presets choose on their cards.
 
     python scripts/memory_table.py --processes 2
+    python scripts/memory_table.py --presets --processes 2
     python scripts/memory_table.py --readme
 
 It plans every cell at the published sizes, for a GPU, and writes the tables between the two markers of docs/memory.md, and
 the README's small table from them. It reads no weights and needs no GPU. It takes 15 minutes of one core, which --processes
-shares out. --readme plans nothing: it writes the README's table from the tables that stand in docs/memory.md.
+shares out. --presets writes the presets' table alone, in 10 minutes. --readme plans nothing: it writes the README's table
+from the tables that stand in docs/memory.md.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -30,14 +34,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer import config as configs
 from trainer import kernels
+from trainer.config import has_graphs
 from trainer.models import FAMILIES
+from trainer.plan.remedies import REMEDIES
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
+from workbench.planning.describe import band
 from workbench.planning.dry_run import without_values
-from workbench.planning.estimate import Forecast, Forecaster
+from workbench.planning.estimate import SHARE, STEP, Forecast, Forecaster, forecast
+from workbench.planning.step_time import Range, on_card
+from workbench.planning.suggestions import with_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT, README = ROOT / "docs" / "memory.md", ROOT / "README.md"
 BEGIN, END = "<!-- scripts/memory_table.py writes from here -->\n", "<!-- to here -->\n"
+BEGIN_PRESETS = "<!-- scripts/memory_table.py --presets writes from here -->\n"
+PRESETS = tuple(sorted(path.stem for path in (ROOT / "configs").glob("*_*gb.toml")))
 CARDS = (8, 12, 16, 24, 48, 80)  # GiB
 DTYPES = ("bf16", "fp8_e4m3", "nf4")
 ADAPTERS = ("lora", "dora")
@@ -65,14 +76,20 @@ MODELS = tuple(Model(*of, *way) for *of, way in itertools.product(FAMILIES, DTYP
 Needed = Mapping[Model, Mapping[tuple[int, int], int]]  # bytes, by (resolution, batch)
 
 
-def plan_of(model: Model, folder: Path) -> RunPlan:
-    """All other keys have their defaults. folder: for the photos."""
-    photos = folder / "photos"
+def photos_in(folder: Path, side: int) -> Path:
+    """A folder in it of captioned photos of that size."""
+    photos = folder / f"photos-{side}"
     if not photos.exists():
         photos.mkdir(parents=True)
         for number in range(CAPTIONS):
-            Image.new("RGB", (512, 512)).save(photos / f"{number:02}.png")
+            Image.new("RGB", (side, side)).save(photos / f"{number:02}.png")
             (photos / f"{number:02}.txt").write_text(f"photo {number}")
+    return photos
+
+
+def plan_of(model: Model, folder: Path) -> RunPlan:
+    """All other keys have their defaults. folder: for the photos."""
+    photos = photos_in(folder, 512)
     family = FAMILIES[model.family]
     streaming = {} if model.resident is None else {"offload": "blocks", "resident_blocks": model.resident}
     tree = {
@@ -165,31 +182,122 @@ def best(document: str, family: str, card: int, streamed: bool) -> str:
     return "nothing fits"
 
 
-def between(text: str, lines: Iterable[str]) -> str:
-    """`text` with `lines` between its two markers."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+# Whose time stands for a card of so many GiB: of the table of step_time.py those that come nearest. And seconds of a bare
+# operator of the host beside it: benchmarks/host_time.py has 1.0 to 1.2 us.
+STANDING_FOR = {24: "NVIDIA GeForce RTX 4090", 80: "NVIDIA H100 80GB HBM3"}
+ELSE, OPERATOR = "NVIDIA GeForce RTX 3090", 1.1e-6
+RECOMPUTED = {
+    False: "nothing", 4: "every fourth block", 3: "every third block", 2: "every second block",
+    "selective": "all but attention", True: "all",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way for a preset to make its steps. recomputed: memory.gradient_checkpointing. share: of the card, what the run
+    needs. seconds: of a micro-batch, from and to. own: whether the preset recomputes so."""
+
+    recomputed: bool | int | str
+    graphs: bool
+    share: float
+    seconds: Range
+    own: bool
+
+    def fits(self, card: int) -> bool:
+        """With 5 % to spare, of 8 GB 15 %; with graphs at all, as the steps are eager where they find no room."""
+        return self.share <= (1 if self.graphs else 0.85 if card == 8 else 0.95)
+
+    def __str__(self) -> str:
+        return f"{RECOMPUTED[self.recomputed]}{', graphs' * self.graphs}"
+
+
+def ways(preset: str, folder: Path) -> list[Way]:
+    """All ways of a preset, the fastest first by the middle of its band. folder: for the photos."""
+    card = int(preset.rpartition("_")[2].removesuffix("gb"))
+    config = configs.load(f"{preset}.toml", [f"data.sources.0.path={str(photos_in(folder, 1024))!r}"])
+    source, own = open_source(config), config.memory.gradient_checkpointing
+    plan, machine = make_plan(resolve(config, source), source, processes=1), on_card(STANDING_FOR.get(card, ELSE), OPERATOR)
+    assert machine is not None
+    found = []
+    for keys in REMEDIES[0].levels(plan):
+        needs, (recomputed,) = forecast(with_keys(plan, keys), kernels.planned("auto")), keys.values()
+        cost = next(phase for phase in needs.phases if phase.name.startswith(STEP)).cost
+        eager = machine.seconds(cost, copied=needs.streaming.copied if needs.streaming else 0)
+        replayed = machine.best.device_seconds(cost, 1), machine.worst.device_seconds(cost, 1)
+        for graphs, seconds in ((True, replayed), (False, eager))[not has_graphs(config) :]:
+            size = needs.total + graphs * int((1 + SHARE) * needs.graphs)
+            found.append(Way(recomputed, graphs, size / (card * 2**30), seconds, recomputed == own))
+    return sorted(found, key=lambda way: sum(way.seconds))
+
+
+def chosen(preset: str, found: Iterable[Way]) -> tuple[Way, Way | None]:
+    """(the fastest that fits its card, what would be next faster; None: nothing)."""
+    card, faster = int(preset.rpartition("_")[2].removesuffix("gb")), None
+    for way in found:
+        if way.fits(card):
+            return way, faster
+        faster = way
+    raise ValueError(f"{preset}: nothing fits")
+
+
+def preset_row(preset: str, folder: Path) -> str:
+    """A row of Markdown. Raises ValueError for a preset that chooses another way."""
+    way, faster = chosen(preset, ways(preset, folder))
+    if not way.own:
+        raise ValueError(f"{preset}: its plan allows a faster one: {way}, {way.share:.3f} of the card")
+    beyond = f"{faster}: {faster.share:.3f}" if faster else ""
+    return f"| `{preset}` | {way} | {way.share:.3f} | {band(*way.seconds)} | {beyond} |"
+
+
+def preset_table(rows: Iterable[str]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield "| preset | recomputed, and whether by graphs | of the card | a micro-batch, estimated | next faster, of the card |"
+    yield "|---|---|---|---|---|"
+    yield from rows
+    yield ""
+
+
+def between(text: str, lines: Iterable[str], begin: str = BEGIN) -> str:
+    """`text` with `lines` between two markers, the first of which is `begin`."""
+    before, _, rest = text.partition(begin)
+    return before + begin + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--readme", action="store_true")
-    chosen = parser.parse_args()
-    if not chosen.readme:
-        DOCUMENT.write_text(between(DOCUMENT.read_text(), tables(planned(chosen.processes))))
+    parser.add_argument("--presets", action="store_true")
+    given = parser.parse_args()
+    if given.presets:
+        with shared_out(given.processes) as (folder, pool):
+            photos_in(folder, 1024)
+            rows = [*pool.map(partial(preset_row, folder=folder), PRESETS)]
+        DOCUMENT.write_text(between(DOCUMENT.read_text(), preset_table(rows), BEGIN_PRESETS))
+        return 0
+    if not given.readme:
+        DOCUMENT.write_text(between(DOCUMENT.read_text(), tables(planned(given.processes))))
     README.write_text(between(README.read_text(), (*readme_table(DOCUMENT.read_text()), "")))
     return 0
 
 
-def planned(processes: int) -> Needed:
-    """What every cell needs."""
+@contextmanager
+def shared_out(processes: int) -> Iterator[tuple[Path, ProcessPoolExecutor]]:
+    """(a folder, processes that plan)."""
     with (
         tempfile.TemporaryDirectory(prefix="memory-table-") as folder,
         ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
     ):
-        plan_of(MODELS[0], Path(folder))
-        return dict(zip(MODELS, pool.map(partial(needed, folder=Path(folder)), MODELS), strict=True))
+        yield Path(folder), pool
+
+
+def planned(processes: int) -> Needed:
+    """What every cell needs."""
+    with shared_out(processes) as (folder, pool):
+        plan_of(MODELS[0], folder)
+        return dict(zip(MODELS, pool.map(partial(needed, folder=folder), MODELS), strict=True))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("data__cache_dir", "/dev/null", ("data.cache_dir = '/dev/null' cannot be made: File exists",)),
         ("run__device", "cuda", ("run.device = 'cuda'", "no CUDA device")),
         ("step__attention", "flash", ("step.attention = 'flash' needs a GPU", "use 'auto' or 'math'")),
+        ("vae__encode", "fast", ("vae.encode = 'fast' needs the TF32 of an Ampere or newer GPU", "leave it out")),
         ("validation", {"every_steps": 1, "samples": [{"prompt": "x", "width": 63}]}, ("63x64", "multiple of 8")),
     ],
 )  # fmt: skip
@@ -114,7 +115,7 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
     tree = bench.tree(**{key: value})
     if key == "adapter__dropout":
         tree["adapter"]["type"] = "dora"
-    if key in ("adapter__kernels", "step__attention", "step__graphs"):
+    if key in ("adapter__kernels", "step__attention", "step__graphs", "vae__encode"):
         tree["run"]["device"] = "cpu"
     refused(bench, capsys, *expected, tree=tree)
 

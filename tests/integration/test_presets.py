@@ -14,6 +14,7 @@ from scripts import memory_table
 from tests.harness import DENOISER, ROOT
 from trainer import config as configs
 from trainer import kernels
+from trainer.config import has_graphs
 from trainer.data.cache.texts import TOGETHER
 from trainer.models import FAMILIES
 from trainer.plan.run_plan import make_plan, open_source, resolve
@@ -136,3 +137,47 @@ def test_the_documented_table_is_what_the_plan_says(
     (row,) = [line for line in table.splitlines() if line.startswith(f"| {dtype} | {adapter} | {side} |")]
     written = dict(zip(WHOLE, row.split(" | ")[3:], strict=True))
     assert {column: written[column].removesuffix(" |") for column in told} == told
+
+
+def row_of(preset: str) -> str:
+    """Of the presets' table."""
+    table = memory_table.DOCUMENT.read_text().partition(memory_table.BEGIN_PRESETS)[2].partition(memory_table.END)[0]
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| `{preset}` |")]
+    return row
+
+
+def test_the_table_of_presets_has_their_keys() -> None:
+    for preset in memory_table.PRESETS:
+        config = configs.load(f"{preset}.toml", [])
+        told = row_of(preset).split(" | ")[1]
+        way = memory_table.Way(config.memory.gradient_checkpointing, "graphs" in told, 1.0, (0.0, 0.0), True)
+        assert told == str(way), preset
+        assert has_graphs(config) or not way.graphs, preset
+        assert config.step.graphs == "auto", "smaller photos have room for them"
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each == "flux2_10gb" else pytest.mark.proof)
+        for each in memory_table.PRESETS
+    ],
+)
+def test_a_preset_is_the_fastest_that_its_plan_allows(tmp_path, monkeypatch, preset: str) -> None:
+    """And its row is what the plans say. After a change of either: python scripts/memory_table.py --presets"""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert memory_table.preset_row(preset, tmp_path) == row_of(preset)
+
+
+def test_of_all_ways_the_fastest_that_fits_is_chosen() -> None:
+    """By graphs all of the card may be used; eager steps leave some of it."""
+
+    def way(recomputed, graphs: bool, share: float, seconds: float) -> memory_table.Way:
+        return memory_table.Way(recomputed, graphs, share, (seconds, 2 * seconds), own=False)
+
+    found = [way(False, True, 1.3, 1), way(4, True, 1.01, 2), way(False, False, 0.96, 3), way(4, False, 0.9, 4)]
+    assert memory_table.chosen("flux_24gb", found) == (found[3], found[2])
+    assert memory_table.chosen("flux_24gb", [*found[:1], way(4, True, 1.0, 2), *found[2:]])[0].graphs
+    with pytest.raises(ValueError, match="flux_8gb: nothing fits"):
+        memory_table.chosen("flux_8gb", found)
+    assert memory_table.chosen("flux_24gb", found[3:]) == (found[3], None)

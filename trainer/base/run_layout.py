@@ -79,8 +79,8 @@ class Layout:
     def adapter_files(self, name: str) -> dict[int | None, Path]:
         """The diffusers files of the run `name` by the step whose adapter they hold; None: of the end, which comes last."""
         file = re.compile(rf"{re.escape(name)}(?:-(\d{{8}}))?\.safetensors")
-        found = ((path, match) for path in sorted(self.adapters.glob("*")) if (match := file.fullmatch(path.name)))
-        files = {int(match[1]) if match[1] else None: path for path, match in found}
+        matches = ((path, match) for path in sorted(self.adapters.glob("*")) if (match := file.fullmatch(path.name)))
+        files = {int(match[1]) if match[1] else None: path for path, match in matches}
         return dict(sorted(files.items(), key=lambda item: (item[0] is None, item[0])))
 
     def leftovers(self) -> list[Path]:

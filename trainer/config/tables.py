@@ -121,6 +121,13 @@ class PrecisionTable(Table):
     """The first factor of the loss scaling. Read only where something computes in fp16."""
 
 
+class VaeTable(Table):
+    """How photos become latents."""
+
+    encode: Literal["exact", "fast"] = "exact"
+    """`fast`: a card makes the products of a VAE in fp32 in TF32. The latents differ, and the start says by how much."""
+
+
 class RuleTable(Table):
     """Another rank or rate for some layers. Where several rules match, later ones win."""
 
@@ -295,6 +302,7 @@ class Config(Table):
     model: ModelTable
     data: DataTable
     precision: PrecisionTable = PrecisionTable()
+    vae: VaeTable = VaeTable()
     adapter: AdapterTable = AdapterTable()
     objective: ObjectiveTable = ObjectiveTable()
     step: StepTable = StepTable()

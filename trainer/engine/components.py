@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from trainer.models.loading import ModelSource, load_tokenizers
 from trainer.plan.run_plan import ModelPlan
 from trainer.plan.storage import held_as
 from trainer.quantization import ConvertedWeights
+from trainer.runtime import precision
 from trainer.runtime.attention import TORCHS_OWN, Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.processes import Processes
@@ -176,10 +177,11 @@ class Components:
         return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
     @torch.no_grad()
-    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        """ImagePart.encode, under the VAE."""
+    def encode_images(self, pixels: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
+        """ImagePart.encode, under the VAE. exact: not in TF32, whatever the plan says."""
         self.load(self.family.vae)
-        return self.family.images.encode(self.model, pixels)
+        with nullcontext() if exact or not self.plan.storage[self.family.vae].tf32 else precision.in_tf32():
+            return self.family.images.encode(self.model, pixels)
 
     @contextmanager
     def text_encoder(self, name: str) -> Iterator[Callable[[list[str]], Mapping[str, torch.Tensor]]]:
@@ -209,6 +211,8 @@ class Components:
         parts = [self.source.fingerprint(name, self.digests.of), storage.format.name, storage.compute, storage.keep]
         if storage.format.quantised:
             parts += [quantization.library(storage.format), self.model.device.type]
+        if storage.tf32:
+            parts.append("tf32")
         return ":".join(map(str, parts))
 
     def text_fingerprint(self) -> str:

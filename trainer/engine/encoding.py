@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
+from trainer.base.errors import UserError
 from trainer.base.tensorfile import size_text
 from trainer.base.types import Conditioning
 from trainer.data.batches.loader import Encoders, Reader
@@ -63,7 +66,7 @@ def encode(
     texts = components.text_fingerprint() if plan.model.cache_text else None
     live = None
     if cache is None:
-        live = Encoders(components.encode_images, components.encode_prompts)
+        live = Encoders(encoder_of_images(components), components.encode_prompts)
         tensors = [tensor for name in encoders for tensor in components.load(name).state_dict().values()]
         held = size_text(sum(tensor.nbytes for tensor in tensors))
         processes.say(f"cache: none; {', '.join(encoders)} stay in memory ({held}), photos are encoded when they are drawn")
@@ -128,9 +131,33 @@ def _fill(
             phases=phases,
         )
     made = fill.fill_latents(
-        cache, wanted.latents, encode=components.encode_images, on_non_finite=on_non_finite, phases=phases
+        cache, wanted.latents, encode=encoder_of_images(components), on_non_finite=on_non_finite, phases=phases
     )
     return made, encoded, fill.fill_masks(cache, wanted.masks, side=family.images.latent_side, phases=phases)
+
+
+def encoder_of_images(components: Components) -> Callable[[Tensor], Tensor]:
+    """What encodes photos. In TF32 the first is encoded in fp32, too, and how far they are apart is said.
+
+    Raises UserError where that is more than vae.encode = "fast" allows.
+    """
+    off = None
+
+    def encode(pixels: Tensor) -> Tensor:
+        nonlocal off
+        latents = components.encode_images(pixels)
+        if off is None and bool(latents.isfinite().all()):
+            exact = components.encode_images(pixels, exact=True)
+            off = float((latents - exact).norm() / exact.norm())
+            components.processes.say(f"vae.encode = 'fast': the first photo's latents are off by {off:.1e}, of their norm")
+            if off > precision.FAST:
+                raise UserError(
+                    f"vae.encode = 'fast': with this VAE latents are off by {off:.1e}, and at most {precision.FAST:.0e} is "
+                    "allowed; leave it out"
+                )
+        return latents
+
+    return encode if components.plan.storage[components.family.vae].tf32 else components.encode_images
 
 
 def captions_at_once(plan: RunPlan) -> int:

@@ -28,7 +28,7 @@ class Storage:
     """How one component of the model is stored, and in which dtype it computes.
 
     exclude, sensitive: the config's and the family's patterns of layers that are not quantised.
-    scaled_matmul: multiply float8 Linears as float8.
+    scaled_matmul: multiply float8 Linears as float8. tf32: encode photos in TF32.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Storage:
     exclude: tuple[str, ...] = ()
     sensitive: tuple[str, ...] = ()
     scaled_matmul: bool = False
+    tf32: bool = False
 
     @property
     def keep(self) -> tuple[str, ...]:
@@ -148,7 +149,13 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
                 f"model.components.{component.name} has dtype = {table.dtype!r} and compute = {table.compute!r}. Change "
                 "these, or set precision.matmul = 'compute'"
             )
-        plans[component.name] = Storage(component.name, format, compute, table.exclude, component.sensitive, scaled)
+        fast = config.vae.encode == "fast" and component.role == "vae"
+        if fast and table.compute != "fp32":
+            raise UserError(
+                f"vae.encode = 'fast' takes TF32 in the place of fp32, and model.components.{component.name} has compute = "
+                f"{table.compute!r}; leave it out, or set compute = 'fp32' there"
+            )
+        plans[component.name] = Storage(component.name, format, compute, table.exclude, component.sensitive, scaled, fast)
     return plans
 
 

@@ -25,6 +25,7 @@ NEVER = {
     "adapter.*": SHAPE,
     "model.*": MODEL,
     "precision.*": "the saved state was computed so",
+    "vae.*": "the adapter was trained on these latents",
     "ema.kind": "an average is of all updates of a run",
     "optimizer.name": "its saved state would not fit",
     "optimizer.options*": "its saved state follows from them",

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -251,9 +251,10 @@ def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], N
     dtype = plan.model.storage[denoiser].compute
     layouts = {example.layout for example in plan.data.examples}
     tokens = max(sum(plan.model.family.images.image_tokens(height, width) for width, height in layout) for layout in layouts)
-    chosen = choose(asked, device, dtype, lambda: head_sizes(source.build(denoiser)), tokens)
+    chosen = choose(asked, device, dtype, sizes := cache(lambda: head_sizes(source.build(denoiser))), tokens)
     if device.type != "cpu" or asked != "auto":
-        say(f"attention: {chosen} (step.attention = {asked!r}{'; ' if chosen.note else ''}{chosen.note})")
+        taken = f"; the largest photo takes {chosen.taken(device, dtype, sizes(), tokens)}" if asked == "auto" else ""
+        say(f"attention: {chosen} (step.attention = {asked!r}{taken}{'; ' if chosen.note else ''}{chosen.note})")
     return chosen
 
 

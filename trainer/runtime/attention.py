@@ -70,6 +70,13 @@ class Attention:
         kernels = [KERNELS[kind] for kind in self.kinds]
         return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
 
+    def taken(self, device: torch.device, dtype: torch.dtype, sizes: Collection[int], tokens: int) -> str:
+        """What torch takes of these for an image of so many tokens, in training. sizes: of heads."""
+        with self.used():
+            drawn = (_drawn(device, dtype, tokens, tokens, size, 0)[:3] for size in sorted(sizes))
+            chosen = [torch._fused_sdp_choice(*(tensor.requires_grad_() for tensor in each)) for each in drawn]
+        return " and ".join(dict.fromkeys(SDPBackend(each).name.removesuffix("_ATTENTION").lower() for each in chosen))
+
     def give(
         self, denoiser: nn.Module, processor: Callable[..., Any], device: torch.device, kernels: Kernels = dora_torch
     ) -> None:

@@ -31,6 +31,7 @@ def check_device(config: Config) -> torch.device:
     precision.prepare_device(device, {component.compute for component in config.model.components.values()})
     choice = kernels.choose(config.adapter.kernels, device)
     precision.check_scaled_matmul(config.precision.matmul, choice, device)
+    precision.check_encoding(config.vae.encode, device)
     if config.step.graphs is True and device.type != "cuda":
         raise UserError(f"step.graphs = true needs a CUDA device, this run is on {device}; leave it out")
     return device

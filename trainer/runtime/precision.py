@@ -22,6 +22,8 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 # What a run that does not fit is advised to store frozen weights in: of 8 and of 4 bits, those that cost least learning.
 SMALLER_DTYPES = ("fp8_e4m3", "nf4")
 SMALLER_VAE = "bf16"  # and the VAE; in fp16 the stock one overflows
+# What latents of vae.encode = "fast" may differ by from those in fp32: in their norm, of all of a photo's.
+FAST = 1e-3
 GROWTH_INTERVAL = 2000  # updates without an overflow, after which the loss scale doubles
 
 
@@ -58,6 +60,25 @@ def check_scaled_matmul(matmul: str, kernels: Kernels, device: torch.device) -> 
             f"precision.matmul = 'fp8': with the {kernels.name} kernels {torch.cuda.get_device_name(device)} does not "
             "multiply float8 by rows (compute capability 8.9 or newer and adapter.kernels = 'auto' do); use 'compute'"
         )
+
+
+def check_encoding(encode: str, device: torch.device) -> None:
+    """Refuse TF32 where there is none."""
+    if encode == "fast" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        raise UserError(
+            f"vae.encode = 'fast' needs the TF32 of an Ampere or newer GPU, and this run is on {name}; leave it out"
+        )
+
+
+@contextmanager
+def in_tf32() -> Iterator[None]:
+    """A context in which a card rounds what it multiplies in fp32 to TF32's 10 bits of fraction, and sums in fp32."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def keep_activations(module: nn.Module, compute: torch.dtype) -> None:

@@ -285,6 +285,7 @@ def test_a_cell_runs_on_tiny_models(tmp_path: Path, monkeypatch, only: str, side
     assert bench_step.main() == 0
     (cell,) = json.loads(path.read_text())["cells"].values()
     assert len(cell["sides"]) == sides and all(len(row["rounds"]) == 2 for row in cell["sides"].values())
+    assert {(row["attention"], row["attention_taken"]) for row in cell["sides"].values()} == {("torch's own", "flash")}
     one, other = bases
     assert one == other
 

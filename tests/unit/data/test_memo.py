@@ -19,7 +19,7 @@ from trainer.data.cache.fill import pixels
 from trainer.data.examples import examples
 from trainer.data.images import masks
 from trainer.data.images.views import View
-from trainer.data.memo import Memo
+from trainer.data.memo import Facts, Memo
 from trainer.data.scan import survey
 from trainer.data.sources import File, Source
 
@@ -82,6 +82,17 @@ def test_a_second_start_reads_no_image_and_knows_the_same(folder, reads):
     reads.clear()
     verified, memo = start(folder, trusted=False)
     assert len(reads) - reads.count("decode") == images and memo.lines() == [] and verified.photos == first.photos
+
+
+def test_of_copies_one_is_looked_at(folder):
+    """By any name; of what is read as another kind, again."""
+    memo, looked = Memo(), []
+    for name, kind in (("00.jpg", "photo"), ("copy.jpg", "photo"), ("copy.jpg", "mask")):
+        given = memo.facts(
+            source(folder), kind, File(str(folder), name), lambda data: looked.append(data) or Facts("a", (1, 2))
+        )
+        assert given == Facts("a", (1, 2))
+    assert looked == [(folder / "00.jpg").read_bytes()] * 2
 
 
 def test_captions_are_read_at_every_start(folder):

@@ -9,10 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from trainer import config as configs
+from trainer.models import FAMILIES
 from trainer.plan.run_plan import Length
+from trainer.run import setup
 from trainer.run.setup import disk_needs, shortages, to_write
+from trainer.runtime.attention import ORDER, Attention
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -41,6 +45,32 @@ def test_all_that_a_run_writes_is_counted(tmp_path: Path, download: int, cache: 
         | ({"data.cache_dir": (tmp_path / "cache", 50)} if cache == "disk" else {})
         | ({"HF_HUB_CACHE": (tmp_path / "hub" / "blobs", 7000)} if download else {})
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("auto", "attention: cudnn, flash, efficient, math (step.attention = 'auto'; the largest photo takes flash)"),
+        ("flash", "attention: flash (step.attention = 'flash')"),
+    ],
+)
+def test_the_start_says_which_attention_the_card_takes(monkeypatch, asked: str, told: str) -> None:
+    """Of the first kind that can take it: on this CPU no card's, which stands for one that is refused."""
+    monkeypatch.setattr(setup, "choose", lambda *_: Attention(ORDER if asked == "auto" else (asked,)))
+    monkeypatch.setattr(setup, "head_sizes", lambda denoiser: {8})
+    images, config = FAMILIES["sdxl"].images, SimpleNamespace(step=SimpleNamespace(attention=asked))
+    model: Any = SimpleNamespace(
+        source=SimpleNamespace(build=str),
+        family=SimpleNamespace(denoiser="unet", images=images),
+        storage={"unet": SimpleNamespace(compute=torch.bfloat16)},
+    )
+    data = SimpleNamespace(examples=[SimpleNamespace(layout=((64, 64),))])
+    plan: Any = SimpleNamespace(config=config, model=model, data=data)
+    card, said = SimpleNamespace(type="cuda"), []
+    taken = Attention.taken
+    monkeypatch.setattr(Attention, "taken", lambda self, device, *given: taken(self, torch.device("cpu"), *given))
+    setup.choose_attention(plan, card, said.append)
+    assert said == [told]
 
 
 @pytest.mark.parametrize(("free", "told"), [(2**30 + 2**29, True), (3 * 2**30, False)])

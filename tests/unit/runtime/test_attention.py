@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends import cuda
 
 from tests.numerics.test_attention import block
+from trainer.base import memory
 from trainer.base.errors import UserError
 from trainer.models import FAMILIES
 from trainer.runtime import attention
@@ -192,6 +193,12 @@ def test_a_named_kind_is_that_of_the_whole_forward_and_of_nothing_else(device: t
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" not in called
 
 
+def test_what_torch_takes_of_an_order_is_told() -> None:
+    """cuDNN's and the memory-efficient kernel are none of a CPU's."""
+    for kinds, taken in (((), "flash"), (ORDER, "flash"), (("math",), "math"), (("cudnn", "efficient", "math"), "math")):
+        assert Attention(kinds).taken(CPU, torch.bfloat16, {8, 64}, 12) == taken
+
+
 def test_head_sizes_are_those_of_every_attention_layer() -> None:
     assert attention.head_sizes(nn.ModuleList([block("flux")[0], block("sdxl")[0], nn.Linear(2, 2)])) == {16}
 
@@ -215,3 +222,16 @@ def test_masks_plain_attention_and_padded_heads_keep_nothing() -> None:
     assert attention._fused(x, x, x) is None and attention._fused(x[..., :8], x[..., :8], x[..., :8]) is not None
     with Attention(("math",)).used():
         assert attention._fused(x[..., :8], x[..., :8], x[..., :8]) is None
+
+
+def test_a_mask_is_there_in_a_block_that_keeps() -> None:
+    """And in its gradients: such attention is made again."""
+    x = torch.randn(1, 2, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    block = nn.Module()
+    block.forward = lambda x: attention.attention_once(x, x, x, mask)
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    memory.checkpoint_blocks({"block": block}, "selective")
+    for out in (made := [block(given[0]), ATTENTION(given[1], given[1], given[1], mask)]):
+        out.square().sum().backward()
+    assert torch.equal(*made) and torch.equal(given[0].grad, given[1].grad)
