@@ -5,6 +5,7 @@ What can be said without looking at a model is refused here, in the words of `mi
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 import unicodedata
@@ -19,24 +20,37 @@ from trainer.base.console import without_keys
 from trainer.base.errors import UserError
 from trainer.base.text import decoded
 from trainer.config import mistakes
-from trainer.config.keys import drop_removed
+from trainer.config.keys import drop_removed, flatten
 from trainer.config.kinds import expand_home
 from trainer.config.tables import Config
 
 ODD_QUOTES = "\u2018\u2019\u201a\u201c\u201d\u201e\u00ab\u00bb\uff02\uff07"
+AUTO, LONGEST = "auto", 120  # run.output_dir, and the letters of a folder's name
+# What may differ between two starts of one run: its name stands in the folder's already.
+NO_OTHER_RUN = ("run.name", "run.output_dir", "run.stop_after", "run.lost_after", "checkpoint.", "logging.")
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
 def load(path: str, overrides: list[str]) -> Config:
     """Read the config at `path` (or the bare name of a file in configs/) and apply `table.key=VALUE` overrides.
 
+    run.output_dir = "auto" becomes a folder that is named by what they change.
     Raises UserError for a missing file, bad TOML, an unknown key, a wrong type or an impossible combination.
     """
     tree = read_toml(path, "--config")
     if "variant" in tree:
         raise UserError(f"--config {path}: this compares variants of a config; write --compare {path}")
-    override(tree, overrides)
-    return parse(tree)
+    before = flatten(tree)
+    keys = override(tree, overrides)
+    loaded = parse(tree)
+    if loaded.run.output_dir != AUTO:
+        return loaded
+    now, texts = flatten(tree), dict(zip(keys, (each.partition("=")[2].strip() for each in overrides), strict=True))
+    differ = [key for key in sorted(texts) if before.get(key, AUTO) != now.get(key) and not key.startswith(NO_OTHER_RUN)]
+    words = [loaded.run.name, *(f"{key.rpartition('.')[2]}={texts[key]}" for key in differ)]
+    name = re.sub(r"[^A-Za-z0-9._=-]+", "_", "-".join(words))
+    short = f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return with_values(loaded, {"run.output_dir": f"outputs/{name if len(name) <= LONGEST else short}"})
 
 
 def read_toml(path: str, option: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class RunTable(Table):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Names the adapter files. Up to 200 letters, digits, `.`, `_` and `-`; a letter or digit first."""
     output_dir: GivenPath
-    """The folder that gets everything the run leaves."""
+    """The folder that gets everything the run leaves. `auto`: `outputs/NAME`, and what `--set` changes behind the name."""
     seed: Seed = 0
     """Every random draw follows from it."""
     max_steps: Count | None = None

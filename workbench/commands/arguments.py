@@ -32,7 +32,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL, Flux or FLUX.2.", allow_abbrev=False
     )
-    parser.add_argument("--config", metavar="FILE", help="a TOML file, or the bare name of one in configs/")
+    parser.add_argument(
+        "--config", metavar="FILE", nargs="+", action="extend",
+        help="a TOML file, or the bare name of one in configs/; several are run one after the other",
+    )  # fmt: skip
     parser.add_argument(
         "--resume_from", metavar="auto|latest|DIR", help="go on from a checkpoint; auto starts fresh where none exists"
     )
@@ -63,7 +66,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verify", action="store_true", help="read every photo, whatever an earlier start knows of it")
     parser.add_argument("--model", metavar="PATH", help="with --new: a diffusers folder, a .safetensors file or a hub id")
     options, others = parser.parse_known_args(arguments)
-    if others:
+    # Of several configs all are called so; a first one may have any name.
+    if others := others or [file for file in (options.config or [])[1:] if not file.endswith(".toml")]:
         parser.error(_unknown(others, parser))
     _refuse_mixed(options, parser)
     return options
@@ -88,6 +92,15 @@ def _refuse_mixed(options: argparse.Namespace, parser: Parser) -> None:
     for name in others.split():
         if given[name]:
             parser.error(f"--{begins} and --{name} do not go together; {remedy}")
+
+
+def without_config(arguments: Sequence[str]) -> list[str]:
+    """The arguments but for --config and its files."""
+    rest, inside = [], False
+    for argument in arguments:
+        inside = argument.partition("=")[0] == "--config" or (inside and not argument.startswith("--"))
+        rest += [] if inside else [argument]
+    return rest
 
 
 def again(arguments: Sequence[str]) -> str:

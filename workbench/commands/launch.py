@@ -25,7 +25,7 @@ def launched(options: Namespace, overrides: Sequence[str]) -> tuple[config.Confi
         checkpoint = config.expand_home(options.fork_from, "--fork_from")
         forked, allowed = fork(checkpoint, overrides)
         return forked, checkpoint, allowed
-    loaded = config.load(options.config, list(overrides))
+    loaded = config.load(options.config[0], list(overrides))
     resume_from = options.resume_from and config.expand_home(options.resume_from, "--resume_from")
     return loaded, resume_from, allowed_changes.parse(options.allow, resume_from)
 

@@ -17,7 +17,7 @@ from trainer.base import signals
 from trainer.base.console import LIVE, write
 from trainer.base.errors import Interrupted, PeerStopped, ending, told
 from trainer.runtime.libraries import quiet_libraries
-from workbench.commands.arguments import again, parse
+from workbench.commands.arguments import again, parse, without_config
 from workbench.commands.tools import missing_part, undoing
 
 
@@ -35,12 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
     # the first step. run.train turns it on again.
     gc.disable()
     try:
+        overrides = [item for group in options.overrides for item in group]
+        if options.config and len(options.config) > 1:
+            from workbench.commands.queue import run_files
+
+            return run_files(options.config, overrides, without_config(given), goes_on="" if planned else next_one())
         from workbench.commands.launch import asked, compare_runs, launched, next_command, size_of, train
 
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
         if not gc.get_freeze_count():
             gc.freeze()
-        overrides = [item for group in options.overrides for item in group]
         memory = None if options.plan_memory is None else size_of(options.plan_memory)
         if options.new is not None:
             with undoing():
