@@ -404,7 +404,7 @@ def test_whatever_reads_a_file_without_an_alpha_says_so(bench: Workbench, capsys
         line.startswith(f"assumed: 1 module: no alpha in {file}, so the scale is taken for 1 (") and "if PEFT saved" in line
     )
     config = bench.write(bench.tree("flux", adapter__init_from=str(file)))
-    drawn = ["--prompt", "a", "--steps", "1", "--width", "32", "--height", "32", "--out", f"{out}.drawn"]
+    drawn = ["--prompt", "a", "--sampling_steps", "1", "--width", "32", "--height", "32", "--out", f"{out}.drawn"]
     for act, arguments in (
         (cli.main, ["--config", config, "--plan"]), (sample.main, [flux, file, *drawn]),
         (script.main, ["merge", flux, file, f"{out}.merged"]), (script.main, ["show", file, "--base", flux]),

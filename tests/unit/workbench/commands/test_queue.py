@@ -85,6 +85,28 @@ def test_a_signal_goes_to_the_run_at_hand_and_ends_the_queue(tmp_path: Path, sen
     assert "queue: 1 of 3 runs ended with status 0" in printed and "0.toml: not started" in printed
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_terminals_signal_reaches_a_run_once(tmp_path: Path) -> None:
+    """A terminal sends it to all processes of its group, of which the run is none."""
+    script = (
+        "import os, signal, sys; from pathlib import Path; from workbench.commands import queue\n"
+        "from tests.unit.workbench.commands.test_queue import queued\n"
+        "queue.PROGRAM = Path('program.py')\n"
+        "sys.exit(queue.run_queue(queued('wait'), []))"
+    )
+    more = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "start_new_session": True}
+    process, deadline = subprocess.Popen([sys.executable, "-c", script], **more), time.monotonic() + 120
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGUSR1)
+    log = tmp_path / "signals"
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(5 * queue.POLL)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(120) == 130 and log.read_text().split() == [str(int(signal.SIGUSR1)), str(int(signal.SIGINT))]
+
+
 def test_what_cannot_be_a_queue_is_refused_before_a_run_begins(monkeypatch) -> None:
     with pytest.raises(
         UserError, match=r"--config a.toml b.toml: both have run.output_dir = 'outputs/ink'; give each its own"
