@@ -37,7 +37,7 @@ def with_factors(factors: Factors, a_RK: torch.Tensor, b_NR: torch.Tensor, scali
     rank = len(a_RK)
     a = a_RK.view(rank, *factors.a.shape[1:]).to(factors.a.dtype)
     b = b_NR.reshape(len(b_NR), rank, *factors.b.shape[2:]).to(factors.b.dtype)
-    return replace(factors, a=recipe(a), b=recipe(b.contiguous()), alpha=scaling * rank, rslora=False)
+    return replace(factors, a=recipe(a), b=recipe(b.contiguous()), alpha=scaling * rank, rslora=False, matrices={})
 
 
 def blank(shape: Sequence[int]) -> Factors:

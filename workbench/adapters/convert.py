@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.adapters import export, sd_scripts
+from trainer.adapters import export, sd_scripts, splitting
 from trainer.adapters.export import DORA_SCALE_MEANING, METADATA_OF_KEYS
 from trainer.adapters.hashes import with_hash
 from trainer.adapters.keys import some
@@ -134,7 +134,7 @@ def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf 
     shapes = model.full_layers(components)
     norms: dict[str, RowNorms] = {}
     if portable.kind.magnitudes and weight is not None:
-        for name in export.fused_with(portable.layers, modules):
+        for name in splitting.fused_with(portable.layers, modules):
             norms[name] = RowNorms(weight(name).flatten(1).norm(dim=1), None, None)
     for links in modules.values():
         _note_joined(portable, components, links, notes)

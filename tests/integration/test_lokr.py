@@ -1,0 +1,166 @@
+"""A LoKr trains, is killed and resumed in the same bytes; its files are read back by their readers' formulas, in fp64."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import make_model
+from tests.harness import Workbench, built, take_step
+from tests.unit.adapters.test_lokr import read_by_comfyui
+from trainer import config as configs
+from trainer.base.files import write_atomic
+from trainer.base.tensorfile import TensorFile
+from trainer.resume.adapter_file import open_checkpoint
+from workbench.commands import main as cli
+
+TARGETS = {
+    "sdxl": ["*attn1.to_q", "*ff.net.0.proj", "conv_in", "*downsamplers.0.conv"],
+    "flux": ["*.attn.to_q", "*.attn.to_k", "single_transformer_blocks.*.proj_out"],
+    "flux2": ["*.attn.to_q", "*.attn.to_k", "*.attn.to_out*"],
+}
+
+
+def tree(bench: Workbench, out: str, family: str = "sdxl", **more: Any) -> dict[str, Any]:
+    settings = {
+        "adapter__type": "lokr", "adapter__targets": TARGETS[family], "adapter__rank": 2, "adapter__alpha": 1.0,
+        "run__max_steps": 4, "run__output_dir": str(bench.tmp / out), "checkpoint__every_steps": 1, "optimizer__lr": 1e-2,
+    }  # fmt: skip
+    return bench.tree(family, **(settings | more))
+
+
+@pytest.fixture
+def flux2(models: Path) -> None:
+    """A tiny klein beside the other tiny models."""
+    wanted = ["--size", "tiny", "--family", "flux2", "--layout", "diffusers", str(models / "flux2")]
+    assert (models / "flux2").exists() or make_model.main(wanted) == 0
+
+
+def run(bench: Workbench, tree: dict, *arguments: str) -> int:
+    return cli.main(["--config", str(bench.write(tree)), *arguments])
+
+
+@pytest.mark.slow
+def test_it_is_killed_resumed_exported_and_read_back(bench: Workbench, capsys) -> None:
+    whole, parts = bench.tmp / "whole", bench.tmp / "parts"
+    assert run(bench, tree(bench, "whole", adapter__decompose="both", adapter__rank=1)) == 0
+    assert "no file for diffusers: its loader of sdxl takes no LoKr" in capsys.readouterr().out
+    command = [sys.executable, "train.py", "--config", str(bench.write(tree(
+        bench, "parts", adapter__decompose="both", adapter__rank=1)))]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (parts / "checkpoints/step-00000001/manifest.json").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert cli.main([*command[2:], "--resume_from", "latest"]) == 0
+    last = Path("checkpoints/step-00000004")
+    for name in (last / "adapter.safetensors", last / "optimizer.safetensors", Path("adapters/bear_comfyui.safetensors")):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+    assert [path.name for path in (whole / "adapters").glob("*.safetensors")] == ["bear_comfyui.safetensors"]
+    # A checkpoint gives the run's own file.
+    for path in open_checkpoint(whole / last).export(bench.tmp / "again", write_atomic).values():
+        assert path.read_bytes() == (whole / "adapters" / path.name).read_bytes()
+    # ComfyUI's formula over the file, against what the layers hold, merged.
+    tensors = TensorFile(whole / "adapters/bear_comfyui.safetensors").read_all()
+    assert any(key.endswith("lokr_w1_a") for key in tensors) and any(key.endswith("lokr_w2_b") for key in tensors)
+    with built(configs.parse(tree(bench, "whole", adapter__decompose="both", adapter__rank=1)), resume_from="latest") as made:
+        links = {part: module.original for module in made.plan.model.fused["unet"] for part in module.parts}
+        for name, layer in made.state.adapter.layers.items():
+            own = name.partition(".")[2]
+            stem = f"lora_unet_{links[own].replace('.', '_')}"
+            theirs = read_by_comfyui(tensors, stem, tuple(layer.get_base_layer().weight_shape))
+            ours = layer.get_delta_weight("default").double()
+            size = layer.get_base_layer().dequantize(torch.float64).norm()
+            assert theirs.norm() > 0 and (ours - theirs).norm() <= 2**-20 * size, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_its_layers_compute_what_their_merged_weights_do(bench: Workbench, family: str) -> None:
+    """Live and merged, after each of two steps: what is made once for an update is never stale."""
+    with built(configs.parse(tree(bench, "out", family, precision__compute="fp32"))) as training:
+        updates = training.updates()
+        for step in (1, 2):
+            take_step(training, step, next(updates))
+            for layer in training.state.adapter.layers.values():
+                shape = layer.get_base_layer().weight_shape
+                x = torch.randn(2, 5, shape[1]) if len(shape) == 2 else torch.randn(2, shape[1], 8, 8)
+                with torch.no_grad():
+                    computed = layer(x)
+                    layer.merge()
+                    merged = layer(x)
+                    layer.unmerge()
+                    base = layer.get_base_layer()(x)
+                moved = (merged - base).norm()
+                assert moved > 0 and (computed - merged).norm() <= 1e-3 * moved
+
+
+@pytest.mark.slow
+def test_a_file_of_flux2_loads_in_the_stock_pipeline(flux2: None, bench: Workbench) -> None:
+    """Whose loader has a branch for LoKr: each layer's change is that of the run, in fp64."""
+    from diffusers import Flux2KleinPipeline
+
+    assert run(bench, tree(bench, "out", "flux2", run__max_steps=2)) == 0
+    file = bench.tmp / "out/adapters/bear.safetensors"
+    pipe = Flux2KleinPipeline.from_pretrained(bench.models / "flux2", torch_dtype=torch.float32)
+    pipe.load_lora_weights(str(file))
+    with built(configs.parse(tree(bench, "out", "flux2", run__max_steps=2)), resume_from="latest") as made:
+        for name, layer in made.state.adapter.layers.items():
+            stock = pipe.transformer.get_submodule(name.partition(".")[2])
+            theirs, ours = stock.get_delta_weight("default_0"), layer.get_delta_weight("default")
+            assert theirs.norm() > 0 and (ours - theirs).norm() <= 2**-20 * stock.base_layer.weight.norm(), name
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_its_file(bench: Workbench, capsys) -> None:
+    """Of the same shapes, whatever its scale is; a LoRA's file is refused, and a LoRA's run refuses this one."""
+    assert run(bench, tree(bench, "out", run__max_steps=2)) == 0
+    file = bench.tmp / "out/adapters/bear_comfyui.safetensors"
+    again = tree(bench, "again", adapter__init_from=str(file), adapter__alpha=4.0)
+    changes = []
+    for config, resume_from in ((again, None), (tree(bench, "out", run__max_steps=2), "latest")):
+        with built(configs.parse(config), resume_from) as made:
+            changes.append({name: layer.get_delta_weight("default") for name, layer in made.state.adapter.layers.items()})
+    for name, one in changes[0].items():
+        assert one.norm() > 0 and (one - changes[1][name]).norm() <= 1e-3 * one.norm(), name
+    capsys.readouterr()
+    for keys, said in (
+        ({"adapter__rank": 1}, "this run's has {'lokr_w1': "), ({"adapter__factor": 4}, "set adapter.rank, adapter.factor, "),
+        ({"adapter__type": "lora"}, "is a LoKr and adapter.type = 'lora'; set adapter.type = 'lokr', or make a LoRA of it"),
+    ):  # fmt: skip
+        assert run(bench, tree(bench, "next", adapter__init_from=str(file), **keys)) == 2
+        assert said in capsys.readouterr().err and not (bench.tmp / "next").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"adapter__rank_dropout": 0.1}, "a LoKr has no rows of A; LyCORIS drops rows of its whole product"),
+        ({"adapter__module_dropout": 0.1}, "adapter.module_dropout = 0.1 cannot be combined with adapter.type = 'lokr'"),
+        ({"adapter__max_norm": 1.0}, "a LoKr has others; leave it out or adapter.type = 'lora'"),
+        ({"optimizer__lora_plus": 2.0}, "it is the rate of B over that of A, which a LoKr has not"),
+        ({"optimizer__magnitude_lr": 1e-3}, "optimizer.magnitude_lr = 0.001 has no effect with adapter.type = 'lokr'"),
+        ({"adapter__decompose": "none"}, "adapter.rank = 2 has no effect with adapter.decompose = 'none', whose matrices"),
+        ({"adapter__type": "lora", "adapter__factor": 4}, "adapter.factor = 4 has no effect with adapter.type = 'lora'"),
+        ({"adapter__type": "dora", "adapter__decompose": "both"}, "adapter.decompose = 'both' has no effect with adapter"),
+        ({"adapter__factor": 0}, "adapter.factor = 0"),
+        ({"export__formats": ["diffusers"]}, "would leave no file: diffusers' loader of sdxl takes no LoKr; add 'comfyui'"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_go_with_is_refused_by_name(bench: Workbench, capsys, more: dict, said: str) -> None:
+    assert run(bench, tree(bench, "out", **more)) == 2
+    assert said in capsys.readouterr().err and not (bench.tmp / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_text_encoder_whose_files_are_pefts_is_refused(flux2: None, bench: Workbench, capsys) -> None:
+    rules = [{"component": "text_encoder", "match": "*q_proj"}]
+    assert run(bench, tree(bench, "out", "flux2", adapter__rules=rules)) == 2
+    assert "adapts text_encoder, whose files are a folder of PEFT's, and no LoKr is written there" in capsys.readouterr().err
