@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from scripts import adapter as script
 from scripts import make_model
 from tests.harness import Workbench, built, take_step
 from tests.unit.adapters.test_lokr import read_by_comfyui
 from trainer import config as configs
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
-from trainer.resume.adapter_file import open_checkpoint
+from trainer.quantization import recognise
+from trainer.resume.adapter_file import open_adapter, open_checkpoint
+from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
 
 TARGETS = {
@@ -100,6 +103,50 @@ def test_its_layers_compute_what_their_merged_weights_do(bench: Workbench, famil
                     base = layer.get_base_layer()(x)
                 moved = (merged - base).norm()
                 assert moved > 0 and (computed - merged).norm() <= 1e-3 * moved
+
+
+@pytest.mark.slow
+def test_its_file_is_merged_converted_shown_and_compared(bench: Workbench, capsys) -> None:
+    """Into the model in fp64; into a LoRA of a rank, whose error is said and is that of the dense change."""
+    config = tree(bench, "out", run__max_steps=2, adapter__targets=["*attn1.to_q", "conv_in"])
+    assert run(bench, config) == 0
+    card = (bench.tmp / "out/adapters/README.md").read_text()
+    assert "A LoKr, trained on" in card and "load_lora_weights" not in card
+    file, lora = bench.tmp / "out/adapters/bear_comfyui.safetensors", bench.tmp / "lora.safetensors"
+    with built(configs.parse(config), resume_from="latest") as made:
+        changes = {name: layer.get_delta_weight("default").double() for name, layer in made.state.adapter.layers.items()}
+        weights = {n: each.get_base_layer().dequantize(torch.float64) for n, each in made.state.adapter.layers.items()}
+    capsys.readouterr()
+    assert script.main(["merge", str(bench.models / "sdxl"), f"{file}:2", str(bench.tmp / "merged"), "--dtype", "fp32"]) == 0
+    merged = TensorFile(next((bench.tmp / "merged/unet").glob("*.safetensors")))
+    for name, change in changes.items():
+        found = merged.read(f"{name.partition('.')[2]}.weight").double()
+        assert (found - weights[name] - 2 * change).norm() <= 2**-22 * weights[name].norm(), name
+    capsys.readouterr()
+    assert script.main(["convert", str(file), str(lora), "--to", "lora", "--rank", "2"]) == 0
+    said, left, whole = capsys.readouterr().out, 0.0, 0.0
+    portable = open_adapter(lora, [whole_model_at(str(bench.models / "sdxl"), recognise)]).portable
+    assert portable.kind.name == "lora" and {factors.rank for factors in portable.layers.values()} == {2}
+    for name, factors in portable.layers.items():
+        dense = factors.scaling * factors.b.make().double().flatten(1) @ factors.a.make().double().flatten(1)
+        difference = float((dense - changes[name].flatten(1)).norm())
+        nearest = float(torch.linalg.svdvals(changes[name].flatten(1))[2:].norm())
+        assert difference == pytest.approx(nearest, rel=1e-3, abs=1e-5 * float(weights[name].norm())), name
+        left, whole = left + difference**2, whole + float(changes[name].norm()) ** 2
+    assert f"in place of a LoKr: {(left / whole) ** 0.5:.1%}"[:-2] in said
+    base = ["--base", str(bench.models / "sdxl")]
+    assert script.main(["show", str(file), *base]) == 0 and "LoKr for sdxl" in capsys.readouterr().out
+    assert script.main(["compare", str(file), str(lora), *base]) == 0
+    for arguments, words in (
+        (["--to", "diffusers"], "is a LoKr, which diffusers' loader of sdxl does not take; --to comfyui keeps it"),
+        (["--to", "lora"], "is a LoKr; say with --rank of which rank the LoRA is to be ("),
+    ):
+        assert script.main(["convert", str(file), str(bench.tmp / "no.safetensors"), *arguments, *base]) == 2
+        assert words in capsys.readouterr().err
+    again = bench.tmp / "again.safetensors"
+    assert script.main(["convert", str(file), str(again), "--to", "kohya", *base]) == 0
+    one, other = TensorFile(file).read_all(), TensorFile(again).read_all()
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.slow

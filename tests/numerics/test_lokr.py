@@ -205,3 +205,20 @@ def test_its_a_and_b_make_the_product(kind: str, case: str) -> None:
     assert (one - other).norm() <= 8 * ROUNDOFF[torch.float32] * one.norm()
     exact = float((b.flatten(1).double() @ a.flatten(1).double()).norm())
     assert lokr.norm({end: value.detach() for end, value in values.items()}) == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rank", [1, 3, 999])
+def test_the_nearest_of_a_rank_is_that_of_the_dense_product(kind: str, case: str, rank: int) -> None:
+    g = torch.Generator().manual_seed(9)
+    values = {end: value.detach() for end, value in trained(layer_of(kind, torch.float32, g), *CASES[case], g).items()}
+    dense = lokr.product(values).flatten(1)
+    a, b = (factor.double() for factor in lokr.factors(values))
+    assert (b.flatten(1) @ a.flatten(1) - dense).norm() <= 2**-20 * dense.norm()
+    near_a, near_b, lost = lokr.nearest(values, rank)
+    sizes = torch.linalg.svdvals(dense)
+    left = dense - near_b @ near_a.flatten(1)
+    assert near_a.shape[1:] == lokr.product(values).shape[1:] and len(near_a) <= rank
+    assert abs(float(left.norm() - sizes[rank:].norm())) <= 1e-9 * float(sizes.norm())
+    assert abs(lost - float(left.norm() / dense.norm())) <= 1e-9

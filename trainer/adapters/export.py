@@ -279,8 +279,7 @@ def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], 
     parts = {name: portable.layers.get(name) for name in module.parts}
     present = {name: factors for name, factors in parts.items() if factors is not None}
     if formed := next((factors for factors in present.values() if factors.matrices), None):
-        _, alpha = portable.trained_rank(formed)
-        return formed.named_matrices(f"{key}.") | {f"{key}.alpha": torch.tensor(alpha, dtype=torch.float32)}
+        return formed.named_matrices(f"{key}.") | {f"{key}.alpha": torch.tensor(formed.ranked[1], dtype=torch.float32)}
     counts = {name: factors.rows if factors else rows(name) for name, factors in parts.items()}
     first = next(iter(present.values()))
     shared = len(present) == len(parts) > 1 and _one_a(list(present.values()))

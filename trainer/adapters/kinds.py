@@ -32,15 +32,18 @@ class Form:
 
     ends: of all names that they may have; a layer has some of them. part: (base layer, its matrices, these in the compute
     dtype, s) -> what computes, made once for an update: as a lokr.KronPart. rank: (the matrices' shapes) -> a layer's rank.
-    unscaled: (the ends of a layer) -> whether its s is 1 whatever its alpha. norm: (the matrices) -> ||B A||. options: the
-    keys of `adapter` that `shapes` takes, too.
+    unscaled: (the ends of a layer) -> whether its s is 1 whatever its alpha. product: (the matrices) -> B A in W's shape,
+    fp64. norm: -> ||B A||. nearest: (the matrices, rank) -> (A, B, what is lost) of the nearest of that rank. options: of
+    `adapter`, the keys that `shapes` takes, too.
     """
 
     ends: tuple[str, ...]
     part: Callable[..., Any]
     rank: Callable[[Mapping[str, Sequence[int]]], int]
     unscaled: Callable[[Iterable[str]], bool]
+    product: Callable[[LayerState], Tensor]
     norm: Callable[[LayerState], float]
+    nearest: Callable[[LayerState, int], tuple[Tensor, Tensor, float]]
     options: tuple[str, ...]
 
 
@@ -169,7 +172,9 @@ KINDS = {
                 part=lokr.KronPart,
                 rank=lokr.rank_of,
                 unscaled=lokr.is_whole,
+                product=lokr.product,
                 norm=lokr.norm,
+                nearest=lokr.nearest,
                 options=("factor", "decompose"),
             ),  # fmt: skip
             module="lycoris.kohya",

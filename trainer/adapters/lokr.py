@@ -112,6 +112,28 @@ def _sides(values: Mapping[str, Tensor], whole: str) -> tuple[Tensor, Tensor]:
     return matrix, torch.eye(columns, **like).view(columns, *values[whole].shape[1:])
 
 
+def product(values: Mapping[str, Tensor]) -> Tensor:
+    """w1 (x) w2 in W's shape, fp64: of a tool's one layer, never in training."""
+    w1, w2 = wholes({end: value.double() for end, value in values.items()})
+    return torch.kron(w1.view(*w1.shape, *(1 for _ in w2.shape[2:])), w2)
+
+
+def nearest(values: Mapping[str, Tensor], rank: int) -> tuple[Tensor, Tensor, float]:
+    """(A [r, K...], B [N, r], what is lost of ||w1 (x) w2||, relative), fp64, r <= rank: B A is the nearest to it.
+
+    Its singular values are the products of one of w1 and one of w2, and its singular vectors Kronecker products of theirs.
+    """
+    w1, w2 = wholes({end: value.double() for end, value in values.items()})
+    (u_1, s_1, v_1), (u_2, s_2, v_2) = (torch.linalg.svd(w.flatten(1), full_matrices=False) for w in (w1, w2))
+    sizes, places = torch.outer(s_1, s_2).flatten().sort(descending=True, stable=True)
+    first, second = places[:rank] // len(s_2), places[:rank] % len(s_2)
+    roots = sizes[:rank].sqrt()
+    b = torch.einsum("or,pr->opr", u_1[:, first], u_2[:, second]).flatten(0, 1) * roots
+    a = torch.einsum("ri,rq->riq", v_1[first], v_2[second]).flatten(1) * roots[:, None]
+    lost = sizes[rank:].square().sum().sqrt() / sizes.square().sum().sqrt().clamp_min(1e-300)
+    return a.view(len(a), w1.shape[1] * w2.shape[1], *w2.shape[2:]), b, float(lost)
+
+
 def norm(values: Mapping[str, Tensor]) -> float:
     """||w1 (x) w2|| = ||w1|| ||w2||."""
     w1, w2 = wholes({end: value.double() for end, value in values.items()})

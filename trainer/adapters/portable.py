@@ -21,7 +21,7 @@ import torch
 
 from trainer.adapters import lokr
 from trainer.adapters.adapter import Adapter
-from trainer.adapters.kinds import AdapterKind, B, file_kind
+from trainer.adapters.kinds import AdapterKind, B, Form, file_kind
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.adapters.targets import Target
 from trainer.base.errors import NonFiniteError
@@ -96,6 +96,23 @@ class Factors:
         """Whether B A is not zero, or may not be."""
         return all(bool(tensor.make().any()) for tensor in (self.matrices or {B: self.b}).values())
 
+    @property
+    def form(self) -> Form | None:
+        """What is known of `matrices`."""
+        return file_kind(magnitudes=False, ends=self.matrices).form
+
+    @property
+    def ranked(self) -> tuple[int, float]:
+        """(rank, alpha) as the layer's kind has them; R may be larger."""
+        if self.form is None:
+            return self.rank, self.alpha
+        rank = self.form.rank({end: tensor.shape for end, tensor in self.matrices.items()})
+        return rank, self.scaling * rank
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """`matrices` as tensors."""
+        return {end: tensor.make() for end, tensor in self.matrices.items()}
+
     def tensors(self) -> dict[str, Recipe]:
         """The tensors that there are, by the names that messages use."""
         named = dict(self.matrices) or {"A": self.a, "B": self.b, "magnitude": self.magnitude}
@@ -125,15 +142,8 @@ class Portable:
     @property
     def targets(self) -> list[Target]:
         """Every layer with its rank and alpha."""
-        split = [(name.partition("."), *self.trained_rank(factors)) for name, factors in self.layers.items()]
+        split = [(name.partition("."), *factors.ranked) for name, factors in self.layers.items()]
         return [Target(component, rest, rank, alpha) for (component, _, rest), rank, alpha in split]
-
-    def trained_rank(self, factors: Factors) -> tuple[int, float]:
-        """(rank, alpha) of a layer, as its kind has them: R's may be larger."""
-        if not factors.matrices:
-            return factors.rank, factors.alpha
-        rank = self.kind.rank({end: tensor.shape for end, tensor in factors.matrices.items()})
-        return rank, factors.scaling * rank
 
     def with_layers(self, layers: Mapping[str, Factors]) -> Self:
         """The same with other layers."""
