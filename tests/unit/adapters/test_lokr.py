@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,25 @@ def test_what_is_no_whole_product_is_refused(tmp_path: Path, case: str) -> None:
     tensors, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         opened(tmp_path, {f"{STEM}.{end}": tensor for end, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("decompose", ["w2", "both", "none"])
+@pytest.mark.parametrize("shape", [(96, 64), (64, 256), (30, 8, 3, 3)])
+def test_lycoris_itself_has_these_matrices_this_scale_and_this_weight(shape: tuple[int, ...], decompose: str) -> None:
+    """Where it is installed (4.1.3 was): what it makes of a layer, and of our tensors put in there."""
+    modules = pytest.importorskip("lycoris.modules.lokr", reason="LyCORIS is no dependency; pip install lycoris-lora")
+    layer = torch.nn.Linear(shape[1], shape[0]) if len(shape) == 2 else torch.nn.Conv2d(shape[1], shape[0], shape[2:])
+    for rank, factor in itertools.product((1, 2, 4, 50), (-1, 4, 8)):
+        how = {"decompose_both": decompose == "both", "full_matrix": decompose == "none"}
+        theirs = modules.LokrModule("x", layer, lora_dim=rank, alpha=3.0, factor=factor, **how)
+        own = values(shape, rank, factor=factor, decompose=decompose)
+        factors = made_of({end: recipe(value) for end, value in own.items()}, 1.0 if lokr.is_whole(own) else 3.0 / rank)
+        tensors = {end: each.make() for end, each in factors.named_matrices("").items()}
+        held = {end: each for end, each in theirs.named_parameters() if end.startswith("lokr")}
+        assert {end: each.shape for end, each in held.items()} == {end: each.shape for end, each in tensors.items()}
+        assert theirs.scale == pytest.approx(factors.scaling)
+        with torch.no_grad():
+            for end, each in held.items():
+                each.copy_(tensors[end])
+            weight = theirs.get_weight(torch.Size(shape)).double()
+        assert (weight - factors.scaling * lokr.product(own)).norm() <= 2**-20 * weight.norm()
