@@ -33,7 +33,8 @@ def trained(layer: FrozenLayer, rank: int, decompose: str, g: torch.Generator) -
 
 
 def part_of(layer: FrozenLayer, values: dict[str, torch.Tensor], scaling: float) -> lokr.KronPart:
-    cast = {end: value.detach().to(layer.compute_dtype) for end, value in values.items()}
+    scales = dict.fromkeys(values, 1.0) | {next(iter(values)): scaling}
+    cast = {end: (scales[end] * value.detach()).to(layer.compute_dtype) for end, value in values.items()}
     return lokr.KronPart(layer, values, cast, scaling)
 
 

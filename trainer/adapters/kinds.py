@@ -31,10 +31,10 @@ class Form:
     """What a kind has that computes with other matrices than A and B, and whose files hold these.
 
     ends: of all names that they may have; a layer has some of them. part: (base layer, its matrices, these in the compute
-    dtype, s) -> what computes, made once for an update: as a lokr.KronPart. rank: (the matrices' shapes) -> a layer's rank.
-    unscaled: (the ends of a layer) -> whether its s is 1 whatever its alpha. product: (the matrices) -> B A in W's shape,
-    fp64. norm: -> ||B A||. nearest: (the matrices, rank) -> (A, B, what is lost) of the nearest of that rank. options: of
-    `adapter`, the keys that `shapes` takes, too.
+    dtype, the first times s, and s) -> what computes, made once for an update: as a lokr.KronPart. rank: (the matrices'
+    shapes) -> a layer's rank. unscaled: (the ends of a layer) -> whether its s is 1 whatever its alpha. product: (the
+    matrices) -> B A in W's shape, fp64. norm: -> ||B A||. nearest: (the matrices, rank) -> (A, B, what is lost) of the
+    nearest of that rank. options: of `adapter`, the keys that `shapes` takes, too.
     """
 
     ends: tuple[str, ...]

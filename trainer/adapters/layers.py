@@ -276,10 +276,12 @@ def refresh(layers: Iterable[AdaptedLayer]) -> None:
 
 
 def _refresh_formed(layers: Sequence[AdaptedLayer]) -> None:
-    """The same of layers whose kind has a form: its matrices in the compute dtype, and its part of both."""
+    """The same of layers whose kind has a form: its matrices in the compute dtype, the first times s, and what computes."""
     trained = [layer.trained(layer.active()[0]) for layer in layers]
-    held = [(layer, each[end].weight) for layer, each in zip(layers, trained, strict=True) for end in each]
-    cast = iter(_cast([layer for layer, _ in held], "", [weight.detach() for _, weight in held], [1.0] * len(held)))
+    pairs = zip(layers, trained, strict=True)
+    held = [(layer, values.weight, place) for layer, each in pairs for place, values in enumerate(each.values())]
+    scalings = [layer.scaling[layer.active()[0]] if place == 0 else 1.0 for layer, _, place in held]
+    cast = iter(_cast([layer for layer, *_ in held], "", [weight.detach() for _, weight, _ in held], scalings))
     for layer, each in zip(layers, trained, strict=True):
         (name, *_), weights = layer.active(), {end: values.weight for end, values in each.items()}
         make = layer.kinds[name].form.part

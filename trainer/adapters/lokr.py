@@ -173,7 +173,8 @@ def _paths(sizes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 class KronPart:
-    """One adapted layer. trained: fp32, by name; cast: the same in the compute dtype, made once for an update."""
+    """One adapted layer. trained: fp32, by name; cast: the same in the compute dtype, the first of them times s, made once
+    for an update."""
 
     def __init__(self, base: BaseLayer, trained: Mapping[str, Tensor], cast: Mapping[str, Tensor], scaling: float) -> None:
         self.base, self.trained, self.cast, self.scaling = base, dict(trained), dict(cast), scaling
@@ -199,15 +200,14 @@ def _computed(part: KronPart, x: Tensor, mask: Tensor | None, *trained: Tensor) 
     t = t.reshape(len(t), _columns(dict(part.sizes), W1), -1, *t.shape[2:])
     path = _path(part, t)
     weights = [part.cast[name] if name in part.cast else _multiplied(part, name) for name in path]
-    inputs = []
-    for name, weight in zip(path, weights, strict=True):
-        inputs.append(t)
-        t = _product(base, name, weight, t)
-    y = t.flatten(1, 2)
+    inputs = [t]
+    for name, weight in zip(path[:-1], weights, strict=False):
+        inputs.append(_product(base, name, weight, inputs[-1]))
+    last = path[-1], weights[-1], inputs[-1]
     if base.unread and memory.recomputing():  # as dora.py has it: no gradient needs it
-        y = torch.full_like(y, torch.nan)
+        y = torch.full_like(_product(base, *last).flatten(1, 2), torch.nan)
     else:
-        y = base.matmul(x_c).add_(y, alpha=part.scaling)
+        y = _added(base, base.matmul(x_c), *last)
         y = y if (bias := base.bias_N) is None else y.add_(_broadcast(bias.to(compute), y))
     return base.expanded(y, x.shape), inputs, weights
 
@@ -217,9 +217,9 @@ def _path(part: KronPart, t: Tensor) -> tuple[str, ...]:
 
 
 def _multiplied(part: KronPart, whole: str) -> Tensor:
-    """w1 or w2 of its pair: made in fp32, in the compute dtype."""
+    """w1, times s, or w2 of its pair: made in fp32, in the compute dtype."""
     a, b = (part.trained[end].detach() for end in PAIRS[whole])
-    return (a @ b.flatten(1)).to(part.base.compute_dtype).unflatten(1, b.shape[1:])
+    return ((a * part.scaling if whole == W1 else a) @ b.flatten(1)).to(part.base.compute_dtype).unflatten(1, b.shape[1:])
 
 
 def _broadcast(bias_N: Tensor, y: Tensor) -> Tensor:
@@ -245,16 +245,36 @@ def _product(base: BaseLayer, name: str, weight: Tensor, t: Tensor) -> Tensor:
     return y.reshape(len(t), -1, *t.shape[2:]) if name.startswith(W1) else y.reshape(*t.shape[:2], -1, *t.shape[3:])
 
 
-def _gradients(base: BaseLayer, name: str, weight: Tensor, t: Tensor, d: Tensor, needs_dt: bool) -> tuple[Tensor, Any]:
-    """(the factor's gradient, that of t), of `_product`. d: of its result."""
+def _added(base: BaseLayer, z: Tensor, name: str, weight: Tensor, t: Tensor) -> Tensor:
+    """z, plus `_product`: of a Linear's rows summed where they are made, and rounded once."""
+    if t.dim() > 3:
+        return z.add_(_product(base, name, weight, t).flatten(1, 2))
+    if name.startswith(W1):
+        z.view(len(t), len(weight), -1).baddbmm_(weight.expand(len(t), *weight.shape), t)
+    else:
+        z.view(-1, len(weight)).addmm_(t.flatten(0, 1), weight.t())
+    return z
+
+
+def _weight_gradient(base: BaseLayer, name: str, weight: Tensor, t: Tensor, d: Tensor) -> Tensor:
+    """The factor's gradient, of `_product`. d: of its result."""
     if not _on_the_left(name, t):
-        rows, d_rows = t.flatten(0, 1), d.flatten(0, 1)
-        dt = base.product_input_grad(d_rows, weight, rows.shape).view(t.shape) if needs_dt else None
-        return base.product_weight_grad(d_rows, rows, weight.shape), dt
+        return base.product_weight_grad(d.flatten(0, 1), t.flatten(0, 1), weight.shape)
     matrices, d_matrices = _matrices(name, t), _matrices(name, d)
-    dt = weight.t().expand(len(matrices), *weight.t().shape).bmm(d_matrices).view(t.shape) if needs_dt else None
     together, d_together = (each.transpose(0, 1).flatten(1) for each in (matrices, d_matrices))
-    return d_together @ together.t(), dt
+    return d_together @ together.t()
+
+
+def _input_gradient(base: BaseLayer, name: str, weight: Tensor, t: Tensor, d: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """The gradient of t, of `_product`: a new tensor, or added to `add_to`, of t's numbers. d: of its result."""
+    if not _on_the_left(name, t):
+        rows = t.flatten(0, 1)
+        dt = base.product_input_grad(d.flatten(0, 1), weight, rows.shape, None if add_to is None else add_to.view(rows.shape))
+        return dt.view(t.shape)
+    matrices, back = _matrices(name, d), weight.t().expand(len(_matrices(name, t)), *weight.t().shape)
+    if add_to is None:
+        return back.bmm(matrices).view(t.shape)
+    return add_to.view(len(matrices), weight.shape[1], -1).baddbmm_(back, matrices).view(t.shape)
 
 
 class _Kron(torch.autograd.Function):
@@ -274,21 +294,27 @@ class _Kron(torch.autograd.Function):
         inputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         path, d = _path(part, inputs[0]), dy.reshape(len(dy), _rows(part, W1), -1, *dy.shape[2:])
         for place in reversed(range(len(path))):
-            made[path[place]], d = _gradients(base, path[place], weights[place], inputs[place], d, place > 0 or needs_dx)
-        if needs_dx:
-            x_shape = base.collapsed(torch.empty(ctx.x_shape, device="meta")).shape
-            dx, d = base.input_grad(dy, x_shape), d.reshape(x_shape)
-            dx = (
-                dx.add_(d if mask is None else d * base.collapsed(mask), alpha=part.scaling).view(ctx.x_shape).to(ctx.x_dtype)
-            )
+            here = base, path[place], weights[place], inputs[place], d
+            made[path[place]] = _weight_gradient(*here)
+            if place > 0:
+                d = _input_gradient(*here)
+            elif needs_dx:
+                dx = base.input_grad(dy, inputs[0].flatten(1, 2).shape)
+                if mask is None and dx.is_contiguous():
+                    _input_gradient(*here, add_to=dx)
+                else:
+                    d = _input_gradient(*here).reshape(dx.shape)
+                    dx.add_(d if mask is None else d * base.collapsed(mask))
+                dx = dx.view(ctx.x_shape).to(ctx.x_dtype)
         gradients = {name: gradient.to(next(iter(part.trained.values())).dtype) for name, gradient in made.items()}
         for whole, (a, b) in PAIRS.items():
             if whole in gradients and whole not in part.trained:
                 of_whole, (left, right) = gradients[whole].flatten(1), (part.trained[end].detach() for end in (a, b))
+                of_whole = of_whole * part.scaling if whole == W1 else of_whole
                 gradients |= {a: of_whole @ right.flatten(1).t(), b: (left.t() @ of_whole).view(right.shape)}
         wanted = [gradients[end].view(tensor.shape) for end, tensor in part.trained.items()]
-        if part.scaling != 1:
-            torch._foreach_mul_(wanted, part.scaling)
+        if part.scaling != 1 and next(iter(part.trained)) in made:  # the first, which was cast times s
+            wanted[0].mul_(part.scaling)
         return None, dx, None, *wanted
 
 
