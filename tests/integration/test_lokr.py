@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scripts import adapter as script
-from scripts import make_model
+from scripts import make_model, replay, sample
 from tests.harness import Workbench, built, take_step
 from tests.unit.adapters.test_lokr import read_by_comfyui
 from trainer import config as configs
@@ -211,3 +211,15 @@ def test_a_text_encoder_whose_files_are_pefts_is_refused(flux2: None, bench: Wor
     rules = [{"component": "text_encoder", "match": "*q_proj"}]
     assert run(bench, tree(bench, "out", "flux2", adapter__rules=rules)) == 2
     assert "adapts text_encoder, whose files are a folder of PEFT's, and no LoKr is written there" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_step_is_replayed_and_its_file_drawn_with(bench: Workbench, capsys) -> None:
+    config = tree(bench, "out", run__max_steps=2, adapter__targets=["*attn1.to_q", "conv_in"])
+    assert run(bench, config) == 0
+    capsys.readouterr()
+    assert replay.main([str(bench.tmp / "out/checkpoints/step-00000001")]) == 0
+    file, size = bench.tmp / "out/adapters/bear_comfyui.safetensors", ["--width", "64", "--height", "64", "--steps", "1"]
+    out = bench.tmp / "pictures"
+    assert sample.main([str(bench.models / "sdxl"), str(file), "--prompt", "a bear", "--out", str(out), *size]) == 0
+    assert list(out.glob("*.png"))
