@@ -375,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--to", required=True, choices=("diffusers", "kohya", "comfyui", "onetrainer", "lora"),
         help="lora: kohya's keys without DoRA, for programs that have none; an approximation, whose error is printed",
     )  # fmt: skip
-    command.add_argument("--rank", type=int, metavar="R", help="of the approximation; default: each layer's own")
+    command.add_argument("--rank", type=int, metavar="R", help="of the approximation; default: each layer's own, of a DoRA")
     command.add_argument(
         "--dora_scale", choices=("comfyui_released", "magnitude"), help="as export.dora_scale (docs/adapter_files.md)"
     )

@@ -78,7 +78,7 @@ QUICK = [("flux", "lora", 4)]
     [
         pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow if cell[2] > 4 else pytest.mark.proof)
         # Of a rank like 512 the largest moment is before the forward: what follows from A, B and m is made anew.
-        for cell in [*itertools.product(DENOISER, ("lora", "dora"), (4,)), ("flux", "dora", 512)]
+        for cell in [*itertools.product(DENOISER, ("lora", "dora"), (4,)), ("flux", "dora", 512), ("flux", "lokr", 5)]
     ],
 )
 def test_a_step_takes_what_was_foretold(bench: Workbench, family: str, adapter: str, rank: int, monkeypatch) -> None:

@@ -54,6 +54,7 @@ def trained(bench: Workbench, family: str, *, taped: bool, **more: Any) -> tuple
     ("family", "more"),
     [
         pytest.param("flux", {"adapter__type": "dora"}, id="flux-dora"),
+        pytest.param("flux", {"adapter__type": "lokr", "adapter__alpha": 3.0}, id="flux-lokr", marks=pytest.mark.slow),
         pytest.param(
             "flux",
             {"adapter__type": "lora", "adapter__rank_dropout": 0.3, "adapter__module_dropout": 0.2, "adapter__alpha": 3.0},

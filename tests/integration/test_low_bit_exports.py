@@ -17,7 +17,7 @@ import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from tests.harness import DENOISER
-from trainer.adapters import Adapter, Method, Target, export, inject
+from trainer.adapters import Adapter, Method, Target, export, inject, splitting
 from trainer.adapters.kinds import kind_named
 from trainer.adapters.norms import Norms, RowNorms, made_for, magnitude, read_norms
 from trainer.adapters.portable import of_adapter
@@ -113,9 +113,9 @@ def trained(models: Path, family: str, dtype: str, targets: tuple[str, ...] = ("
         method=Method(kind_named("dora")),
         seed=7,
     )
-    fused = {name: export.fused_modules(FAMILIES[family].module_links(name, source.config(name)))}
+    fused = {name: splitting.fused_modules(FAMILIES[family].module_links(name, source.config(name)))}
     full = {f"{name}.{n}": layer for n, layer in layers.items()}
-    beside = {n: full[n] for n in export.fused_with(adapter.targets, fused)}
+    beside = {n: full[n] for n in splitting.fused_with(adapter.targets, fused)}
     return Trained(family, adapter, Norms(adapter, beside, {}), fused, full.__getitem__)
 
 

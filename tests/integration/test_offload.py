@@ -48,7 +48,7 @@ def gradients(config: configs.Config, copies: int = 0) -> list[torch.Tensor]:
         return found
 
 
-FACTORS = (tuple(DENOISER), ("bf16", "fp8_e4m3", "int8", "nf4"), ("lora", "dora"), (False, True))
+FACTORS = (tuple(DENOISER), ("bf16", "fp8_e4m3", "int8", "nf4"), ("lora", "dora", "lokr"), (False, True))
 QUICK = {("fp8_e4m3", "dora", True), ("bf16", "lora", False)}
 FEW = pairs(*FACTORS)
 

@@ -153,7 +153,7 @@ def test_its_file_is_merged_and_shown_and_its_run_takes_none(bench: Workbench, c
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"adapter__type": "lokr"}, "adapter.type = 'lokr' is not known; there is none: an adapter is a LoRA or a DoRA"),
+        ({"adapter__type": "loha"}, "adapter.type = 'loha' is not known; there is none: a LoHa needs W + dW made"),
         ({"adapter__type": "lor"}, "adapter.type = 'lor' is not known; did you mean 'lora'?"),
         ({"adapter__dropout": 0.1}, "adapter.dropout = 0.1 cannot be combined with adapter.type = 'scaled': this is a test"),
         ({"step__compile": "blocks"}, "step.compile = 'blocks' cannot be combined with adapter.type = 'scaled'"),

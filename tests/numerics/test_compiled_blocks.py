@@ -40,7 +40,7 @@ BLOCKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "sdxl": ("sdxl", lambda: BasicTransformerBlock(WIDTH, **SIZES, cross_attention_dim=24)),
 }
 STORAGES = ("bf16", "fp8_e4m3", "int8", "nf4")
-FACTORS = (tuple(BLOCKS), ("lora", "dora"), STORAGES)
+FACTORS = (tuple(BLOCKS), ("lora", "dora", "lokr"), STORAGES)
 FEW = pairs(*FACTORS)
 
 

@@ -102,7 +102,7 @@ MISTAKES = [
     # of no key at all: the table's own name makes them no nearer
     ("model.components.unet.highvram", True,
      "unknown key model.components.unet.highvram; see docs/keys.md for the keys that there are"),
-    ("checkpoint.factor", 8, "unknown key checkpoint.factor; see docs/keys.md for the keys that there are"),
+    ("checkpoint.divisor", 8, "unknown key checkpoint.divisor; see docs/keys.md for the keys that there are"),
     # misspelt, or in another table
     ("dtype", "nf4", "unknown key dtype; did you mean model.components.unet.dtype?"),
     ("run.epoch", 3, "unknown key run.epoch; did you mean run.epochs?"),
@@ -124,7 +124,9 @@ MISTAKES = [
     ("optimizer.name", "AdamW", "optimizer.name = 'AdamW' is not known; did you mean 'adamw'?"),
     ("model.family", "SDXL", "model.family = 'SDXL' is not known; did you mean 'sdxl'?"),
     ("model.family", "flux1", "model.family = 'flux1' is not known; did you mean 'flux'?"),
-    ("adapter.type", "LoKr", "adapter.type = 'LoKr' is not known; there is none: an adapter is a LoRA or a DoRA"),
+    ("adapter.type", "LoKr", "adapter.type = 'LoKr' is not known; did you mean 'lokr'?"),
+    ("adapter.type", "LoHa", "adapter.type = 'LoHa' is not known; there is none: a LoHa needs W + dW made in every step; "
+     "take lokr, or lora of a higher rank"),
     ("run.device", "gpu", "run.device = 'gpu': did you mean 'cuda'? The values are 'auto', 'cpu', 'cuda'"),
     ("schedule.name", "cosine_with_restarts", "schedule.name = 'cosine_with_restarts': did you mean 'cosine_restarts'? "
      "The values are 'constant', 'linear', 'cosine', 'cosine_restarts', 'polynomial', 'rex', 'wsd'"),

@@ -49,7 +49,10 @@ class LayerChange:
 def change(layer, start: StartFactors | None = None) -> LayerChange:
     """How far an AdaptedLayer is from its start. start: what it began with; None: g' = 1 and B' = 0, as a fresh adapter has
     them."""
-    base, scaling = layer.get_base_layer(), layer.scaling[ADAPTER_NAME]
+    base, scaling, kind = layer.get_base_layer(), layer.scaling[ADAPTER_NAME], layer.kinds[ADAPTER_NAME]
+    if start is None and kind.form is not None:
+        moved = kind.form.norm({end: held.weight for end, held in layer.trained(ADAPTER_NAME).items()})
+        return LayerChange(scaling * moved, float(base.row_norms().double().norm()), 0.0)
     a, b = layer.factors(ADAPTER_NAME)
     if start is None:
         a_then, b_then = a[:0], b[:, :0]

@@ -112,6 +112,11 @@ class Part:
         self.layer = self.base, self.scaling, len(self.a), self.b.shape, self.base.bias_N, self.c, self.z_rows, self.ready
         self.tensors = self.a, self.b, self.m
 
+    def output(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The layer's output: `adapted` of it alone."""
+        (y,) = adapted(x, [self], mask)
+        return y
+
 
 def adapted(
     x: torch.Tensor, parts: Sequence[Part], mask: torch.Tensor | None = None, a_all: torch.Tensor | None = None

@@ -4,6 +4,10 @@ diffusers: COMPONENT.LAYER.lora_A.weight [R, K], .lora_B.weight [N, R], .lora_ma
 of a text encoder .lora_magnitude_vector.weight, see `_magnitude_key`); alpha / rank stand in the header's
 `lora_adapter_metadata` (a `.alpha` key raises for SDXL, without either the scale is 1).
 
+A LoKr's have lokr_w1, lokr_w2 or their pairs in place of A and B, as LyCORIS has them: in diffusers' keys with the scale in
+the first of them and without alpha. Where the original layout fuses layers, kohya's keys are theirs behind `lycoris_`, which
+ComfyUI and LyCORIS read: of several products no one can be made.
+
 kohya: PREFIX_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
 (Conv2d [N, 1, 1, 1]; of the input axis [1, K]). Layers that the original layout fuses (Flux's qkv, linear1) become one pair:
 block-diagonal, or where all have one and the same A, that A and their B's.
@@ -126,7 +130,7 @@ def write_files(
     made = {format: whole[format] for format in written}
     for adapter in made.values():
         adapter.check_finite(advance)
-    if not any(factors.b.make().any() for adapter in made.values() for factors in adapter.layers.values()):
+    if not any(factors.changes() for adapter in made.values() for factors in adapter.layers.values()):
         raise NotTrained(
             f"every B of the adapter is zero after step {about.step}, so it changes nothing: no file was written. Either its "
             "updates were skipped (metrics.jsonl says so), or there was no gradient, or the rate was too small: "
@@ -163,6 +167,10 @@ def diffusers_tensors(portable: Portable, advance: Advance = unheard) -> Tensors
     """
     tensors: dict[str, Recipe] = {}
     for name, factors in portable.layers.items():
+        if factors.matrices:
+            tensors |= factors.named_matrices(f"{name}.", scaled=True)
+            advance(1)
+            continue
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = factors.a, factors.b
         if portable.kind.magnitudes:
             m = factors.magnitude
@@ -218,6 +226,8 @@ def diffusers_metadata(portable: Portable) -> dict[str, str]:
 
     And whose names the keys are.
     """
+    if portable.kind.form:  # its loader finds rank and factor in the tensors
+        return {"format": "pt", "modelspec.implementation": "diffusers"}
     fields: dict[str, Any] = {}
     by_name: dict[str, list[Target]] = {}
     for target in portable.targets:
@@ -227,29 +237,6 @@ def diffusers_metadata(portable: Portable) -> dict[str, str]:
         fields |= {f"{component}.{key}": value for key, value in config.items()}
     said = json.dumps(fields, indent=2, sort_keys=True)
     return {"lora_adapter_metadata": said, "format": "pt", "modelspec.implementation": "diffusers"}
-
-
-def fused_modules(links: Sequence[Link]) -> list[Link]:
-    """The modules behind a family's links of parameters, by their weights."""
-    weights = [link for link in links if link.original.endswith(".weight")]
-    return [
-        Link(link.original.removesuffix(".weight"), tuple(part.removesuffix(".weight") for part in link.parts), link.op)
-        for link in weights
-    ]
-
-
-def fused_with(adapted: Mapping[str, object], fused: Mapping[str, Sequence[Link]]) -> list[str]:
-    """The layers without an adapter, by full name, that one module holds together with adapted ones.
-
-    adapted: by full name.
-    """
-    names = []
-    for component, modules in fused.items():
-        for module in modules:
-            parts = [f"{component}.{part}" for part in module.parts]
-            absent = [name for name in parts if name not in adapted]
-            names += absent if len(absent) < len(parts) else []
-    return names
 
 
 def kohya_tensors(
@@ -272,10 +259,13 @@ def kohya_tensors(
     tensors: dict[str, torch.Tensor | Recipe] = {}
     for component, layers in by_component(portable):
         wanted = [module for module in modules.get(component, ()) if any(part in layers for part in module.parts)]
+        prefix = prefixes[component]
+        if portable.kind.form and any(len(module.parts) > 1 or module.swap for module in modules.get(component, ())):
+            wanted, prefix = [], "lycoris"  # of several of its products no one can be made
         known = {part for module in wanted for part in module.parts}
         wanted += [Link(name, (name,)) for name in layers if name not in known]
         for module in wanted:
-            prefix, name = prefixes[component], module.original
+            name = module.original
             key = prefix + name if prefix.endswith(".") else f"{prefix}_{name.replace('.', '_')}"
             full = Link(key, tuple(f"{component}.{part}" for part in module.parts), module.op)
             tensors |= _kohya_module(portable, full, rows, norms)
@@ -288,6 +278,8 @@ def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], 
     key, swap = module.original, module.swap
     parts = {name: portable.layers.get(name) for name in module.parts}
     present = {name: factors for name, factors in parts.items() if factors is not None}
+    if formed := next((factors for factors in present.values() if factors.matrices), None):
+        return formed.named_matrices(f"{key}.") | {f"{key}.alpha": torch.tensor(formed.ranked[1], dtype=torch.float32)}
     counts = {name: factors.rows if factors else rows(name) for name, factors in parts.items()}
     first = next(iter(present.values()))
     shared = len(present) == len(parts) > 1 and _one_a(list(present.values()))
@@ -369,7 +361,7 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
     targets = adapter.targets
     resolution = about.resolution.rpartition(", ")[2]  # the largest: both have one
     fields = lora_config(targets, adapter.kind, rslora=adapter.rslora)
-    args: dict[str, str] = {"algo": "lora", "rs_lora": str(adapter.rslora)}
+    args: dict[str, str] = {"algo": adapter.kind.name if adapter.kind.form else "lora", "rs_lora": str(adapter.rslora)}
     if adapter.kind.magnitudes:
         args |= {"dora_wd": "True", "wd_on_output": "True", "dora_scale": convention, "dora_base": about.dora_base}
     trigger = about.trigger_phrase

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer.adapters.adapter import ADAPTER_NAME, Adapter
-from trainer.adapters.kinds import A, AdapterKind
+from trainer.adapters.kinds import AdapterKind
 from trainer.adapters.targets import Target, lora_config
 from trainer.base import draws
 from trainer.base.errors import UserError
@@ -86,13 +86,16 @@ def inject(
 def _draw(layers: Mapping[str, nn.Module], seed: int) -> None:
     """Give the adapters their first values.
 
-    A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
-    it does not depend on which other layers are adapted. The rest has its first values (`AdaptedLayer.update_layer`).
+    A, or what a kind draws, is drawn from U(-1/sqrt(K), 1/sqrt(K)) of K columns (kaiming_uniform with a = sqrt(5), as PEFT
+    and LyCORIS have it) by the layer's name, so that it does not depend on which other layers are adapted. The rest has its
+    first values (`AdaptedLayer.update_layer`).
     """
     for name, layer in layers.items():
-        a = layer.trained(ADAPTER_NAME)[A].weight
-        bound = 1 / math.sqrt(a.flatten(1).shape[1])
         generator = draws.generator(seed, "init", name)
-        with torch.no_grad():
-            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        for end, held in layer.trained(ADAPTER_NAME).items():
+            if end in layer.kinds[ADAPTER_NAME].drawn:
+                a = held.weight
+                bound = 1 / math.sqrt(a.flatten(1).shape[1])
+                with torch.no_grad():
+                    a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
         layer.mark_stale()

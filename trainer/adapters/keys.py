@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.adapters import lokr
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.base.types import KeyStyle, Link
@@ -25,12 +26,13 @@ _SUFFIXES = {
     "mid": r"\.lora_mid(?:\.weight)?",
     "magnitude": r"\.lora_magnitude_vector(?:\.\w+){0,2}|\.magnitude",
     "dora_scale": r"\.dora_scale",
+    **{end: rf"\.{end}" for end in lokr.ENDS},
 }
 _KEY = re.compile("|".join(f"(?P<{role}>{pattern})$" for role, pattern in _SUFFIXES.items()))
 # What else is known by its suffix, and why it is no plain LoRA or DoRA, with the programs that write it.
 _OTHER = {
     "LoHa (Hadamard products; LyCORIS, kohya_ss, OneTrainer and SimpleTuner write it)": r"\.hada_[wt]\d(_[ab])?$",
-    "LoKr (Kronecker products; LyCORIS, ai-toolkit, kohya_ss and SimpleTuner write it)": r"\.lokr_[wt]\d(_[ab])?$",
+    "a LoKr with a Tucker core (LyCORIS' use_tucker writes it)": r"\.lokr_t\d$",
     "OFT or BOFT (rotations; OneTrainer, LyCORIS and PEFT write it)": r"\.(oft_\w+|oft_blocks|oft_diag)(\.\w+)*$",
     "GLoRA (LyCORIS writes it)": r"\.[ab][12]\.weight$",
     "IA3 (LyCORIS and PEFT write it)": r"\.(on_input|ia3_l)(\.\w+)*$",
@@ -73,7 +75,7 @@ def key_table(
 ) -> dict[str, Module]:
     """All stems of a model, one to one.
 
-    layers: component -> its adaptable layers. modules: component -> those of its original layout (export.fused_modules).
+    layers: component -> its adaptable layers. modules: component -> those of its original layout (splitting.fused_modules).
     """
     table: dict[str, Module] = {}
     for style in styles:
@@ -113,7 +115,9 @@ def taken_apart(keys: Iterable[str], where: object) -> dict[str, dict[str, str]]
             raise UserError(f"{where} has one tensor twice, as {twice!r} and as {key!r}; which of them counts is not known")
     for what in (what for what in _OTHER if what in other):
         instead = "" if "Control" in what else f"; {INSTEAD}"
-        raise UserError(f"{where} is {what}, which is neither LoRA nor DoRA and is not read: {some(other[what])}{instead}")
+        raise UserError(
+            f"{where} is {what}, which is neither LoRA, DoRA nor LoKr and is not read: {some(other[what])}{instead}"
+        )
     if other:
         raise UserError(f"{where} has keys that no adapter file has: {some(other[''])}")
     return stems

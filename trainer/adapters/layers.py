@@ -1,7 +1,7 @@
 """PEFT's LoRA layer for our frozen base layers: PEFT matches, injects, names, switches and disables; the math is dora.py."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -76,11 +76,12 @@ class AdaptedLayer(nn.Module, LoraLayer):
             raise ValueError(f"adapter.dropout cannot be combined with {kind.word}")
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, kind.magnitudes
-        self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
+        shapes = kind.shapes(base.weight_shape, r)
+        self.scaling[adapter_name] = kind.scaling(shapes, r, lora_alpha, config.use_rslora)
         self.lora_bias[adapter_name], self.kinds[adapter_name] = False, kind
         self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
         # B = 0 makes the adapter the identity; A = 0 until `inject` draws it keeps the first norm finite.
-        for end, shape in kind.shapes(base.weight_shape, r).items():
+        for end, shape in shapes.items():
             if (named := end.removesuffix(".weight")) not in self._modules:
                 self.add_module(named, nn.ModuleDict())
                 self.adapter_layer_names = (*self.adapter_layer_names, named)
@@ -91,7 +92,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
     def trained(self, adapter_name: str) -> dict[str, Values]:
         """What holds the adapter's parameters, by the ends of their names (`AdapterKind.shapes`)."""
-        return {end: self._modules[end.removesuffix(".weight")][adapter_name] for end in self.kinds[adapter_name].ends}
+        held = {end: self._modules.get(end.removesuffix(".weight")) for end in self.kinds[adapter_name].ends}
+        return {end: each[adapter_name] for end, each in held.items() if each is not None and adapter_name in each}
 
     def effective(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """(A, B, m or None) in their own shapes, with gradients."""
@@ -119,7 +121,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
     @property
     def stale(self) -> bool:
         """Whether A, B, m or the active adapter changed since `refresh`; never where every forward makes A and B."""
-        return self.now.part is None and self.kinds[(self.now.active or self.active())[0]].factors is None
+        return self.now.part is None and not self.kinds[(self.now.active or self.active())[0]].composes
 
     def mark_stale(self) -> None:
         """A, B, m or the active adapter changed: the next forward makes anew what follows from them."""
@@ -196,23 +198,24 @@ class AdaptedLayer(nn.Module, LoraLayer):
             if self.now.rows is not None:
                 part = thinned(part, self.now.rows)
             mask = None if dropout is None else dropout(torch.ones_like(x, dtype=base.compute_dtype))
-            (y,) = adapted(x, [part], mask)
+            y = part.output(x, mask)
         return y if self.strength == 1 else torch.lerp(base(x), y, self.strength)
 
-    def part(self) -> Part:
-        """This layer as dora.py takes it, fresh."""
-        part = self.now.part
+    def part(self) -> Any:
+        """This layer as dora.py takes it, or what its kind has in place of that (`Form.part`), fresh."""
+        part: Any = self.now.part
         if part is not None and torch.compiler.is_compiling():
             return part  # a graph reads its parameters and no others
         name, a, b, magnitude, _ = self.now.active or self.active()
-        if part is None and self.kinds[name].factors is not None:
-            return self.kinds[name].composed(self, name)
+        if part is None and (kind := self.kinds[name]).composes:
+            return kind.composed(self, name)
         # Parameters may be swapped for others (torch.func.functional_call), and PEFT sets scalings.
         if (
             part is None
-            or part.a is not a._parameters["weight"]
-            or part.b is not b._parameters["weight"]
-            or (part.m is not None and part.m is not magnitude._parameters["weight"])
+            or (a is None and not part.is_of(self.trained(name), self.scaling[name]))
+            or (a is not None and part.a is not a._parameters["weight"])
+            or (a is not None and part.b is not b._parameters["weight"])
+            or (magnitude is not None and part.m is not magnitude._parameters["weight"])
             or part.scaling != self.scaling[name]
         ):
             self.mark_stale()
@@ -243,6 +246,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
 def refresh(layers: Iterable[AdaptedLayer]) -> None:
     """Make what follows from the present A, B and m of those layers that are stale: as far as it can, of all at once."""
     stale = [layer for layer in layers if layer.stale]
+    _refresh_formed([layer for layer in stale if layer.kinds[layer.active()[0]].form])
+    stale = [layer for layer in stale if layer.now.part is None]
     bases, scalings, a_s, b_s, magnitudes = [], [], [], [], []
     for layer in stale:
         name, a, b, magnitude, _ = layer.active()
@@ -270,10 +275,24 @@ def refresh(layers: Iterable[AdaptedLayer]) -> None:
         shared.join()
 
 
+def _refresh_formed(layers: Sequence[AdaptedLayer]) -> None:
+    """The same of layers whose kind has a form: its matrices in the compute dtype, the first times s, and what computes."""
+    trained = [layer.trained(layer.active()[0]) for layer in layers]
+    pairs = zip(layers, trained, strict=True)
+    held = [(layer, values.weight, place) for layer, each in pairs for place, values in enumerate(each.values())]
+    scalings = [layer.scaling[layer.active()[0]] if place == 0 else 1.0 for layer, _, place in held]
+    cast = iter(_cast([layer for layer, *_ in held], "", [weight.detach() for _, weight, _ in held], scalings))
+    for layer, each in zip(layers, trained, strict=True):
+        (name, *_), weights = layer.active(), {end: values.weight for end, values in each.items()}
+        make = layer.kinds[name].form.part
+        layer.now.part = make(layer.get_base_layer(), weights, {end: next(cast) for end in each}, layer.scaling[name])
+
+
 def _cast(layers: Sequence[AdaptedLayer], name: str, tensors: list[Tensor], scalings: list[float]) -> list[Tensor]:
     """s * tensor, made in fp32, in the layer's compute dtype; a tensor that is that already stands for itself.
 
-    New ones are kept in the layers' buffers of that name. They are new memory each time: a graph may hold the old ones.
+    New ones are kept in the layers' buffers of that name ("": nowhere). They are new memory each time: a graph may hold the
+    old ones.
     """
     dtypes = [layer._modules["base_layer"].compute_dtype for layer in layers]
     scaled = [place for place, scaling in enumerate(scalings) if scaling != 1]
@@ -287,7 +306,7 @@ def _cast(layers: Sequence[AdaptedLayer], name: str, tensors: list[Tensor], scal
         torch._foreach_copy_(copies, [tensors[place] for place in copied])
         for place, copy in zip(copied, copies, strict=True):
             tensors[place] = copy
-    for place in {*scaled, *copied}:
+    for place in {*scaled, *copied} if name else ():
         layers[place]._buffers[name] = tensors[place]
     return tensors
 

@@ -19,8 +19,9 @@ from typing import Literal, Self
 
 import torch
 
+from trainer.adapters import lokr
 from trainer.adapters.adapter import Adapter
-from trainer.adapters.kinds import AdapterKind, file_kind
+from trainer.adapters.kinds import AdapterKind, B, Form, file_kind
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.adapters.targets import Target
 from trainer.base.errors import NonFiniteError
@@ -49,6 +50,8 @@ class Factors:
 
     a: [R, K] or, of a convolution, [R, K, kh, kw]. b: [N, R] or [N, R, 1, 1]. Of any floating dtype.
     magnitude: [N] of the output axis, [K] of the input axis; None of a LoRA.
+    matrices: of a kind that has others than A and B (kinds.Form), these, by the ends of their names; `a` and `b` make A and B
+    of them. Whoever puts other factors in their place leaves them out.
     """
 
     a: Recipe
@@ -57,6 +60,7 @@ class Factors:
     rslora: bool = False
     magnitude: Recipe | None = None
     axis: Axis = "output"
+    matrices: Mapping[str, Recipe] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -78,9 +82,40 @@ class Factors:
         """s, what B A is multiplied by: alpha / R, or alpha / sqrt(R) for rsLoRA."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
+    def named_matrices(self, stem: str, scaled: bool = False) -> dict[str, Recipe]:
+        """`matrices` as files hold them, flat but for a whole w2. stem: before the ends. scaled: with s in the first of them,
+        as PEFT takes them."""
+        tensors: dict[str, Recipe] = {}
+        for end, tensor in self.matrices.items():
+            shape = tensor.shape if end == lokr.W2 else (tensor.shape[0], math.prod(tensor.shape[1:]))
+            by = self.scaling if scaled and not tensors else 1.0
+            tensors[stem + end] = derived(tensor, shape, lambda t, shape=shape, by=by: (t if by == 1 else t * by).view(shape))
+        return tensors
+
+    def changes(self) -> bool:
+        """Whether B A is not zero, or may not be."""
+        return all(bool(tensor.make().any()) for tensor in (self.matrices or {B: self.b}).values())
+
+    @property
+    def form(self) -> Form | None:
+        """What is known of `matrices`."""
+        return file_kind(magnitudes=False, ends=self.matrices).form
+
+    @property
+    def ranked(self) -> tuple[int, float]:
+        """(rank, alpha) as the layer's kind has them; R may be larger."""
+        if self.form is None:
+            return self.rank, self.alpha
+        rank = self.form.rank({end: tensor.shape for end, tensor in self.matrices.items()})
+        return rank, self.scaling * rank
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """`matrices` as tensors."""
+        return {end: tensor.make() for end, tensor in self.matrices.items()}
+
     def tensors(self) -> dict[str, Recipe]:
         """The tensors that there are, by the names that messages use."""
-        named = {"A": self.a, "B": self.b, "magnitude": self.magnitude}
+        named = dict(self.matrices) or {"A": self.a, "B": self.b, "magnitude": self.magnitude}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -95,8 +130,9 @@ class Portable:
 
     @property
     def kind(self) -> AdapterKind:
-        """A LoRA's, or a DoRA's where a layer has a magnitude."""
-        return file_kind(magnitudes=any(factors.magnitude is not None for factors in self.layers.values()))
+        """The kind of the matrices that a layer has in place of A and B; else DoRA where one has a magnitude, or LoRA."""
+        ends = {end: None for factors in self.layers.values() for end in factors.matrices}
+        return file_kind(magnitudes=any(factors.magnitude is not None for factors in self.layers.values()), ends=ends)
 
     @property
     def rslora(self) -> bool:
@@ -106,8 +142,8 @@ class Portable:
     @property
     def targets(self) -> list[Target]:
         """Every layer with its rank and alpha."""
-        split = [(name.partition("."), factors) for name, factors in self.layers.items()]
-        return [Target(component, rest, factors.rank, factors.alpha) for (component, _, rest), factors in split]
+        split = [(name.partition("."), *factors.ranked) for name, factors in self.layers.items()]
+        return [Target(component, rest, rank, alpha) for (component, _, rest), rank, alpha in split]
 
     def with_layers(self, layers: Mapping[str, Factors]) -> Self:
         """The same with other layers."""
@@ -165,13 +201,31 @@ def of_state(
     layers = {}
     for target in targets:
         name = f"{target.component}.{target.name}"
-        a, b, m = kind.of_layer(state, name)
+        values = kind.values(state, name)
+        if kind.form is not None:
+            scaling = kind.scaling(values, target.rank, target.alpha, rslora)
+            layers[name] = made_of({end: _on_cpu(value) for end, value in values.items()}, scaling)
+            advance(1)
+            continue
+        a, b, m = kind.effective(values)
         factors = Factors(_on_cpu(a), _on_cpu(b), target.alpha, rslora)
         if m is not None:
             factors = replace(factors, magnitude=recipe(_told(m.cpu(), a, b, factors.scaling, norms[name], meaning)))
         layers[name] = factors
         advance(1)
     return Portable(layers, meaning)
+
+
+def made_of(matrices: Mapping[str, Recipe], scaling: float) -> Factors:
+    """A layer of a kind that has matrices in place of A and B. scaling: s."""
+    kind = file_kind(magnitudes=False, ends=matrices)
+
+    def factor(place: int) -> Callable[[], torch.Tensor]:
+        return lambda: kind.effective({end: tensor.make().float() for end, tensor in matrices.items()})[place]
+
+    a, b, _ = kind.effective({end: torch.empty(tensor.shape, device="meta") for end, tensor in matrices.items()})
+    made = [Recipe(torch.float32, tuple(each.shape), factor(place)) for place, each in enumerate((a, b))]
+    return Factors(*made, alpha=scaling * len(a), matrices=matrices)
 
 
 def _on_cpu(tensor: torch.Tensor) -> Recipe:

@@ -21,6 +21,9 @@ def shrunk(factors: Factors, rank: int) -> tuple[Factors, float]:
 
     B A is never made: with B = Q_b R_b and A^T = Q_a R_a its singular values are those of R_b R_a^T [R, R].
     """
+    if factors.form is not None:
+        a, b, lost = factors.form.nearest(factors.held(), rank)
+        return with_factors(factors, a.flatten(1), b, factors.scaling), lost
     a, b = factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
     q_b, r_b = torch.linalg.qr(b)
     q_a, r_a = torch.linalg.qr(a.t())
@@ -37,7 +40,7 @@ def with_factors(factors: Factors, a_RK: torch.Tensor, b_NR: torch.Tensor, scali
     rank = len(a_RK)
     a = a_RK.view(rank, *factors.a.shape[1:]).to(factors.a.dtype)
     b = b_NR.reshape(len(b_NR), rank, *factors.b.shape[2:]).to(factors.b.dtype)
-    return replace(factors, a=recipe(a), b=recipe(b.contiguous()), alpha=scaling * rank, rslora=False)
+    return replace(factors, a=recipe(a), b=recipe(b.contiguous()), alpha=scaling * rank, rslora=False, matrices={})
 
 
 def blank(shape: Sequence[int]) -> Factors:

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from trainer.adapters import lokr
 from trainer.adapters.keys import KeyTable, Module, embeddings_in, some, taken_apart
 from trainer.adapters.peft_config import CONFIG, PeftConfig, config_beside
-from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
+from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived, made_of
 from trainer.adapters.splitting import split
 from trainer.base.account import Account, Heading
 from trainer.base.errors import UserError, reading, shown
@@ -149,6 +150,8 @@ class _Reader:
 
     def module(self, stem: str, keys: Mapping[str, str], module: Module, shape: tuple[int, ...]) -> Factors:
         """shape: of the module's weight."""
+        if ends := {end: keys[end] for end in lokr.ENDS if end in keys}:
+            return self.product(stem, keys, ends, module, shape)
         absent = [role for role in "ab" if role not in keys]
         if absent:
             names = {"a": "A (lora_A, lora_down)", "b": "B (lora_B, lora_up)"}
@@ -180,6 +183,28 @@ class _Reader:
         if m := keys.get("magnitude") or keys.get("dora_scale"):
             factors = replace(factors, **self.magnitude(stem, m, "magnitude" in keys, shape))
         return factors
+
+    def product(
+        self, stem: str, keys: Mapping[str, str], ends: Mapping[str, str], module: Module, shape: tuple[int, ...]
+    ) -> Factors:
+        """A LoKr's module. ends: the keys of its matrices, by their ends."""
+        if beside := sorted(keys[role] for role in keys.keys() - ends.keys() - {"alpha", "scalar"}):
+            raise self.wrong(stem, f"is a LoKr with {some(beside)} over it, which is not read")
+        tensors = {end: _stored(self.file, key) for end, key in ends.items()}
+        sizes = {end: tensor.shape for end, tensor in tensors.items()}
+        wanted = lokr.sizes_for(shape, sizes)
+        if wanted is None or any(len(sizes[end]) < 2 or math.prod(sizes[end]) != math.prod(wanted[end]) for end in sizes):
+            given = f"has {', '.join(f'{end} {list(size)}' for end, size in sizes.items())}"
+            why = f"the file is for a model of another size, or damaged{self.advice}"
+            raise self.wrong(stem, f"{given}, which do not make the layer's weight {list(shape)}; {why}")
+        if lokr.is_whole(sizes):
+            scaling = 1.0
+            self.alphas["none: both matrices are whole, and the scale is 1"] += 1
+        else:
+            alpha, rslora = self.alpha(stem, keys, module, rank := lokr.rank_of(sizes))
+            scaling = alpha / (math.sqrt(rank) if rslora else rank)
+        scaling *= self.number(keys["scalar"]) if "scalar" in keys else 1
+        return made_of({end: _shaped(tensor, wanted[end]) for end, tensor in tensors.items()}, scaling)
 
     def number(self, key: str) -> float:
         """The one number of a tensor, of whatever dtype."""

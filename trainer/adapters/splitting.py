@@ -10,13 +10,37 @@ Layers of block-diagonal ones may have different ranks, and none at all where on
 belongs to no rows: with as many columns for each layer as it would take to be even, they go there; else to the layer before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
 from trainer.adapters.portable import Factors, derived
+from trainer.base.types import Link
+
+
+def fused_modules(links: Sequence[Link]) -> list[Link]:
+    """The modules behind a family's links of parameters, by their weights."""
+    weights = [link for link in links if link.original.endswith(".weight")]
+    return [
+        Link(link.original.removesuffix(".weight"), tuple(part.removesuffix(".weight") for part in link.parts), link.op)
+        for link in weights
+    ]
+
+
+def fused_with(adapted: Mapping[str, object], fused: Mapping[str, Sequence[Link]]) -> list[str]:
+    """The layers without an adapter, by full name, that one module holds together with adapted ones.
+
+    adapted: by full name.
+    """
+    names = []
+    for component, modules in fused.items():
+        for module in modules:
+            parts = [f"{component}.{part}" for part in module.parts]
+            absent = [name for name in parts if name not in adapted]
+            names += absent if len(absent) < len(parts) else []
+    return names
 
 
 def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple[list[Factors | None], str]:
@@ -26,7 +50,8 @@ def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple
     Reads B. A magnitude of the output axis is split by rows; of the input axis each layer gets it whole.
     """
     if swap:
-        factors = replace(factors, b=derived(factors.b, factors.b.shape, _swapped), magnitude=_swapped_m(factors))
+        swapped = derived(factors.b, factors.b.shape, _swapped)
+        factors = replace(factors, b=swapped, magnitude=_swapped_m(factors), matrices={})
     if len(rows) == 1:
         return [factors], ""
     owners = _owners(factors.b.make(), rows)
@@ -53,7 +78,7 @@ def _part(factors: Factors, start: int, count: int, columns: list[int] | None) -
     a = a if rank == factors.rank else derived(a, (rank, *a.shape[1:]), lambda t: t[first:last])
     # The scale stays. Of a power of two, alpha * rank / R / rank has no rounding; of others it may have one.
     scaling = factors.scaling
-    return replace(factors, a=a, b=b, magnitude=m, alpha=scaling * rank, rslora=False)
+    return replace(factors, a=a, b=b, magnitude=m, alpha=scaling * rank, rslora=False, matrices={})
 
 
 def _owners(b: torch.Tensor, rows: Sequence[int]) -> list[int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer import quantization
 from trainer.adapters import export, sd_scripts
-from trainer.adapters.kinds import KINDS
+from trainer.adapters.kinds import kind_named
 from trainer.adapters.portable import of_adapter
 from trainer.artifacts import sampling
 from trainer.artifacts.ports import Page
@@ -77,7 +77,7 @@ class Artifacts:
         config = self.plan.config
         stem = f"{config.run.name}-{at.step:08d}"
         stems = [stem + ending for ending in self.state.weights_for_use()]
-        files = [file for each in stems for file in self._names(each, config.export.formats)]
+        files = [file for each in stems for file in self._names(each, self._formats)]
         if not at.fresh and all((self.context.layout.adapters / file).exists() for file in files):
             return
         try:
@@ -91,6 +91,11 @@ class Artifacts:
         model = self.plan.model
         return list(export.file_names(stem, formats, model.adapted, model.family.adapters.peft).values())
 
+    @property
+    def _formats(self) -> tuple[str, ...]:
+        kind = kind_named(self.plan.config.adapter.type).in_files
+        return self.plan.model.family.file_formats(kind, self.plan.config.export.formats)
+
     def export(self, stem: str, write: Write = write_atomic, folder: Path | None = None) -> dict[str, Path]:
         """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average".
         folder: None is the run's own."""
@@ -99,10 +104,10 @@ class Artifacts:
             return {}
         about = self.origin.about()
         adapter, weights, layout = state.adapter, state.weights_for_use(), self.context.layout
-        count = len(adapter.layers) * (len(config.export.formats) + adapter.kind.magnitudes) * len(weights)
+        count = len(adapter.layers) * (len(self._formats) + adapter.kind.magnitudes) * len(weights)
         files = export.AdapterFiles(
             folder=folder or layout.adapters,
-            formats=config.export.formats,
+            formats=self._formats,
             dora_scale=config.export.dora_scale,
             fused=plan.model.fused,
             prefixes=plan.model.family.kohya_prefixes(plan.model.source.config),
@@ -183,9 +188,9 @@ class Artifacts:
                 say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
                 say(f"    {path}", whole=True)
                 fields = TensorFile(path).metadata
-                if words := [each.word for each in KINDS.values() if each.module == fields.get("ss_network_module")]:
+                if (adapted := self.state.adapter.kind).module:
                     beside = "not for A1111, InvokeAI, sd-scripts"
-                    say(f"    as a {words[0]} {beside}: merge or convert --to lora (scripts/adapter.py)")
+                    say(f"    as a {adapted.word} {beside}: merge or convert --to lora (scripts/adapter.py)")
                 if phrase := fields.get(sd_scripts.ENTRY):
                     say(f"note: {sd_scripts.sentence(phrase)}")
             elif kind.startswith("peft"):

@@ -151,7 +151,7 @@ class AdapterTable(Table):
     """The adapter."""
 
     type: str = "lora"  # trainer/adapters/kinds.py knows the kinds
-    """`dora` also learns the length of each weight row; `lora` does not."""
+    """`lora`; `dora`, which also learns the length of each weight row; `lokr`, a Kronecker product of two small matrices."""
     rank: Count = 16
     """The width of A and B. A higher rank can hold more and makes a larger file."""
     alpha: Positive | None = None
@@ -161,6 +161,11 @@ class AdapterTable(Table):
     patterns."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
+    factor: Annotated[Count | Literal[-1], ReadWith("adapter.type", ("lokr",))] = -1
+    """The side of the smaller of the two matrices, for layers that it divides. -1: the sides of both as alike as can be."""
+    decompose: Annotated[Literal["w2", "both", "none"], ReadWith("adapter.type", ("lokr",))] = "w2"
+    """Which of the two matrices is of rank `adapter.rank`, where that is below half of its longer side: the larger one
+    (`w2`), both, or `none`. With `none` rank and alpha have no effect."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The chance that an element of an adapter's input is dropped. LoRA only."""
     rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

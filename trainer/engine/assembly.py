@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer import ema, optim, quantization
-from trainer.adapters import Adapter, Method, Rates, Rule, export, inject
+from trainer.adapters import Adapter, Method, Rates, Rule, inject, splitting
 from trainer.adapters.kinds import kind_named
 from trainer.adapters.norms import Norms, made_for
 from trainer.base.memory import checkpoint_blocks, find_blocks
@@ -68,7 +68,9 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
         adapter = inject(
             adapted,
             plan.targets,
-            method=Method(kind_named(config.adapter.type), config.adapter.rslora, config.adapter.dropout),
+            method=Method(
+                kind_named(config.adapter.type, vars(config.adapter)), config.adapter.rslora, config.adapter.dropout
+            ),
             bases=(FrozenLinear, FrozenConv2d),
             seed=config.run.seed,
             advance=phase.advance,
@@ -78,7 +80,7 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
     if adapter.kind.magnitudes and held:
         peers.say(f"the {adapter.kind.word}'s files are made for {made_for(held)}")
-    beside = {name: components.layer(name) for name in export.fused_with(adapter.targets, plan.fused)}
+    beside = {name: components.layer(name) for name in splitting.fused_with(adapter.targets, plan.fused)}
     read = len(beside) if adapter.kind.magnitudes else 0
     with phases("norms of the layers beside the adapted ones", read, "layer") as phase:
         norms = pieces.enter("norms", Norms(adapter, beside, held, phase.advance))

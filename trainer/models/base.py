@@ -203,6 +203,7 @@ class AdapterPart:
     # module. Its adapter goes into a folder of PEFT's, and not into the file for diffusers.
     peft: Mapping[str, str] = field(default_factory=dict)
     key_styles: tuple[KeyStyle, ...] = ()  # of adapter files, beside the usual ones (`Family.adapter_keys`)
+    in_diffusers: tuple[str, ...] = ("lora", "dora")  # the kinds of files that its loader takes for this family
     not_in_sd_scripts: tuple[str, ...] = ()  # fnmatch patterns of full names of layers that it builds no LoRA module for
     metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}  # what adapter files say of the family
 
@@ -332,6 +333,10 @@ class Family:
         encoders = {name: f"lora_te{number}" for number, name in enumerate(self.text_encoders, 1)}
         own = {name: given if isinstance(given, str) else given(config(name)) for name, given in self.adapters.kohya.items()}
         return {self.denoiser: "lora_unet", **encoders, **own}
+
+    def file_formats(self, kind: str, formats: Sequence[str]) -> tuple[str, ...]:
+        """The formats of adapter files, of `formats`, in which that kind of adapter is written."""
+        return tuple(format for format in formats if format != "diffusers" or kind in self.adapters.in_diffusers)
 
     @property
     def adapter_keys(self) -> tuple[KeyStyle, ...]:

@@ -48,7 +48,8 @@ def weight_change(
     layers: dict[str, tuple[LayerChange, int]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
-            norms = change(layer, None if start is None else StartFactors(*adapter.kind.of_layer(start, name)))
+            began = None if start is None else StartFactors(*adapter.kind.effective(adapter.kind.values(start, name)))
+            norms = change(layer, began)
             layers[name] = norms, math.prod(layer.get_base_layer().weight_shape)
             phase.advance()
     rms = [norms.size / math.sqrt(numbers) for norms, numbers in layers.values() if norms.size > 0]

@@ -95,17 +95,22 @@ def _interval(table: IntervalTable, name: str) -> str:
 
 def _adapter_lines(plan: RunPlan) -> list[str]:
     adapter, lines = plan.config.adapter, []
-    kind, formula = kind_named(adapter.type), "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
+    kind = kind_named(adapter.type, vars(adapter))
+    formula = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
     for component in plan.model.adapted:
         mine = [t for t in plan.model.targets if t.component == component]
-        shapes = [(plan.shapes[t.component, t.name], t.rank) for t in mine]
-        count = sum(prod(sizes) for shape, rank in shapes for sizes in kind.shapes(shape, rank).values())
-        kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr, t.stop_step) for t in mine)
+        shapes = [kind.shapes(plan.shapes[t.component, t.name], t.rank) for t in mine]
+        count = sum(prod(size) for sizes in shapes for size in sizes.values())
+        wholes = map(kind.unscaled, shapes)
+        kinds = Counter((t.rank, t.alpha, whole, t.lr, t.stop_step) for whole, t in zip(wholes, mine, strict=True))
         lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
-        for (rank, alpha, scaling, lr, stop), layers in sorted(kinds.items(), key=str):
+        for (rank, alpha, whole, lr, stop), layers in sorted(kinds.items(), key=str):
             rate = f", lr {lr:g}" if lr is not None else ""
             stops = f", trained up to step {stop}" if stop is not None else ""
-            lines.append(f"  {layers} layers: rank {rank}, alpha {alpha:g}, {formula} = {scaling:g}{rate}{stops}")
+            ranked = f"rank {rank}, alpha {alpha:g}, {formula} = {kind.scaling((), rank, alpha, adapter.rslora):g}"
+            lines.append(f"  {layers} layers: {'whole matrices, scale 1' if whole else ranked}{rate}{stops}")
+    if absent := {*plan.config.export.formats} - {*plan.model.family.file_formats(kind.in_files, plan.config.export.formats)}:
+        lines.append(f"  no file for {', '.join(absent)}: its loader of {plan.model.family.name} takes no {kind.word}")
     if plan.skipped:
         lines.append(f"  skipped, without a gradient path: {len(plan.skipped)} layers ({plan.skipped[0]}, ...)")
     return lines

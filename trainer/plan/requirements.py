@@ -60,7 +60,7 @@ def with_magnitudes() -> ReadWith:
 def check_kind(config: Config) -> None:
     """Raises UserError for an unknown kind of adapter, and for a key that the kind does not go with."""
     kind = kind_named(config.adapter.type)
-    for key, why in {**kind.refuses, **({} if kind.factors is None else COMPOSED)}.items():
+    for key, why in {**kind.refuses, **(COMPOSED if kind.composes else {})}.items():
         default, value = configs.known_keys()[key], reduce(getattr, key.split("."), config)
         if value not in (default, "auto"):  # which then comes to the default
             remedy = "leave it out" if default is None else f"set {key} = {default!r}"
@@ -71,6 +71,17 @@ def check_kind(config: Config) -> None:
 def refuse_unread(config: Config, family: Family) -> None:
     """Raises UserError, a line for each key that is set and not read: by the family, or beside the other keys."""
     check_kind(config)
+    kind, formats = kind_named(config.adapter.type), config.export.formats
+    if not family.file_formats(kind.in_files, formats):
+        raise UserError(
+            f"export.formats = {list(formats)} would leave no file: diffusers' loader of {family.name} takes no {kind.word}; "
+            "add 'comfyui'"
+        )
+    if kind.form and (apart := [r.component for r in config.adapter.rules if r.component in family.adapters.peft]):
+        raise UserError(
+            f"a rule adapts {apart[0]}, whose files are a folder of PEFT's, and no {kind.word} is written there; "
+            "leave the rule out, or take adapter.type = 'lora'"
+        )
     named = config.objective.timesteps
     if named != "auto" and "objective.timesteps" in family.reads and named not in family.images.timesteps:
         raise UserError(
@@ -101,6 +112,9 @@ def unread_beside_others(config: Config) -> dict[str, str]:
         unread["precision.loss_scale"] = remedy
     if (lack := with_magnitudes().without(lambda key: config.adapter.type)) is not None:
         unread |= dict.fromkeys(MAGNITUDE_KEYS, lack)
+    if config.adapter.decompose == "none":
+        keys = ("adapter.rank", "adapter.alpha", "adapter.rslora", "adapter.rules.*.rank", "adapter.rules.*.alpha")
+        unread |= dict.fromkeys(keys, "with adapter.decompose = 'none', whose matrices are whole; leave it out")
     unread |= _unread_of_optimizer(config)
     for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
         if all(getattr(source, key) is not None for source in config.data.sources):

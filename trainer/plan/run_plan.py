@@ -10,7 +10,7 @@ from PIL import Image
 
 from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
-from trainer.adapters.export import fused_modules
+from trainer.adapters.splitting import fused_modules
 from trainer.base import patterns
 from trainer.base.account import Account, Entry, Heading
 from trainer.base.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer import ema
-from trainer.adapters import export
+from trainer.adapters import export, splitting
 from trainer.adapters.export import About
 from trainer.adapters.keys import Module, key_table, some
 from trainer.adapters.kinds import AdapterKind, kind_named
@@ -79,7 +79,7 @@ class NamedModel:
 
     def modules(self, name: str) -> list[Link]:
         """The modules of the component's original layout."""
-        return export.fused_modules(self.family.module_links(name, self.config(name)))
+        return splitting.fused_modules(self.family.module_links(name, self.config(name)))
 
     @property
     def adaptable(self) -> list[str]:
@@ -301,7 +301,8 @@ class OpenedCheckpoint:
         by_definition = of_weights or all(norms.original is None for norms in adapted)
         enough: dict[DoraScale, bool] = {"comfyui_released": of_weights, "magnitude": by_definition}
         meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": self.dora_scale}
-        return tuple(format for format, meaning in meanings.items() if enough[meaning])
+        known = [format for format, meaning in meanings.items() if enough[meaning]]
+        return self.model.family.file_formats(self.kind.in_files, known)
 
     def averaged(self) -> "OpenedCheckpoint | None":
         """The checkpoint with the average that its run exports, not with its norms (`formats`); None where it keeps none."""
@@ -358,7 +359,7 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
         alphas = {str(name): float(alpha) for name, alpha in origin["alphas"]}
         split = {name: name.partition(".") for name in alphas}
         kind = kind_named(config["adapter"]["type"])
-        ranks = {name: len(kind.of_layer(state, name)[0]) for name in alphas}
+        ranks = {name: kind.rank({end: v.shape for end, v in kind.values(state, name).items()}) for name in alphas}
         targets = [Target(split[name][0], split[name][2], ranks[name], alpha) for name, alpha in alphas.items()]
         about, configs = About(**origin["about"]), dict(origin["configs"])
         model = NamedModel(family_named(origin["family"]), str(folder), configs.__getitem__)

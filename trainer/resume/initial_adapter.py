@@ -118,6 +118,12 @@ class Start:
     @torch.no_grad()
     def _copy(self, adapter: Adapter, name: str, factors: Factors) -> None:
         target, layer = adapter.targets[name], adapter.layers[name]
+        if factors.matrices:
+            ratio = factors.scaling / layer.scaling[ADAPTER_NAME]
+            for end, held in layer.trained(ADAPTER_NAME).items():
+                held.weight.copy_(factors.matrices[end].make().float())
+            next(iter(layer.trained(ADAPTER_NAME).values())).weight.mul_(ratio)
+            return
         if factors.rank > target.rank:
             factors, self.lost[name] = shrunk(_in_fp32(factors), target.rank)
         a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
@@ -195,7 +201,7 @@ def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable
 
 def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
     """Raises UserError where an adapter cannot be put into a run's. key: how the message names it."""
-    kind, resize = kind_named(plan.config.adapter.type), plan.config.adapter.init_resize
+    kind, resize = kind_named(plan.config.adapter.type, vars(plan.config.adapter)), plan.config.adapter.init_resize
     targets = {f"{target.component}.{target.name}": target for target in plan.model.targets}
     if beyond := [name for name in portable.layers if name not in targets]:
         lost = f"layers that this run does not adapt, and they would be lost: {some(beyond)}"
@@ -213,6 +219,12 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
         if factors.weight_shape != tuple(shape):
             sizes = f"{list(factors.weight_shape)}, the model's is {list(shape)}"
             raise UserError(f"{key}: {name} is for a weight {sizes}; it was trained over another model")
+        if kind.form is not None:
+            wanted = kind.shapes(shape, target.rank)
+            if (held := {end: tensor.shape for end, tensor in factors.matrices.items()}) != wanted:
+                keys = ", ".join(f"adapter.{option}" for option in ("rank", *kind.form.options))
+                raise UserError(f"{key}: {name} has {held}, this run's has {wanted}; set {keys} as it was made with")
+            continue
         if factors.axis == "input" and factors.magnitude is not None:
             axes = f"the magnitude of {name} is of the input axis, here it is of the output axis"
             raise UserError(f"{key}: {axes}; {as_lora}")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from trainer.adapters import export, sd_scripts
+from trainer.adapters import export, sd_scripts, splitting
 from trainer.adapters.export import DORA_SCALE_MEANING, METADATA_OF_KEYS
 from trainer.adapters.hashes import with_hash
 from trainer.adapters.keys import some
 from trainer.adapters.norms import RowNorms
 from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
-from trainer.adapters.ranks import nearest, relative_error, with_factors
+from trainer.adapters.ranks import nearest, relative_error, shrunk, with_factors
 from trainer.adapters.reading import network_args
 from trainer.adapters.targets import lora_config
 from trainer.base.errors import UserError
@@ -57,8 +57,11 @@ def convert(
     portable, notes = opened.portable, []
     if to == "lora" and portable.kind.magnitudes:
         portable = approximated(portable, _needed(weight, "an approximation of a DoRA"), rank, notes)
+    elif to == "lora" and portable.kind.form:
+        portable = of_rank(portable, opened, rank, notes)
     elif rank is not None:
-        raise UserError(f"--rank belongs to --to lora of a DoRA, whose change has no rank of its own; {opened.path} to {to}")
+        words = "a DoRA or a LoKr, whose change has no rank of its own"
+        raise UserError(f"--rank belongs to --to lora of {words}; {opened.path} to {to}")
     if for_sd_scripts:
         portable = _without_left_out(portable, opened, to, notes)
     if portable.kind.magnitudes:
@@ -74,6 +77,12 @@ def write_as(
     """Write `portable`, made of what was opened, under the keys of the format. weight: of the base model, where it was
     given. Raises UserError for what the format cannot hold, and where something with other bytes is at `out`."""
     portable.check_finite()
+    family, kind = opened.model.family, portable.kind
+    if to == "diffusers" and not family.file_formats(kind.in_files, [to]):
+        raise UserError(
+            f"{opened.path} is a {kind.word}, which diffusers' loader of {family.name} does not take; --to comfyui keeps it, "
+            "and --to lora --rank N makes a LoRA of it"
+        )
     notes += opened.account.lines()
     for form, count in opened.read.fused.items():
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
@@ -134,9 +143,9 @@ def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf 
     shapes = model.full_layers(components)
     norms: dict[str, RowNorms] = {}
     if portable.kind.magnitudes and weight is not None:
-        for name in export.fused_with(portable.layers, modules):
+        for name in splitting.fused_with(portable.layers, modules):
             norms[name] = RowNorms(weight(name).flatten(1).norm(dim=1), None, None)
-    for links in modules.values():
+    for links in modules.values() if not portable.kind.form else ():
         _note_joined(portable, components, links, notes)
     prefixes = family.kohya_prefixes(model.config)
     return export.kohya_tensors(portable, modules=modules, prefixes=prefixes, rows=lambda name: shapes[name][0], norms=norms)
@@ -232,6 +241,29 @@ def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: 
     return replace(portable, layers=layers, meaning="magnitude")
 
 
+def of_rank(portable: Portable, opened: OpenedAdapter, rank: int | None, notes: list[str]) -> Portable:
+    """A LoRA of rank `rank` for a LoKr: the nearest of that rank to each layer's s w1 (x) w2."""
+    if rank is None:
+        whole = max(factors.rank for factors in portable.layers.values())
+        raise UserError(
+            f"{opened.path} is a {portable.kind.word}; say with --rank of which rank the LoRA is to be ({whole} is all)"
+        )
+    layers, lost, size, worst = {}, 0.0, 0.0, ("", 0.0)
+    for name, factors in portable.layers.items():
+        layers[name] = factors
+        if factors.form is None:
+            continue
+        layers[name], left = shrunk(factors, rank)
+        norm = factors.scaling * factors.form.norm(factors.held())
+        lost, size = lost + (left * norm) ** 2, size + norm**2
+        worst = max(worst, (name, left), key=lambda each: each[1])
+    notes.append(
+        f"a plain LoRA of rank {rank} in place of a {portable.kind.word}: {(lost / max(size, 1e-300)) ** 0.5:.2%} of the "
+        f"change of the weights is lost in all, {worst[1]:.2%} at most ({worst[0]})"
+    )
+    return replace(portable, layers=layers)
+
+
 # --- metadata ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +280,7 @@ def _metadata(opened: OpenedAdapter, portable: Portable, to: str) -> dict[str, s
         entries[key] = entries[key] if entries.get(key) in known else numbers[key]
     before = network_args(portable.metadata)
     args = {k: v for k, v in before.items() if k not in export.DORA_ARGS}
-    args |= {"algo": "lora", "rs_lora": str(portable.rslora)}
+    args |= {"algo": portable.kind.name if portable.kind.form else "lora", "rs_lora": str(portable.rslora)}
     if portable.kind.magnitudes:
         axes = {factors.axis for factors in portable.layers.values() if factors.magnitude is not None}
         meaning = f"{portable.meaning}: {DORA_SCALE_MEANING[portable.meaning]}"

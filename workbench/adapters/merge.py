@@ -75,17 +75,20 @@ def merged_rows(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -
 
     Few rows at a time, whose copies stay in the processor's caches; all at once where a magnitude belongs to the columns.
     """
-    held = []
+    held, changes = [], []
     for each in adapters:
         if (factors := each.opened.portable.layers.get(layer)) is not None:
             meaning = each.opened.portable.meaning
+            if factors.form is not None:
+                changes.append(each.strength * factors.scaling * factors.form.product(factors.held()))
+                continue
             made = {kind: recipe(tensor.make().double()) for kind, tensor in factors.tensors().items()}
             held.append((each.strength, meaning, replace(factors, a=made["A"], b=made["B"], magnitude=made.get("magnitude"))))
     whole = any(factors.magnitude is not None and factors.axis == "input" for _, _, factors in held)
     step = len(weight) if whole else max(1, BLOCK // weight[0].numel())
     for start in range(0, len(weight), step):
         rows = slice(start, start + step)
-        w = weight[rows].double()
+        w = sum((change[rows] for change in changes), weight[rows].double())
         for strength, meaning, factors in held:
             part = rows_of(factors, rows)
             if part.magnitude is None:

@@ -60,7 +60,7 @@ def check(path: Path, models: list[NamedModel] | None, family: str | None, phase
             for kind, tensor in factors.tensors().items():
                 if not is_finite(tensor.make()):
                     raise NonFiniteError(f"{path}: {kind} of {name} is not finite; nothing was sent")
-            changes = changes or (bool(factors.a.make().any()) and bool(factors.b.make().any()))
+            changes = changes or (factors.changes() and (bool(factors.matrices) or bool(factors.a.make().any())))
             phase.advance(1)
     if not changes:
         raise UserError(f"{path}: every B (or A) is zero, so it changes nothing; nothing was sent")

@@ -34,13 +34,17 @@ class LayerReport:
 
 
 def layer_report(name: str, factors: Factors, meaning: DoraScale, weight: WeightOf | None = None) -> LayerReport:
-    """||s B A|| without making it: the trace of (B^T B)(A A^T). weight: of the base, where it was given."""
+    """||s B A|| without making it: the trace of (B^T B)(A A^T), or what its kind has for that. weight: of the base, where it
+    was given."""
     tensors = {kind: tensor.make() for kind, tensor in factors.tensors().items()}
     finite = all(map(is_finite, tensors.values()))
-    a, b = tensors["A"].double().flatten(1), tensors["B"].double().flatten(1)
-    squared = float(((b.t() @ b) * (a @ a.t())).sum())
-    change = abs(factors.scaling) * max(squared, 0.0) ** 0.5
-    report = LayerReport(name, factors.rank, factors.alpha, factors.scaling, change, finite, not bool(b.any()))
+    if factors.form is None:
+        a, b = tensors["A"].double().flatten(1), tensors["B"].double().flatten(1)
+        product = max(float(((b.t() @ b) * (a @ a.t())).sum()), 0.0) ** 0.5
+    else:
+        product = factors.form.norm(tensors)
+    change = abs(factors.scaling) * product
+    report = LayerReport(name, *factors.ranked, factors.scaling, change, finite, not factors.changes())
     if weight is None:
         return report
     w = weight(name)

@@ -161,7 +161,7 @@ def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | No
                     f"{each.path}: {what} is not drawn from its file; merge it into the model (python scripts/adapter.py "
                     "merge), and draw with that"
                 )
-    if len(opened) == 1:
+    if len(opened) == 1 and not opened[0][0].portable.kind.form:
         return opened[0][0].portable, opened[0][1]
     if not opened:
         return None, 1.0

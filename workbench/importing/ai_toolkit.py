@@ -95,7 +95,8 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     rank = options.first("network.rank", "network.linear")
     alpha = options.first("network.linear_alpha", "network.alpha", "network.linear_alpha")
     options.pass_by("network.linear_alpha", "network.linear")
-    if not options.has(rank):
+    full = "network.lokr_full_rank"
+    if not options.has(rank) and not (draft.value("adapter.type") == "lokr" and options.flag(full)):
         draft.cannot("adapter.rank", "network: neither linear nor rank is given")
         return
     common.set_scale(draft, options.line(rank, "whole"), options.line(alpha, "number"))
@@ -107,6 +108,8 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     if options.has("network.conv") and "*" in str(draft.value("adapter.targets")):
         conv = options.line("network.conv", "whole")
         common.add_conv_rule(draft, family, conv, options.line("network.conv_alpha", "number", conv[0]))
+    common.set_matrices(draft, options, factor="network.lokr_factor", whole=full)
+    options.pass_by(full, "network.lokr_factor", "network.old_lokr_format")
 
 
 def _training(draft: Draft, options: Options, family: Family) -> None:

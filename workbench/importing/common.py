@@ -133,7 +133,11 @@ def set_type(draft: Draft, kind: str, why: str, dora: Line = (False, "")) -> Non
     known = other_trainers.value_for(kind, KINDS)
     if known is None:
         words = " or ".join(f"a {each.word}" for each in KINDS.values())
-        draft.cannot("adapter.type", f"{why}: there is none: an adapter is {words}")
+        absent = other_trainers.why_absent("adapter.type", kind) or f"there is none: an adapter is {words}"
+        draft.cannot("adapter.type", f"{why}: {absent}")
+    if dora[0] and known is not None and KINDS[known].form:
+        draft.cannot("adapter.type", f"{dora[1]}: there is none: a DoRA over a {KINDS[known].word}")
+        dora = (False, "")
     draft.set("adapter.type", *(("dora", dora[1]) if dora[0] else (known or "lora", why)))
 
 
@@ -141,6 +145,32 @@ def set_scale(draft: Draft, rank: Line, alpha: Line) -> None:
     """Write rank and alpha, each with its reason."""
     draft.set("adapter.rank", *rank)
     draft.set("adapter.alpha", alpha[0], f"{alpha[1]}; the update is scaled by alpha / rank, here as there")
+
+
+def set_matrices(draft: Draft, options: Options, *, factor: str, both: str = "", whole: str = "", tucker: str = "") -> None:
+    """Write how the matrices of a LoKr are made, by what the options are called there; of other kinds nothing."""
+    if draft.value("adapter.type") != "lokr":
+        return
+    draft.set("adapter.factor", *options.line(factor, "whole", -1))
+    options.pass_by(both, whole, tucker)
+    if whole and options.flag(whole):
+        draft.set("adapter.decompose", "none", options.told(whole))
+        for keys in (draft.keys, *draft.rules):  # of whole matrices there is no rank
+            for key in ("adapter.rank", "adapter.alpha", "rank", "alpha"):
+                keys.pop(key, None)
+    elif both and options.flag(both):
+        draft.set("adapter.decompose", "both", options.told(both))
+    if tucker and options.flag(tucker):
+        draft.cannot("adapter.type", f"{options.told(tucker)}: there is none: a LoKr with a Tucker core")
+
+
+def carry_dropout(draft: Draft, options: Options, name: str, key: str) -> None:
+    """Write a dropout, or say why the kind of adapter has none."""
+    kind = KINDS.get(draft.value("adapter.type"), KINDS["lora"])
+    if key not in kind.refuses:
+        draft.carry(options, name, key, "number")
+    elif options.number(name):
+        draft.note(ABSENT, f"{options.told(name)}: {kind.refuses[key]}")
 
 
 def add_conv_rule(draft: Draft, family: Family, rank: Line, alpha: Line) -> None:

@@ -92,7 +92,18 @@ def _every(draft: Draft, options: Options, name: str, key: str) -> None:
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
     common.set_type(draft, *options.line("peft_type", "word"), options.line("lora_decompose", "flag"))
-    common.set_scale(draft, options.line("lora_rank", "whole"), options.line("lora_alpha", "number"))
+    is_lokr = draft.value("adapter.type") == "lokr"
+    if is_lokr and not options.has("lokr_dim"):
+        draft.cannot("adapter.rank", "lokr_dim is left out: what it is there was not looked up")
+    rank = options.line("lokr_dim" if is_lokr and options.has("lokr_dim") else "lora_rank", "whole")
+    common.set_scale(draft, rank, options.line("lora_alpha", "number"))
+    common.set_matrices(
+        draft, options, factor="lokr_decompose_factor", both="lokr_decompose_both", whole="lokr_full_matrix",
+        tucker="lokr_use_tucker",
+    )  # fmt: skip
+    if is_lokr and options.flag("lokr_weight_decompose"):
+        draft.cannot("adapter.type", f"{options.told('lokr_weight_decompose')}: there is none: a DoRA over a LoKr")
+    options.pass_by(*(name for name in options.given if name.startswith("lokr_")))
     common.set_targets(draft, family)
     preset, words = options.word("layer_filter_preset", ""), options.word("layer_filter", "")
     line = options.told("layer_filter" if words else "layer_filter_preset")

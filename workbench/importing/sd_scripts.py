@@ -105,8 +105,10 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     common.set_targets(draft, family)
     if network.whole("conv_dim"):
         common.add_conv_rule(draft, family, network.line("conv_dim", "whole"), network.line("conv_alpha", "number", 1))
+    tucker = network.first("use_cp", "use_tucker")
+    common.set_matrices(draft, network, factor="factor", both="decompose_both", whole="full_matrix", tucker=tucker)
     for name in ("rank_dropout", "module_dropout"):
-        draft.carry(network, name, f"adapter.{name}", "number")
+        common.carry_dropout(draft, network, name, f"adapter.{name}")
     common.carry_rest(draft, network)
 
 

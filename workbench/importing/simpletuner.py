@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer.base import other_trainers
@@ -32,7 +32,7 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     common.set_run(draft, path_here(folder).rstrip("/").rpartition("/")[2], line, folder, line)
     common.carry_plain(draft, options)
     _length(draft, options)
-    _network(draft, options, family)
+    _network(draft, options, family, config, data)
     _rates(draft, options)
     _precision(draft, options, family)
     _times(draft, options, family)
@@ -81,7 +81,33 @@ def _length(draft: Draft, options: Options) -> None:
         common.set_ema(draft, *options.line("ema_decay", "number", 0.995))
 
 
-def _network(draft: Draft, options: Options, family: Family) -> None:
+def _lycoris(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
+    """The adapter that LyCORIS makes there, of its own file."""
+    name, line = options.line("lycoris_config", "word", "")
+    file = find_beside(name, config, [path for path in data if path.name == PurePosixPath(name).name]) if name else None
+    if file is None:
+        draft.cannot("adapter.type", f"{line}: LyCORIS' own config says which kind it is: give it as --data, too")
+        return
+    network = Options(dict(read_tree(file)), file, {"linear_dim": 4, "linear_alpha": 1, "algo": "lora"}, "lycoris_config ")
+    common.set_type(draft, *network.line("algo", "word"), network.line("dora_wd", "flag"))
+    common.set_scale(draft, network.line("linear_dim", "whole"), network.line("linear_alpha", "number"))
+    tucker = network.first("use_cp", "use_tucker")
+    common.set_matrices(draft, network, factor="factor", both="decompose_both", whole="full_matrix", tucker=tucker)
+    preset, line = network.table("apply_preset", "apply_preset "), network.told("apply_preset")
+    if layers := preset.entries("target_module"):
+        draft.set("adapter.targets", "attention+mlp" if "FeedForward" in layers else "attention", line)
+    for kind in preset.get("module_algo_map") or ():
+        draft.note(ABSENT, f"{line}, module_algo_map {kind}: a factor or rank of its own; here one factor is for all layers")
+    network.pass_by("multiplier", "apply_preset")
+    common.carry_rest(draft, network)
+
+
+def _network(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:
+    common.set_targets(draft, family)
+    if options.word("lora_type") == "lycoris":
+        _lycoris(draft, options, config, data)
+        options.pass_by("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "lycoris_config")
+        return
     (kind, line), dora = options.line("lora_type", "word"), options.line("use_dora", "flag")
     common.set_type(draft, "lora" if kind == "standard" else "other", line, dora)
     rank = options.line("lora_rank", "whole")
@@ -90,7 +116,6 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     common.set_scale(draft, rank, (alpha, why))
     if not dora[0]:
         draft.carry(options, "lora_dropout", "adapter.dropout", "number")
-    common.set_targets(draft, family)
     layers = other_trainers.facts().layers_option[draft.trainer]
     if options.word(layers) != "all":
         draft.cannot("adapter.targets", f"{options.told(layers)}: write the layers as patterns")

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from trainer.adapters.export import About, not_loaded_by_diffusers
-from trainer.adapters.kinds import file_kind, kind_named
+from trainer.adapters.kinds import KINDS, kind_named
 from trainer.base.files import FileGroup
 from trainer.base.pictures import asked_of, at_full_strength, is_sound, png, pngs
 from trainer.base.run_layout import AVERAGE, Layout
@@ -86,7 +86,7 @@ def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequenc
         base=base_model(plan),
         placeholder=PLACEHOLDER,
         average=AVERAGE,
-        kind=file_kind(magnitudes=kind_named(plan.config.adapter.type).magnitudes),
+        kind=KINDS[kind_named(plan.config.adapter.type).in_files],
         predicts_v=getattr(objective, "prediction", None) == "v",
         zero_terminal_snr=getattr(objective, "zero_terminal_snr", False),
         unread=not_loaded_by_diffusers(

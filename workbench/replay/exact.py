@@ -76,9 +76,7 @@ def _adapted(kind: type) -> type:
         mask = None
         if self.training and dropout is not None:
             mask = dropout(torch.ones_like(x, dtype=base.compute_dtype)).double()  # the very mask of the run
-        rank = self.r[name]
-        scaling = self.lora_alpha[name] / (rank**0.5 if self.use_rslora[name] else rank)
-        given = base, scaling, self.now.rows, x.to(torch.float64), mask, a, b, m
+        given = base, self.scaling[name], self.now.rows, x.to(torch.float64), mask, a, b, m
         return checkpoint(_with_adapter, *given, use_reentrant=False)
 
     return type(f"Exact{kind.__name__}", (kind,), {"forward": forward, "stale": False})

@@ -151,7 +151,8 @@ class Updates:
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Of each kind of number (what it is after the update, the terms of its sum with their roundings), in fp64."""
         p, m, v, n = (each.double() for each in then.values())
-        terms, target = [torch.zeros_like(p)] * 3, self.state.adapter.targets[name.rpartition(".lora_")[0]]
+        layer = name.removesuffix(".weight").rpartition(".")[0]
+        terms, target = [torch.zeros_like(p)] * 3, self.state.adapter.targets[layer]
         if result.updated and step <= (target.stop_step or step):
             limit, norm, (b1, b2), n = self.max_grad_norm, result.grad_norm or 0.0, self.betas, n + 1
             g = gradient.double() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)

@@ -177,8 +177,8 @@ def test_a_magnitude_is_of_the_axis_that_its_shape_says(tmp_path: Path) -> None:
 
 REFUSED = {
     "LoHa": ({f"{STEM}.hada_w1_a": A}, r"is LoHa \(Hadamard products; LyCORIS.* write it\), which is neither"),
-    "LoKr": ({f"{STEM}.lokr_w1": A, f"{STEM}.lokr_w2_a": A},
-             r"is LoKr \(.*ai-toolkit.*\), .*lokr_w1.*lokr_w2_a.*; merge it .*adapter.py extract MERGED MODEL OUT"),
+    "LoKr": ({f"{STEM}.lokr_t2": A, f"{STEM}.lokr_w2_a": A},
+             r"is a LoKr with a Tucker core .*lokr_t2.*; merge it .*adapter.py extract MERGED MODEL OUT"),
     "Tucker": ({**FORMS["kohya"], f"{STEM}.lora_mid.weight": A}, r"a core \(lora_mid\) \[2, 1280\], which do not fit"),
     "OFT": ({f"{STEM}.oft_blocks": A}, "OFT or BOFT .*OneTrainer.*; merge it into its model"),
     "difference": ({f"{STEM}.diff": A}, "with whole differences of weights.*train_norm.*; merge it"),

@@ -100,7 +100,7 @@ def test_the_header_of_the_kohya_file_says_it(tmp_path: Path, layers: str, dora:
         assert (one == other) == (not said or format == "diffusers")
     heard: list[str] = []
     processes = SimpleNamespace(say=lambda line, whole=False: heard.append(line))
-    state = SimpleNamespace(adapter=SimpleNamespace(layers=made.layers))
+    state = SimpleNamespace(adapter=SimpleNamespace(layers=made.layers, kind=made.kind))
     plan = SimpleNamespace(model=SimpleNamespace(family=of.family))
     run = SimpleNamespace(context=SimpleNamespace(processes=processes), state=state, plan=plan)
     Artifacts._say_where(run, files[PATTERNS])  # the end of a run

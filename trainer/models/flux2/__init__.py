@@ -244,6 +244,6 @@ FAMILY = base.Family(
     adapters=base.AdapterPart(
         presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
         kohya={"text_encoder": names.qwen_prefix}, peft={"text_encoder": "model."}, key_styles=names.KEY_STYLES,
-        metadata=metadata,
+        metadata=metadata, in_diffusers=("lora", "dora", "lokr"),
     ),
 )  # fmt: skip

@@ -70,6 +70,8 @@ def test_the_windows_settings_are_its_options(tmp_path: Path) -> None:
         ({"LoRA_type": "Kohya LoCon"}, {"adapter.rules.0.rank": 8, "adapter.rules.0.alpha": 4.0}),
         ({"LoRA_type": "LyCORIS/LoCon", "dora_wd": True, "rank_dropout": 0},
          {"adapter.type": "dora", "adapter.rules.0.rank": 8}),
+        ({"LoRA_type": "LyCORIS/LoKr", "factor": 8, "decompose_both": True, "rank_dropout": 0, "module_dropout": 0},
+         {"adapter.type": "lokr", "adapter.factor": 8, "adapter.decompose": "both", "adapter.rules.0.rank": 8}),
         ({"additional_parameters": '--optimizer_args "weight_decay=0.3" --flip_aug --train_data_dir "C:\\a b"'},
          {"optimizer.weight_decay": 0.3, "data.sources.0.path": "/mnt/c/a b", "data.sources.0.flip": True}),
         ({"sdxl": False, "flux1_checkbox": True, "LoRA_type": "Flux1", "timestep_sampling": "shift", "discrete_flow_shift": 2,
@@ -89,7 +91,8 @@ def test_a_setting_has_the_windows_own_meaning(tmp_path: Path, changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"LoRA_type": "LyCORIS/LoKr"}, "adapter.type"), ({"LoRA_type": "Kohya DyLoRA"}, "adapter.type"),
+        ({"LoRA_type": "LyCORIS/LoHa"}, "adapter.type"), ({"LoRA_type": "LyCORIS/LoKr", "dora_wd": True}, "adapter.type"),
+        ({"LoRA_type": "Kohya DyLoRA"}, "adapter.type"),
         ({"LoRA_type": "LoRA-FA"}, "adapter.type"), ({"sdxl": False}, "model.family"),
         ({"sdxl": False, "sd3_checkbox": True}, "model.family"), ({"unet_lr": 0}, "adapter.targets"),
         ({"optimizer": "DAdaptAdam", "optimizer_args": ""}, "optimizer.name"),

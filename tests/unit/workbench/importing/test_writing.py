@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -118,8 +119,78 @@ def test_set_stands_in_place_of_what_the_file_says(tmp_path: Path) -> None:
         drafted(file, overrides=["data.sources.2.path=x"])
 
 
+# By trainer: what is changed in its config, and what it is here: LyCORIS' rank, factor, pairs and scale.
+LYCORIS = {"algo": "lokr", "linear_dim": 6, "linear_alpha": 2, "factor": 16, "multiplier": 1.0,
+           "apply_preset": {"target_module": ["Attention", "FeedForward"]}}  # fmt: skip
+NETWORK, ARGUMENT = "{type: lora, linear: 8, linear_alpha: 4}", '"rank_dropout=0.1"'
+LOKR: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sd-scripts": (
+        ARGUMENT, '"algo=lokr" "factor=8" "decompose_both=True" "module_dropout=0.1"',
+        {"adapter.rank": 32, "adapter.alpha": 16.0, "adapter.factor": 8, "adapter.decompose": "both",
+         "adapter.rules.0.rank": 8},
+    ),
+    "sd-scripts, whole": (  # the rank is the default's, which has no effect
+        ARGUMENT, '"algo=lokr" "full_matrix=True"',
+        {"adapter.factor": -1, "adapter.decompose": "none", "adapter.rank": 16, "adapter.rules.0.rank": None},
+    ),
+    "OneTrainer": (
+        '"training_method"', '"peft_type": "LOKR", "lokr_dim": 12, "lora_alpha": 3.0, "lokr_decompose_factor": 4, '
+        '"lokr_decompose_both": true, "lokr_vec_trick": true, "training_method"',
+        {"adapter.rank": 12, "adapter.alpha": 3.0, "adapter.factor": 4, "adapter.decompose": "both"},
+    ),
+    "ai-toolkit": (
+        NETWORK, "{type: lokr, linear: 8, linear_alpha: 4, lokr_factor: 8}",
+        {"adapter.rank": 8, "adapter.alpha": 4.0, "adapter.factor": 8, "adapter.decompose": "w2"},
+    ),
+    "ai-toolkit, whole": (
+        NETWORK, "{type: lokr, lokr_full_rank: true, lokr_factor: 8}",
+        {"adapter.rank": 16, "adapter.factor": 8, "adapter.decompose": "none"},
+    ),
+    "SimpleTuner": (
+        '"--lora_rank": 8', '"--lora_type": "lycoris", "--lycoris_config": "config/lycoris.json"',
+        {"adapter.rank": 6, "adapter.alpha": 2.0, "adapter.factor": 16, "adapter.targets": "attention+mlp"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOKR)
+def test_a_lokr_of_every_program_is_one_here(tmp_path: Path, case: str) -> None:
+    before, after, expected = LOKR[case]
+    file = foreign_configs.write(tmp_path, case.partition(",")[0])
+    (tmp_path / "lycoris.json").write_text(json.dumps(LYCORIS))
+    assert before in (text := file.read_text())
+    file.write_text(text := text.replace(before, after).replace("networks.lora", "lycoris.kohya"))
+    found, draft = imported(file)
+    assert found["adapter.type"] == "lokr" and {key: found.get(key) for key in expected} == expected
+    notes = [note for each in draft.notes.values() for note in each]
+    assert any("module_dropout" in note for note in notes) == ("module_dropout" in text)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "before", "after", "why"),
+    [
+        ("sd-scripts", '"conv_dim=8"', '"algo=lokr" "use_tucker=True"', "a LoKr with a Tucker core"),
+        ("sd-scripts", '"conv_dim=8"', '"algo=lokr" "dora_wd=True"', "a DoRA over a LoKr"),
+        ("sd-scripts", '"conv_dim=8"', '"algo=boft"', "take dora, which learns direction and length of rows"),
+        ("sd-scripts", '"conv_dim=8"', '"algo=ia3"', "take lora with rank = 1"),
+        ("OneTrainer", '"training_method"', '"peft_type": "LOHA", "training_method"', "take lokr, or lora of a higher rank"),
+        ("OneTrainer", '"training_method"', '"peft_type": "LOKR", "lokr_dim": 4, "lokr_weight_decompose": true, '
+         '"training_method"', "a DoRA over a LoKr"),
+        ("SimpleTuner", '"--lora_rank": 8', '"--lora_type": "lycoris", "--lycoris_config": "x.json"', "give it as --data"),
+    ],
+)  # fmt: skip
+def test_what_lycoris_has_beside_that_is_refused_with_what_to_take(
+    tmp_path: Path, trainer: str, before: str, after: str, why: str
+) -> None:
+    file = foreign_configs.write(tmp_path, trainer)
+    file.write_text(file.read_text().replace(before, after, 1))
+    with pytest.raises(UserError, match="--set adapter.type=") as error:
+        drafted(file)
+    assert why in str(error.value)
+
+
 REFUSED = {
-    "sd-scripts": ('network_args "conv_dim=8"', 'network_args "algo=lokr"', "adapter.type"),
+    "sd-scripts": ('network_args "conv_dim=8"', 'network_args "algo=loha"', "adapter.type"),
     "OneTrainer": ("STABLE_DIFFUSION_XL_10_BASE", "STABLE_DIFFUSION_XL_10_BASE_INPAINTING", "model.family"),
     "ai-toolkit": ("arch: flux", "arch: wan21", "model.family"),
     "SimpleTuner": ('"--lora_rank": 8', '"--lora_type": "lycoris"', "adapter.type"),
