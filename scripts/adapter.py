@@ -90,20 +90,16 @@ def show(chosen: argparse.Namespace) -> None:
 
 def convert(chosen: argparse.Namespace) -> None:
     """Write a file in another format, and say what changed on the way."""
+    from trainer.runtime.precision import COMPUTE_DTYPES
+    from workbench.adapters.convert import Conversion
     from workbench.adapters.convert import convert as converted
 
     if chosen.dora_scale and chosen.to != "comfyui":
         raise UserError(f"--dora_scale belongs to --to comfyui; --to {chosen.to} has one meaning")
     opened = opened_file(chosen.file, chosen.base, chosen.family)
-    done = converted(
-        opened,
-        chosen.out,
-        chosen.to,
-        weight=base_weight(opened),
-        rank=chosen.rank,
-        dora_scale=chosen.dora_scale,
-        for_sd_scripts=chosen.for_sd_scripts,
-    )
+    dtype = chosen.dtype and COMPUTE_DTYPES[chosen.dtype]
+    wanted = Conversion(chosen.to, chosen.rank, chosen.dora_scale, chosen.for_sd_scripts, dtype)
+    done = converted(opened, chosen.out, wanted, base_weight(opened))
     kind = done.portable.kind.word
     write(f"{chosen.to}: {chosen.out}: {kind} for {opened.model.family.name}, {len(done.portable.layers)} layers")
     for note in done.notes:
@@ -375,6 +371,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--to", required=True, choices=("diffusers", "kohya", "comfyui", "onetrainer", "lora"),
         help="lora: kohya's keys without DoRA, for programs that have none; an approximation, whose error is printed",
     )  # fmt: skip
+    command.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of the matrices, not of a DoRA's magnitudes; default: as they are"
+    )
     command.add_argument("--rank", type=int, metavar="R", help="of the approximation; default: each layer's own, of a DoRA")
     command.add_argument(
         "--dora_scale", choices=("comfyui_released", "magnitude"), help="as export.dora_scale (docs/adapter_files.md)"

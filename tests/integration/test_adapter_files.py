@@ -149,6 +149,32 @@ def test_a_lora_goes_from_one_of_the_runs_files_to_the_other(outputs: Runs, mode
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_file_in_16_bits_is_the_fp32_file_rounded(bench: Workbench, tmp_path: Path, capsys, kind: str) -> None:
+    """By the run, by the export of its checkpoint in the same bytes, and by a conversion; magnitudes stay fp32."""
+    asked = {"adapter__type": kind, "run__max_steps": 2, "optimizer__lr": 1e-2, "checkpoint__every_steps": 2}
+    files, names = {}, ("bear.safetensors", "bear_comfyui.safetensors")
+    for dtype in ("fp32", "bf16"):
+        with built(bench.config("sdxl", run__output_dir=str(tmp_path / dtype), export__dtype=dtype, **asked)) as run:
+            assert train_built(run)
+        files[dtype] = {name: tensors(tmp_path / dtype / "adapters" / name) for name in names}
+    said = capsys.readouterr().out
+    assert "export.dtype = 'bf16' takes of a layer's change, at most" in said and said.count("equal\n") >= 2
+    for name, wide in files["fp32"].items():
+        for key, tensor in files["bf16"][name].items():
+            as_wide = key.endswith(("magnitude_vector", "dora_scale", "alpha"))
+            assert tensor.dtype == (torch.float32 if as_wide else torch.bfloat16), key
+            assert torch.equal(tensor, wide[key].to(tensor.dtype)), key
+    checkpoint = next((tmp_path / "bf16" / "checkpoints").iterdir())
+    assert script.main(["export", str(checkpoint), str(tmp_path / "made")]) == 0
+    own, out = tmp_path / "bf16" / "adapters" / "bear.safetensors", tmp_path / "converted.safetensors"
+    assert (tmp_path / "made" / "bear.safetensors").read_bytes() == own.read_bytes()
+    source = tmp_path / "fp32" / "adapters" / "bear.safetensors"
+    same(convert(bench.models, "sdxl", source, "diffusers", out, "--dtype", "bf16"), tensors(own))
+    assert "in bfloat16 at most 0." in capsys.readouterr().out
+
+
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():

@@ -87,8 +87,8 @@ def file_names(
 class AdapterFiles:
     """The files that a run makes of its adapter, and how it makes them.
 
-    formats: of FORMATS. dora_scale: what the magnitudes of the kohya file mean. fused: as `modules` of `kohya_tensors`;
-    prefixes, rows: as there. not_in_sd_scripts, peft: as a family has them.
+    formats: of FORMATS. dtype: of the matrices. dora_scale: what the magnitudes of the kohya file mean. fused: as `modules`
+    of `kohya_tensors`; prefixes, rows: as there. not_in_sd_scripts, peft: as a family has them.
     """
 
     folder: Path
@@ -100,6 +100,7 @@ class AdapterFiles:
     not_in_sd_scripts: Sequence[str] = ()
     peft: Mapping[str, str] = field(default_factory=dict)
     write: Write = write_atomic
+    dtype: torch.dtype = torch.float32
 
 
 def write_files(
@@ -120,7 +121,7 @@ def write_files(
     Raises NonFiniteError where a tensor is not finite, NotTrained where no update has reached it, and writes nothing then.
     """
     meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": files.dora_scale}
-    whole = {format: portable(meanings[format]) for format in files.formats}
+    whole = {format: portable(meanings[format]).rounded(files.dtype) for format in files.formats}
     adapted = {target.component: None for adapter in whole.values() for target in adapter.targets}
     names = file_names(stem, files.formats, adapted, files.peft)
     written = {format: files.folder / name for format, name in names.items()}

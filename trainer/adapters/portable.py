@@ -24,7 +24,7 @@ from trainer.adapters.adapter import Adapter
 from trainer.adapters.kinds import AdapterKind, B, Form, file_kind
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.adapters.targets import Target
-from trainer.base.errors import NonFiniteError
+from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.files import Advance, unheard
 from trainer.base.tensorfile import Recipe
 
@@ -148,6 +148,43 @@ class Portable:
     def with_layers(self, layers: Mapping[str, Factors]) -> Self:
         """The same with other layers."""
         return replace(self, layers=dict(layers))
+
+    def rounded(self, dtype: torch.dtype) -> Self:
+        """The same with its matrices in `dtype`; magnitudes keep theirs. Raises UserError where a number is too large."""
+
+        def cast(name: str, tensor: Recipe) -> Recipe:
+            def make() -> torch.Tensor:
+                before = tensor.make()
+                after = before.to(dtype)
+                if is_finite(before) and not is_finite(after):
+                    largest, most = float(before.abs().max()), torch.finfo(dtype).max
+                    raise UserError(f"{name} has numbers up to {largest:g}, and {dtype} goes to {most:g}; take bf16 or fp32")
+                return after
+
+            return tensor if tensor.dtype == dtype else Recipe(dtype, tensor.shape, make)
+
+        layers = {}
+        for name, factors in self.layers.items():
+            if factors.matrices:
+                layers[name] = made_of({end: cast(name, each) for end, each in factors.matrices.items()}, factors.scaling)
+            else:
+                layers[name] = replace(factors, a=cast(name, factors.a), b=cast(name, factors.b))
+        return self.with_layers(layers)
+
+    def distance(self, other: Self) -> tuple[float, str]:
+        """The largest ||s B A - s B' A'|| / ||s B A|| of a layer, and its name. other: of the same layers and scales."""
+
+        def squared(a: torch.Tensor, b: torch.Tensor) -> float:
+            return float(((b.T @ b) * (a @ a.T)).sum())  # ||B A||^2 = <B^T B, A A^T>
+
+        largest = 0.0, ""
+        for name, factors in self.layers.items():
+            (a, b), (c, d) = (
+                [each.make().flatten(1).double() for each in (layer.a, layer.b)] for layer in (factors, other.layers[name])
+            )
+            if whole := squared(a, b):
+                largest = max(largest, (math.sqrt(max(0.0, squared(torch.cat([a, c]), torch.cat([b, -d], 1))) / whole), name))
+        return largest
 
     def parted(self, apart: Collection[str]) -> tuple[Self, dict[str, Self]]:
         """(the same without the components `apart`, each of these that it adapts by itself)."""

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer import quantization
 from trainer.adapters import export, sd_scripts
 from trainer.adapters.kinds import kind_named
@@ -30,6 +32,7 @@ from trainer.monitoring import weight_change
 from trainer.plan.run_plan import RunPlan
 from trainer.runtime.context import RunContext
 from trainer.runtime.jobs import Position
+from trainer.runtime.precision import COMPUTE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Artifacts:
             not_in_sd_scripts=plan.model.family.adapters.not_in_sd_scripts,
             peft=plan.model.family.adapters.peft,
             write=write,
+            dtype=COMPUTE_DTYPES[config.export.dtype],
         )
         written = {}
         with self.context.phases("exporting", count, "layer") as phase:
@@ -271,7 +275,12 @@ class Artifacts:
             if file is None:
                 continue
             with self.context.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
-                layers = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
+                whole = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
+                layers = whole.rounded(dtype := COMPUTE_DTYPES[self.plan.config.export.dtype])
+                if dtype != torch.float32:
+                    loss, name = whole.distance(layers)
+                    what = f"export.dtype = {self.plan.config.export.dtype!r} takes of a layer's change{of_average}, at most"
+                    rows.append([what, f"{loss:.3%} ({name})"])
                 layers, _ = layers.parted(self.plan.model.family.adapters.peft)
                 live = {name: tensor.make() for name, tensor in export.diffusers_tensors(layers).items()}
                 read = weight_change.read_back(file, live, phase.advance)

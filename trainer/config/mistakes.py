@@ -163,10 +163,16 @@ def near_miss(key: str) -> str | None:
     if alias is not None and alias != key:
         return alias
     swapped = next((name for name in siblings if sorted(name) == sorted(leaf)), None)  # letters of a short name: rl for lr
+    if elsewhere and not table:  # which of them is nearest says nothing without a table: the first of the contract
+        return _with_places(elsewhere[0])
     if close := swapped or patterns.near(leaf, siblings, cutoff=0.85 if elsewhere else 0.6):
         return f"{table}.{close}" if table else close
     # Of the whole name: the table may be the misspelt part. The last part must be near, too: a table's names all begin alike.
     spelt = patterns.near(leaf, [name.rpartition(".")[2] for name in known], cutoff=0.75)
     alike = [name for name in known if name.rpartition(".")[2] == spelt]
     close = patterns.near(generic(key), elsewhere or alike, cutoff=0.0 if elsewhere else 0.75)
-    return close and close.replace("components.*", "components.unet").replace("*", "0")
+    return close and _with_places(close)
+
+
+def _with_places(key: str) -> str:
+    return key.replace("components.*", "components.unet").replace("*", "0")

@@ -216,6 +216,8 @@ class ExportTable(IntervalTable):
         "comfyui",
     )
     """Which files are written."""
+    dtype: Compute = "fp32"
+    """The number format of their matrices; a DoRA's magnitudes stay fp32. The end of the run says what the rounding takes."""
     dora_scale: Annotated[Literal["comfyui_released", "magnitude"], ReadWith("export.formats", ("comfyui",))] = (
         "comfyui_released"
     )

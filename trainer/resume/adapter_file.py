@@ -40,6 +40,7 @@ from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
+from trainer.runtime.precision import COMPUTE_DTYPES
 
 HINTS = ("modelspec.architecture", "ss_base_model_version")
 
@@ -270,6 +271,7 @@ class OpenedCheckpoint:
     model: NamedModel
     dora_scale: DoraScale
     thumbnail: bool
+    dtype: torch.dtype
     norms: AllNorms
     kind: AdapterKind
     rslora: bool
@@ -339,6 +341,7 @@ class OpenedCheckpoint:
             not_in_sd_scripts=self.model.family.adapters.not_in_sd_scripts,
             peft=self.model.family.adapters.peft,
             write=write,
+            dtype=self.dtype,
         )
         picture = thumbnail(sample, THUMBNAIL) if sample else ""
         return export.write_files(files, stem or self.about.name, self.about, self.portable, self.norms, thumbnail=picture)
@@ -375,5 +378,6 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}: what it says of its adapter files does not fit: {error!r:.500}") from error
     exported = config["export"]
-    meaning = exported["dora_scale"], exported.get("thumbnail", False), read_norms(norms)
-    return OpenedCheckpoint(folder, about, model, *meaning, kind, config["adapter"]["rslora"], state, targets)
+    dtype = COMPUTE_DTYPES[exported.get("dtype", "fp32")]
+    asked = exported["dora_scale"], exported.get("thumbnail", False), dtype, read_norms(norms)
+    return OpenedCheckpoint(folder, about, model, *asked, kind, config["adapter"]["rslora"], state, targets)

@@ -38,22 +38,22 @@ class Converted:
     notes: list[str] = field(default_factory=list)
 
 
-def convert(
-    opened: OpenedAdapter,
-    out: Path,
-    to: str,
-    *,
-    weight: WeightOf | None = None,
-    rank: int | None = None,
-    dora_scale: DoraScale | None = None,
-    for_sd_scripts: bool = False,
-) -> Converted:
-    """Write `out`. weight: of the base model, where it was given. rank: of the approximation, for "lora".
+@dataclass(frozen=True)
+class Conversion:
+    """The file that a conversion makes. to: of FORMATS. rank: of the approximation, for "lora". dora_scale: for "comfyui".
+    for_sd_scripts: without the layers that it has no modules for. dtype: of the matrices; None: each keeps its own."""
 
-    for_sd_scripts: without the layers that it has no modules for.
-    dora_scale: for "comfyui". Dtypes stay as they are. Raises UserError for what the format cannot hold, and
-    where the base is needed and not given; NonFiniteError where a number is not finite.
-    """
+    to: str
+    rank: int | None = None
+    dora_scale: DoraScale | None = None
+    for_sd_scripts: bool = False
+    dtype: torch.dtype | None = None
+
+
+def convert(opened: OpenedAdapter, out: Path, wanted: Conversion, weight: WeightOf | None = None) -> Converted:
+    """Write `out`. weight: of the base model, where it was given. Raises UserError for what the format cannot hold, and where
+    the base is needed and not given; NonFiniteError where a number is not finite."""
+    to, rank = wanted.to, wanted.rank
     portable, notes = opened.portable, []
     if to == "lora" and portable.kind.magnitudes:
         portable = approximated(portable, _needed(weight, "an approximation of a DoRA"), rank, notes)
@@ -62,12 +62,16 @@ def convert(
     elif rank is not None:
         words = "a DoRA or a LoKr, whose change has no rank of its own"
         raise UserError(f"--rank belongs to --to lora of {words}; {opened.path} to {to}")
-    if for_sd_scripts:
+    if wanted.for_sd_scripts:
         portable = _without_left_out(portable, opened, to, notes)
     if portable.kind.magnitudes:
-        meaning = dora_scale or MEANINGS[to]
+        meaning = wanted.dora_scale or MEANINGS[to]
         if meaning != portable.meaning:
             portable = told_anew(portable, meaning, weight, notes)
+    if wanted.dtype is not None:
+        whole, portable = portable, portable.rounded(wanted.dtype)
+        loss, name = whole.distance(portable)
+        notes.append(f"in {str(wanted.dtype).removeprefix('torch.')} at most {loss:.3%} of a layer's change is lost ({name})")
     return write_as(opened, portable, out, to, weight, notes)
 
 

@@ -27,6 +27,7 @@ ASKING = {
     "logging.tensorboard": {"logging": {"tensorboard": True}},
     "logging.wandb": {"logging": {"wandb": True}},
     "checkpoint.mirror": {"checkpoint": {"mirror": "s3://bucket/prefix"}},
+    "step.compile": {"step": {"compile": "auto"}},
 }
 # Where a part's files are, and keys that are read only beside one that the table has.
 FOLDERS = {"planning": "planning", "pages": "pages", "trackers": "trackers", "mirror": "mirror"}

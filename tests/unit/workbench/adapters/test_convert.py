@@ -16,7 +16,7 @@ from trainer.adapters.reading import ReadAdapter
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.resume.adapter_file import OpenedAdapter, open_adapter, published
-from workbench.adapters.convert import Converted, change_of, convert
+from workbench.adapters.convert import Conversion, Converted, change_of, convert
 
 BLOCK = "transformer.transformer_blocks.0.attn"
 QKV = [f"{BLOCK}.to_q", f"{BLOCK}.to_k", f"{BLOCK}.to_v"]
@@ -239,7 +239,7 @@ def test_comfyui_12938_a_flat_dora_scale_is_never_written(tmp_path: Path) -> Non
     of = published("sdxl")[0]
     opened = OpenedAdapter(tmp_path / "a", of, (of.label,), ReadAdapter(Portable({Q: factors})))
     for to in ("kohya", "comfyui", "onetrainer"):
-        convert(opened, out := tmp_path / f"{to}.safetensors", to, weight=lambda name: w)
+        convert(opened, out := tmp_path / f"{to}.safetensors", Conversion(to), lambda name: w)
         scales = [e for name, e in TensorFile(out).entries.items() if name.endswith(".dora_scale")]
         assert [scale.shape for scale in scales] == [(1280, 1)], to
 
