@@ -38,7 +38,8 @@ def written(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
 def converted(path: Path, to: str, family: str | None = None, **more) -> tuple[dict[str, torch.Tensor], Converted]:
     out = path.with_name(f"{to}.safetensors")
     out.unlink(missing_ok=True)  # a test may convert twice, and no file is written over
-    done = convert(open_adapter(path, family=family), out, to, **more)
+    weight = more.pop("weight", None)
+    done = convert(open_adapter(path, family=family), out, Conversion(to, **more), weight)
     return TensorFile(out).read_all(), done
 
 
