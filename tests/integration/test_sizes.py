@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
@@ -34,6 +37,24 @@ def test_every_photo_at_each_resolution_of_its_source(bench: Workbench) -> None:
 def test_a_resolution_below_the_bucket_step_is_named(bench: Workbench) -> None:
     with pytest.raises(UserError, match=r"data\.bucket_step = 32 does not suit sdxl at data\.resolution = 16"):
         planned(bench, data__bucket_step=32, data__resolution=[64, 16])
+
+
+def test_what_is_cropped_and_what_is_stretched_is_told(bench: Workbench, tmp_path: Path) -> None:
+    for name, size in {"a": (300, 100), "b": (400, 100), "c": (200, 100), "d": (150, 100)}.items():
+        Image.effect_noise(size, 50).convert("RGB").save(tmp_path / f"{name}.png")
+    told = partial(planned, bench, data__sources=[{"path": str(tmp_path)}], data__bucket_step=16)
+    plain = "\n".join(told().data.account.lines())
+    assert f"1 photo: its shape is beyond data.max_aspect = 2, to which it is cropped ({tmp_path}/a.png)" in plain
+    assert f"1 photo: the crop keeps less than half of it ({tmp_path}/b.png: 42%)" in plain
+    longer = told(data__max_aspect=4.0)
+    assert "max_aspect" not in "".join(longer.data.account.lines())
+    assert {e.sample: e.bucket for e in longer.data.examples}["0/b.png"] == (128, 32)
+    whole = told(data__max_aspect=4.0, data__crop="none").data
+    assert [example.bucket for example in whole.examples] == [example.bucket for example in longer.data.examples]
+    assert "nothing is cut (data.crop = 'none'); aspect ratios change by up to 33.3%" in "\n".join(whole.account.lines())
+    for other in ({"data__crop_jitter": 0.1}, {"data__short_batches": "merge", "data__batch_size": 2}):
+        with pytest.raises(UserError, match=next(iter(other)).replace("__", ".") + ".*data.crop = 'none'"):
+            told(data__max_aspect=4.0, data__crop="none", **other)
 
 
 @pytest.mark.parametrize("enlarge", [False, True])

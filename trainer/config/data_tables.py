@@ -109,6 +109,10 @@ class DataTable(Table):
     """Processes that read ahead."""
     bucket_step: Annotated[int, Field(ge=8, multiple_of=8)] | None = None
     """The sides of buckets are multiples of it. Left out: a quarter of the lowest resolution, from 16 to 64."""
+    max_aspect: Annotated[float, Field(ge=1, le=16)] = 2.0
+    """The longest buckets: their long side over the short one. Photos beyond it are cropped to it."""
+    crop: Literal["centre", "none"] = "centre"
+    """`none` cuts nothing: the whole photo is scaled to its bucket, and its aspect ratio becomes the bucket's."""
     enlarge: bool = False
     """Scale a photo up if it is smaller than its bucket."""
     background: Colour = "#ffffff"
@@ -117,7 +121,7 @@ class DataTable(Table):
     """Weight the loss by a mask: `files` (`NAME.mask.png`, `NAME-masklabel.png`), or `alpha` (transparency)."""
     unmasked_weight: Unmasked = 0.0
     """The loss weight of a mask's black parts."""
-    crop_jitter: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    crop_jitter: Annotated[float, Field(ge=0, le=0.5), ReadWith("data.crop", ("centre",))] = 0.0
     """How far a crop may move and zoom, as a share of its sides."""
     colour_jitter: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """How far brightness, contrast and saturation may vary, as a share."""
@@ -148,4 +152,9 @@ class DataTable(Table):
     def _a_subject(self) -> DataTable:
         if all(source.regularisation for source in self.sources):
             raise ValueError("data.sources: all have regularisation = true; at least one must hold the subject, without it")
+        if self.crop == "none" and self.short_batches == "merge":
+            raise ValueError(
+                "data.short_batches = 'merge' moves photos to other shapes, which data.crop = 'none' would stretch; "
+                "leave one out"
+            )
         return self

@@ -29,6 +29,7 @@ class Source:
     flip: mirror an appearance with probability 0.5. caption_dropout: the probability that it trains on the empty caption.
     resolutions: the sizes at which each of its photos is trained.
     caption_rules: how its captions are changed.
+    crop: "centre", or "none": the whole photo is scaled to its bucket.
     crop_jitter: how far a crop may be from the centre, and zoom in, as a share of the bucket's sides.
     colour_jitter: the share by which brightness, contrast and saturation may differ. image_variants: of each photo.
     masks: "none"; "files" beside the photos; "alpha": their transparency. unmasked_weight: the weight of black parts.
@@ -48,6 +49,7 @@ class Source:
     caption_dropout: float = 0.0
     resolutions: tuple[int, ...] = (1024,)
     caption_rules: CaptionRules = CaptionRules()
+    crop: str = "centre"
     crop_jitter: float = 0.0
     colour_jitter: float = 0.0
     image_variants: int = 4
@@ -211,6 +213,11 @@ class Photo:
     def height(self) -> int:
         """Pixels from top to bottom."""
         return self.size[1]
+
+    @property
+    def aspect(self) -> float:
+        """The long side over the short one."""
+        return max(self.size) / min(self.size)
 
     @property
     def mask(self) -> Mask | None:

@@ -20,7 +20,7 @@ from trainer.data import buckets
 from trainer.data.batches import sampler
 from trainer.data.batches.loader import Reader, iterate
 from trainer.data.buckets import CENTRE, place
-from trainer.data.cache.fill import Cache, fill_masks, mask_key, masks_wanted
+from trainer.data.cache.fill import Cache, fill_masks, latent_key, mask_key, masks_wanted
 from trainer.data.examples import Example, examples
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
@@ -95,6 +95,32 @@ def test_a_view_shows_the_moved_crop_in_its_colours():
     assert np.abs(dark - np.asarray(View().show(image, example)) / 2).max() <= 1
     grey = np.asarray(View(colours=(1.0, 1.0, 0.0)).show(image, example))
     assert (grey == grey[..., :1]).all()
+
+
+@given(sides, sides, st.booleans())
+def test_without_a_crop_the_whole_photo_is_shown(width, height, flip):
+    example = example_of(Source(0, "", crop="none"), width, height)
+    (upright,) = views.every(7, example)
+    kept = replace(upright, flip=flip).place(example)
+    assert kept == buckets.Placement((height, width), (0, 0), (48, 80), (48, 80))
+    assert buckets.kept_box(kept) == (0, 0, width, height)
+    assert buckets.share_kept(width, height, (80, 48), crop=upright.crop) == 1
+
+
+def test_every_corner_of_an_uncropped_photo_stays():
+    image = Image.new("RGB", (300, 100))
+    corners = {(0, 0): "red", (250, 0): "lime", (0, 80): "blue", (250, 80): "white"}
+    for at, colour in corners.items():
+        image.paste(colour, (*at, at[0] + 50, at[1] + 20))
+    example = example_of(Source(0, "", crop="none", colour_jitter=0.1), 300, 100)
+    assert {view.crop for view in views.every(7, example)} == {buckets.WHOLE}
+    shown = views.plain(example).show(image, example)
+    assert [shown.getpixel(at) for at in ((2, 2), (77, 2), (2, 45), (77, 45))] == [
+        (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+    ]  # fmt: skip
+    cropped = replace(example, photo=replace(example.photo, source=Source(0, "")))
+    assert views.plain(cropped).show(image, example).getpixel((2, 2)) == (0, 0, 0)
+    assert latent_key(example, views.plain(example), fingerprint="") != latent_key(cropped, View(), fingerprint="")
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
