@@ -46,8 +46,8 @@ class SourceTable(Table):
     """The column of images in metadata or a dataset. Left out: `file_name`, or the dataset's image column."""
     caption_column: Annotated[str | None, ReadWith("captions", ("auto",))] = None
     """The column of captions, or the field in `.json` files. Left out: `caption`, else `text`, else `prompt`."""
-    masks: Masks | None = None
-    """As `data.masks`, for this source."""
+    masks: GivenPath | None = None
+    """As `data.masks`, for this source; or the folder of its masks, which have the photos' names."""
     unmasked_weight: Unmasked | None = None
     """As `data.unmasked_weight`, for this source."""
     references: GivenPath | None = None

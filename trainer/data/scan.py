@@ -96,7 +96,8 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
     for source in sources:
         key = f"data.sources.{source.index}"
         if source.masks != "none" and not masked[source.index] and not source.regularisation:
-            looked = f"NAME{MASK_ENDINGS[0]} beside NAME.jpg" if source.masks == "files" else "photos with transparency"
+            places = {"files": f"NAME{MASK_ENDINGS[0]} beside NAME.jpg", "alpha": "photos with transparency"}
+            looked = places.get(source.masks, "NAME.png there for NAME.jpg")
             account.add(Heading.WARNING, f'{key}: masks = "{source.masks}", and no photo has a mask; looked for {looked}')
     given = [photo for photo in photos if photo.caption and photo.caption_from not in layouts.CAPTIONS_OF_NAMES]
     counts = Counter(photo.caption for photo in given)

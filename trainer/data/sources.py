@@ -32,7 +32,8 @@ class Source:
     crop: "centre", or "none": the whole photo is scaled to its bucket.
     crop_jitter: how far a crop may be from the centre, and zoom in, as a share of the bucket's sides.
     colour_jitter: the share by which brightness, contrast and saturation may differ. image_variants: of each photo.
-    masks: "none"; "files" beside the photos; "alpha": their transparency. unmasked_weight: the weight of black parts.
+    masks: "none"; "files" beside the photos; "alpha": their transparency; else the masks' folder.
+    unmasked_weight: the weight of black parts.
     references: where the images are that the model is shown beside each photo: "files" beside it, or a folder; None: none.
     loss_weight: multiplies the loss of each of its photos. regularisation: its photos do not show the subject; they preserve
     what the model knew before.
@@ -58,6 +59,12 @@ class Source:
     unmasked_weight: float = 0.0
     loss_weight: float = 1.0
     regularisation: bool = False
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of what lies apart from its photos, by key."""
+        given = {"references": self.references, "masks": self.masks}
+        return {key: path for key, path in given.items() if path not in (None, "none", "files", "alpha")}
 
     @property
     def jitters(self) -> bool:

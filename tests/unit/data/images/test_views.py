@@ -1,6 +1,7 @@
 """Views: finitely many crops and colours, each a pure function of its key; masks that follow the photo; nothing parts."""
 
 import math
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from trainer.data.examples import Example, examples
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
-from trainer.data.scan import BLACK, scan
+from trainer.data.scan import BLACK, scan, survey
 from trainer.data.sources import File, Photo, Source
 from trainer.models.base import collate
 from trainer.objectives import sample_losses
@@ -218,7 +219,8 @@ def test_latents_captions_and_masks_never_part(tmp_path, num_workers):
 
 
 @pytest.mark.parametrize(
-    "view", [View(), View(flip=True), View(crop=(1.2, 0.1, -0.1)), View(flip=True, crop=(1.2, 0.1, 0.1))]
+    "view",
+    [View(), View(flip=True), View(crop=buckets.WHOLE), View(crop=(1.2, 0.1, -0.1)), View(flip=True, crop=(1.2, 0.1, 0.1))],
 )
 def test_a_mask_is_cropped_and_mirrored_as_its_photo(tmp_path, view):
     """The photo is its own mask: then latents that are averages of pixels are the mask's."""
@@ -253,6 +255,56 @@ def test_what_is_wrong_with_masks_is_told(tmp_path):
     assert [photo.mask is None for photo in photos] == [i in (1, 2, 3) for i in range(9)]
     assert photos[0].notes == (BLACK,)
     assert photos[5].contents[0] == photos[5].sha256 and photos[5].contents[1].startswith("mask ")
+
+
+def test_masks_lie_in_a_folder_of_their_own(tmp_path):
+    """Under the photos' names; the folder may lie within the source, and none of its files is a photo."""
+    photos, apart = tmp_path / "photos", tmp_path / "photos" / "white"
+    (photos / "sub").mkdir(parents=True)
+    (apart / "sub").mkdir(parents=True)
+    for number, name in enumerate(("a.jpg", "b.png", "sub/a.png", "bare.png")):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(photos / name)
+    for number, name in enumerate(("a.png", "b-masklabel.png", "sub/a.webp", "other.png"), 1):
+        Image.new("L", (64, 64), 50 * number).save(apart / name, lossless=True)
+    (apart / "notes.txt").write_text("")
+    Image.new("L", (64, 64)).save(photos / "a.mask.png")
+    scanned = scan([Source(0, str(photos), captions="none", masks=str(apart), resolutions=(64,))])
+    found = examples(scanned.photos, step=16, enlarge=False, seed=7)
+    weights = {e.sample: masks.on_latents(e, View(), side=8).unique().tolist() for e in found if e.photo.mask}
+    assert weights == {"0/a.jpg": [pytest.approx(50 / 255)], "0/b.png": [pytest.approx(100 / 255)],
+                       "0/sub/a.png": [pytest.approx(150 / 255)]}  # fmt: skip
+    assert scanned.left_out == (
+        (f"{photos}/a.mask.png", f'a mask, and masks = "{apart}"'),
+        (f"{apart}/notes.txt", "not an image"),
+        (f"{apart}/other.png", "a mask, and no image has its name"),
+    )
+    noted = f"1 photo: no mask of its name in the folder of masks, so it counts everywhere ({photos}/bare.png)"
+    assert noted in scanned.notes and "found: 4 photos, 3 masks, 3 left out" in scanned.account.lines()
+    shutil.copytree(apart, tmp_path / "moved")
+    moved = scan([Source(0, str(photos), captions="none", masks=str(tmp_path / "moved"), resolutions=(64,))])
+    elsewhere = {photo.sample: photo for photo in moved.photos}
+    for example in found:
+        again = replace(example, photo=elsewhere[example.sample])
+        assert again.photo.contents == example.photo.contents
+        assert not again.photo.mask or mask_key(again, View(), side=8) == mask_key(example, View(), side=8)
+
+
+@pytest.mark.parametrize(
+    ("masks", "why"),
+    [
+        ("nowhere", "no such folder; 'files' takes NAME.mask.png beside each photo"),
+        ("photos", "holds the photos themselves; give a folder of masks alone, or 'files'"),
+    ],
+)
+def test_a_folder_that_cannot_be_of_masks_is_refused(tmp_path, monkeypatch, masks, why):
+    monkeypatch.chdir(tmp_path)
+    folder_of_photos(tmp_path / "photos")
+    assert survey([Source(0, "photos", masks=masks)]).damaged == (
+        f"photos: masks = {masks!r}{':' * (masks != 'photos')} {why}",
+    )
+    archived = survey([Source(0, "photos/*.tar", masks="photos")]).damaged
+    rest = "they are found for a folder of photos, not for this; leave it out"
+    assert archived == (f"photos/*.tar: masks = 'photos': {rest}",)
 
 
 def test_transparency_is_a_mask(tmp_path):
