@@ -120,6 +120,40 @@ def test_held_out_photos_are_told_and_not_trained_on(bench: Workbench) -> None:
     assert f"\n  held out, never trained on: 2 of 5 photos: {', '.join(kept)}" in said and "data 3 images: " in said
 
 
+def test_a_folder_of_held_out_photos_is_never_trained_on(bench: Workbench, tmp_path: Path) -> None:
+    """It may lie within the source, and has captions of its own."""
+    photos = shutil.copytree(PHOTOS, tmp_path / "photos")
+    (photos / "later").mkdir()
+    for name in ("00", "01"):
+        (photos / f"{name}.jpg").rename(photos / "later" / f"{name}.jpg")
+        (photos / f"{name}.txt").rename(photos / "later" / f"{name}.txt")
+    sources = [{"path": str(photos), "held_out": str(photos / "later"), "repeats": 2}]
+    plan = planned(bench, data__sources=sources, validation__loss_every_steps=5)
+    assert [example.sample for example in plan.data.held_out] == ["0.held_out/00.jpg", "0.held_out/01.jpg"]
+    assert all(example.photo.caption for example in plan.data.held_out)
+    assert {example.sample for example in plan.data.examples} == {f"0/{name}.jpg" for name in ("02", "03", "04")}
+    said = describe(plan, sizes=False)
+    assert "\n  held out, never trained on: 2 of 5 photos: 0.held_out/00.jpg, 0.held_out/01.jpg" in said
+    assert "loss at fixed draws of 2 held-out and 2 trained photos" in said
+    shutil.copy(photos / "later" / "00.jpg", photos / "copy.jpg")
+    with pytest.raises(UserError, match=r"1 photo both trained and held out.*\n  .*copy.jpg = .*later/00.jpg$"):
+        planned(bench, data__sources=sources)
+
+
+@pytest.mark.parametrize(
+    ("more", "data", "said"),
+    [
+        ({"regularisation": True}, {}, "regularisation images are never held out"),
+        ({"references": "before"}, {}, "references of held-out photos lie beside them"),
+        ({}, {"data__held_out": 2}, "data.held_out and a source's own held_out are both set; leave one out"),
+    ],
+)
+def test_what_a_folder_of_held_out_photos_does_not_go_with(bench: Workbench, more: dict, data: dict, said: str) -> None:
+    sources = [{"path": str(PHOTOS)}, {"path": str(PHOTOS), "held_out": "later"} | more]
+    with pytest.raises(UserError, match=said):
+        planned(bench, data__sources=sources, **data)
+
+
 @pytest.mark.parametrize("held_out", [0, 1, 3, 4])
 def test_too_few_held_out_photos_to_tell_by_are_warned_of(bench: Workbench, held_out: int) -> None:
     said = describe(planned(bench, data__held_out=held_out, validation__loss_every_steps=5), sizes=False)

@@ -52,6 +52,8 @@ class SourceTable(Table):
     """As `data.unmasked_weight`, for this source."""
     references: GivenPath | None = None
     """The images that the model is shown beside each photo: `files` (`NAME.ref.png`, `NAME.ref2.png`), or their folder."""
+    held_out: Annotated[str, Field(min_length=1), AfterValidator(expand_source)] | None = None
+    """Photos that are not trained on, as `data.held_out` takes them from the others: a folder, or what else `path` may be."""
     loss_weight: Positive = 1.0
     """Multiplies the loss of each photo."""
     regularisation: bool = False
@@ -80,6 +82,16 @@ class SourceTable(Table):
     """Text after every caption."""
     trigger: str = ""
     """The words that call the subject. They are put before captions that do not contain them."""
+
+    @model_validator(mode="after")
+    def _held_out_of_a_subject(self) -> SourceTable:
+        if self.held_out and self.regularisation:
+            raise ValueError("held_out: regularisation images are never held out; leave it out")
+        if self.held_out and self.references not in (None, "files"):
+            raise ValueError(
+                "held_out: references of held-out photos lie beside them; set references = 'files', or leave it out"
+            )
+        return self
 
 
 def _count_or_share(held_out: int | float) -> int | float:
@@ -149,9 +161,11 @@ class DataTable(Table):
     """The folder of the cache on disk. Left out: `OUTPUT_DIR/cache`."""
 
     @model_validator(mode="after")
-    def _a_subject(self) -> DataTable:
+    def _one_choice(self) -> DataTable:
         if all(source.regularisation for source in self.sources):
             raise ValueError("data.sources: all have regularisation = true; at least one must hold the subject, without it")
+        if self.held_out and any(source.held_out for source in self.sources):
+            raise ValueError("data.held_out and a source's own held_out are both set; leave one out")
         if self.crop == "none" and self.short_batches == "merge":
             raise ValueError(
                 "data.short_batches = 'merge' moves photos to other shapes, which data.crop = 'none' would stretch; "

@@ -78,7 +78,7 @@ def survey(
         for note in photo.notes:
             heading, remedy = (Heading.WARNING, WHITE) if note == BLACK else (Heading.NOTE, "")
             account.add(heading, note, [str(photo.image)], noun="photo", remedy=remedy)
-    subject = [photo for photo in photos if not photo.source.regularisation]
+    subject = [photo for photo in photos if not (photo.source.regularisation or photo.source.apart)]
     if subject and all(BLACK in photo.notes for photo in subject):
         problems.append(f"every photo's mask is black all over, so nothing would be learnt; {WHITE}")
     _warn(account, sources, photos)
@@ -88,7 +88,7 @@ def survey(
 def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) -> None:
     """Enter what is trained and looks unintended, of all photos together."""
     first: dict[str, int] = {}  # by the digest of a photo's bytes, the source that has it first
-    for photo in photos:
+    for photo in (photo for photo in photos if not photo.source.apart):
         if (index := first.setdefault(photo.sha256, photo.source.index)) != photo.source.index:
             both = f"data.sources.{photo.source.index} and data.sources.{index} both have them"
             account.add(Heading.WARNING, f"{both}, byte for byte: trained twice", [str(photo.image)], noun="photo")

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +35,7 @@ class Source:
     masks: "none"; "files" beside the photos; "alpha": their transparency; else the masks' folder.
     unmasked_weight: the weight of black parts.
     references: where the images are that the model is shown beside each photo: "files" beside it, or a folder; None: none.
+    held_out_path: where the photos are that are not trained on. apart: whether it is the source of such.
     loss_weight: multiplies the loss of each of its photos. regularisation: its photos do not show the subject; they preserve
     what the model knew before.
     """
@@ -57,8 +58,21 @@ class Source:
     masks: str = "none"
     references: str | None = None
     unmasked_weight: float = 0.0
+    held_out_path: str | None = None
+    apart: bool = False
     loss_weight: float = 1.0
     regularisation: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name that its samples begin with, and in the config what follows data.sources."""
+        return f"{self.index}.held_out" if self.apart else str(self.index)
+
+    @property
+    def with_held_out(self) -> list["Source"]:
+        """The source, and the one of its photos that are not trained on. A loss at fixed draws reads no mask."""
+        apart = [replace(self, path=self.held_out_path, apart=True, masks="none")] if self.held_out_path else []
+        return [self, *apart]
 
     @property
     def folders(self) -> dict[str, str]:
@@ -155,8 +169,8 @@ class FoundPhoto:
 
     @property
     def sample(self) -> str:
-        """The name by which the run knows the photo: the source's index, and its name in the source."""
-        return f"{self.source.index}/{self.name}"
+        """The name by which the run knows the photo: its source's, and its own there."""
+        return f"{self.source.name}/{self.name}"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def owned(source: Source, sources: Sequence[Source], outputs: Sequence[str]) -> 
     owners = {}
     for other in sources:
         if os.path.isdir(folder_of(other)) and other is not source:
-            owners[inode(folder_of(other))] = f"{OWNED}{other.index} alone, and not with the source around it"
+            owners[inode(folder_of(other))] = f"{OWNED}{other.name} alone, and not with the source around it"
         for key, folder in other.folders.items():
             owners[inode(folder)] = "" if other is source else f"{key} of data.sources.{other.index}"
     node = inode(folder_of(source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -254,6 +255,18 @@ def test_null_in_onetrainer_is_not_the_default_of_what_is_left_out(tmp_path: Pat
     assert found["step.max_grad_norm"] == 0.0
     assert draft.keys["step.max_grad_norm"][1] == "clip_grad_norm = null: nothing is clipped there"
     assert not any("stop_training_after" in note for notes in draft.notes.values() for note in notes)
+
+
+def test_onetrainers_photos_for_validation_are_held_out(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "OneTrainer")
+    (listed,) = [path for path in tmp_path.glob("*.json") if '"path": "named"' in path.read_text()]
+    concepts = json.loads(listed.read_text())
+    listed.write_text(
+        json.dumps([*concepts, {"path": "later", "type": "VALIDATION"}, {"path": "more", "type": "VALIDATION"}])
+    )
+    found, draft = imported(file)
+    assert found["data.sources.1.held_out"] == "later" and "data.sources.0.held_out" not in found
+    assert any("more: photos for validation alone" in note for note in draft.notes[ABSENT])
 
 
 SUBSETS = """
