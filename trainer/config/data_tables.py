@@ -72,6 +72,8 @@ class SourceTable(Table):
     """The text between tags, and after the trigger."""
     keep: Annotated[int, Field(ge=0), ReadWith("shuffle tag_dropout")] = 0
     """The number of first tags that are neither dropped nor moved."""
+    keep_separator: Annotated[str, ReadWith("shuffle tag_dropout")] = ""
+    """The text between kept tags and the others, as `|||`. Tags after a second one are kept, too."""
     tag_dropout: Share = 0.0
     """The chance that a tag is dropped."""
     shuffle: bool = False

@@ -171,7 +171,7 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
         repeats=listed.source.repeats * listed.repeats,
         sha256=seen.sha256,
         choices=seen.choices,
-        beside=Beside(mask, tuple(references)),
+        beside=Beside(mask, tuple(references), listed.loss_weight),
         look=seen.look,
         caption_from="" if caption is None else listed.caption_from,
         notes=notes,

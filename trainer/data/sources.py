@@ -156,6 +156,7 @@ class FoundPhoto:
 
     name: within the source, with slashes. caption: its place or its text. mask, references: their places. repeats: multiplies
     those of the source. caption_from: where the caption was found, for people; "" without one.
+    loss_weight: multiplies that of the source.
     """
 
     source: Source
@@ -166,6 +167,7 @@ class FoundPhoto:
     references: tuple[Place, ...] = ()
     repeats: int = 1
     caption_from: str = ""
+    loss_weight: float = 1.0
 
     @property
     def sample(self) -> str:
@@ -193,10 +195,12 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What belongs to a photo. mask: None: it counts everywhere. references: images that the model is shown, in order."""
+    """What belongs to a photo. mask: None: it counts everywhere. references: images that the model is shown, in order.
+    loss_weight: beside that of the source."""
 
     mask: Mask | None = None
     references: tuple["Photo", ...] = ()
+    loss_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,16 +250,22 @@ class Photo:
         return self.beside.mask
 
     @property
+    def loss_weight(self) -> float:
+        """What multiplies its loss: the source's weight times its own."""
+        return self.source.loss_weight * self.beside.loss_weight
+
+    @property
     def has_caption(self) -> bool:
         """Whether one was found; it may be empty."""
         return bool(self.caption_from)
 
     @property
     def contents(self) -> str | list[str]:
-        """What decides its pixels, its mask and its references. The digest of the bytes alone if nothing else does, as in
-        earlier runs."""
+        """What decides its pixels, its mask, its references and its own loss weight. The digest of the bytes alone if nothing
+        else does, as in earlier runs."""
         more = [*self.choices, *((f"mask {self.mask.sha256}",) if self.mask else ())]
         more += [f"reference {' '.join((each.sha256, *each.choices))}" for each in self.beside.references]
+        more += [f"loss weight {self.beside.loss_weight!r}"] if self.beside.loss_weight != 1 else []
         return [self.sha256, *more] if more else self.sha256
 
 

@@ -20,10 +20,10 @@ from workbench.importing.reading import find_beside, literal, prompt_line, read_
 
 # What a subset may say, and what it is in a source.
 SUBSET = programs()["sd_scripts_subset"]
-BY_TAGS = ("keep_tokens", "caption_separator")  # read only where tags are shuffled or dropped
+BY_TAGS = ("keep_tokens", "keep_tokens_separator", "caption_separator")  # read only where tags are shuffled or dropped
 # Said of each subset that they hold for, and not again of the dataset around it.
 OF_SUBSETS = ("color_aug", "random_crop", "face_crop_aug_range", "caption_extension", "token_warmup_step", "token_warmup_min",
-              "secondary_separator", "keep_tokens_separator", "caption_dropout_every_n_epochs", "enable_bucket",
+              "secondary_separator", "caption_dropout_every_n_epochs", "enable_bucket",
               "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "bucket_reso_steps")  # fmt: skip
 
 FLAGS = {"w": "width", "h": "height", "d": "seed", "s": "steps", "l": "guidance", "g": "guidance", "n": "negative"}

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
@@ -715,3 +716,41 @@ def test_every_file_is_used_or_named(tmp_path_factory, names, captions, with_tab
             folder, taken = os.path.dirname(what), why.removesuffix(" is used instead")
             mine = [each for each in used if os.path.dirname(each) == folder and each.lower().endswith(taken.lower())]
             assert any(os.path.basename(each).lower().startswith(stem) for each in mine), (what, why, used)
+
+
+WEIGHED = [
+    {"file_name": "a.png", "repeats": 3, "loss_weight": None},
+    {"file_name": "b.png", "repeats": 1, "loss_weight": 0.5},
+    {"file_name": "c.png", "repeats": None, "loss_weight": None},
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_row_has_repeats_and_a_loss_weight_of_its_own(tmp_path: Path, small: dict[str, bytes], suffix: str) -> None:
+    files = {f"2_bears/{name}.png": small[stem] for name, stem in zip("abc", STEMS, strict=False)}
+    folder = write(tmp_path, files | {f"2_bears/metadata{suffix}": table_of(WEIGHED, suffix)})
+    photos = scan([Source(0, str(folder), repeats=5, loss_weight=0.1)]).photos
+    assert [photo.repeats for photo in photos] == [30, 10, 10]
+    assert [photo.loss_weight for photo in photos] == [0.1, 0.05, 0.1]
+    # A run whose table had such a column while it was not read is not resumed: its photos are others.
+    assert [photo.contents == photo.sha256 for photo in photos] == [True, False, True]
+    assert photos[1].contents == [photos[1].sha256, "loss weight 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "why"),
+    [
+        ("repeats", 0, "repeats = 0 is not 1 or more; to leave a photo out, remove its row"),
+        ("repeats", 1.5, "repeats = 1.5 is not a whole number"),
+        ("repeats", "often", "repeats = 'often' is not 1 or more; to leave a photo out, remove its row"),
+        ("repeats", True, "repeats = True is not 1 or more; to leave a photo out, remove its row"),
+        ("loss_weight", 0, "loss_weight = 0 is not a number above 0"),
+        ("loss_weight", [1], "loss_weight = [1] is not a number above 0"),
+        ("loss_weight", float("inf"), "loss_weight = inf is not a number above 0"),
+    ],
+)
+def test_a_row_with_another_number_is_refused(tmp_path: Path, small: dict[str, bytes], column: str, value, why: str) -> None:
+    rows = [{"file_name": "a.png", column: value}, {"file_name": "b.png"}]
+    write(tmp_path, {"a.png": small["00"], "b.png": small["01"], "metadata.jsonl": jsonl(rows)})
+    with pytest.raises(UserError, match=re.escape(f"metadata.jsonl: row 1: {why}")):
+        scan([Source(0, str(tmp_path))])

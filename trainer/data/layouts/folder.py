@@ -143,7 +143,7 @@ class Reading:
                     rest.append((image, f"no row of {printable(table.name)} names it"))
                     not_trained.append(image)
                     continue
-            caption, origin = self._caption(folder, image, row[1] if row else None, captions, around)
+            caption, origin = self._caption(folder, image, row.caption if row else None, captions, around)
             origin = "" if origin == NO_CAPTION else origin or table.name
             mask = None
             if mask_root and (mask_name := masks_apart.take(image)):
@@ -152,8 +152,9 @@ class Reading:
             elif self.source.masks == "files" and (mask_name := masks.take(image)):
                 mask = self.tree.place(folder + mask_name)
             places = references.take(image) if self.source.references else ()
-            repeats = around[1] if around else 1
-            photo = FoundPhoto(self.source, name, self.tree.place(name), caption, mask, places, repeats, origin)
+            repeats = (around[1] if around else 1) * (row.repeats if row else 1)
+            weight = row.loss_weight if row else 1.0
+            photo = FoundPhoto(self.source, name, self.tree.place(name), caption, mask, places, repeats, origin, weight)
             self.found.append(photo)
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
@@ -211,7 +212,7 @@ class Reading:
         """Report the rows for which no image was found."""
         names = {photo.name for photo in self.found} if table.rows else set()
         out = tuple(name for entry in self.account for name in entry.names if name.endswith("/"))
-        for name, (number, _) in table.rows.items():
+        for name, row in table.rows.items():
             path = os.path.join(self.root, name)
             if name in names:
                 why = "the metadata of its own subfolder names it too; remove one of the rows"
@@ -224,7 +225,7 @@ class Reading:
                 why += f" ({readable()})" if why == beside.NO_IMAGE else ""
             else:
                 why = "no such file; correct or remove the row"
-            self.problems.append(f"{printable(os.path.join(self.root, table.name))}: row {number} names {name!r}: {why}")
+            self.problems.append(f"{printable(os.path.join(self.root, table.name))}: row {row.number} names {name!r}: {why}")
 
     def _refuse_idle_columns(self) -> None:
         if self.tables:

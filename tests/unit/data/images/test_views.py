@@ -27,7 +27,7 @@ from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
 from trainer.data.scan import BLACK, scan, survey
-from trainer.data.sources import File, Photo, Source
+from trainer.data.sources import Beside, File, Photo, Source
 from trainer.models.base import collate
 from trainer.objectives import sample_losses
 
@@ -305,6 +305,19 @@ def test_a_folder_that_cannot_be_of_masks_is_refused(tmp_path, monkeypatch, mask
     archived = survey([Source(0, "photos/*.tar", masks="photos")]).damaged
     rest = "they are found for a folder of photos, not for this; leave it out"
     assert archived == (f"photos/*.tar: masks = 'photos': {rest}",)
+
+
+def test_a_photos_own_weight_multiplies_that_of_its_source():
+    source = Source(0, "", loss_weight=0.5)
+    example = example_of(source)
+    heavy = replace(example, photo=replace(example.photo, beside=Beside(loss_weight=3.0)))
+    reader = Reader(
+        examples={}, cache=None, seed=7, latent_side=8, latent_fingerprint="", text_fingerprint=None, collate=collate
+    )
+    assert reader.loss_weights(heavy, View()).unique().tolist() == [1.5]
+    assert reader.loss_weights(example, View()).unique().tolist() == [0.5]
+    plain = replace(example, photo=replace(example.photo, source=Source(0, "")))
+    assert reader.loss_weights(plain, View()) is None
 
 
 def test_transparency_is_a_mask(tmp_path):

@@ -274,6 +274,7 @@ SUBSETS = """
 keep_tokens_separator = "|||"
   [[datasets.subsets]]
   image_dir = "a"
+  shuffle_caption = true
   conditioning_data_dir = "white"
   [[datasets.subsets]]
   image_dir = "b"
@@ -291,6 +292,8 @@ def test_sd_scripts_subsets_have_masks_where_the_loss_is_masked(tmp_path: Path, 
     found, _ = imported(tmp_path / "train.toml")
     expected = ("white", "alpha") if masked else (None, None)
     assert (found.get("data.sources.0.masks"), found.get("data.sources.1.masks")) == expected
+    # Read where tags are shuffled or dropped, there as here.
+    assert found["data.sources.0.keep_separator"] == "|||" and found["data.sources.1.keep_separator"] == ""
 
 
 def test_an_entry_of_samples_stands_before_what_all_samples_share(tmp_path: Path) -> None:
