@@ -21,6 +21,7 @@ from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.kinds import IMAGES, MASK_ENDINGS
 from trainer.data.layouts import apart
+from trainer.data.layouts.records import JsonCaption, unwrapped
 from trainer.data.memo import Facts, Memo
 from trainer.data.sources import Beside, FoundPhoto, Listing, Mask, Photo, Place, Scanned, Source
 from trainer.data.threads import in_threads
@@ -151,7 +152,8 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
     references = [_read_reference(listed, place, number, memo, problems) for number, place in beside]
     references = [each for each in references if each is not None]
     notes = (*notes, *(note for each in references for note in each.notes))
-    text = _read_caption(listed, problems)
+    text, field = _read_caption(listed, problems)
+    notes = (*notes, sys.intern(f"its caption is the field {field} of a JSON text")) if field else notes
     caption = None if text is None else visible(text).strip()
     if text and (dropped := invisible(text)):
         notes = (*notes, sys.intern(f"its caption had invisible characters ({dropped}), dropped"))
@@ -226,11 +228,11 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
     return (sys.intern(f"its name ends in {suffix}, its bytes are {kind}"),)
 
 
-def _read_caption(listed: FoundPhoto, problems: list[str]) -> str | None:
-    """The caption; None if there is none."""
-    if listed.caption is None or isinstance(listed.caption, str):
-        return listed.caption
-    with _noting(problems, listed.caption):
-        data = listed.caption.read()
-        return decoded(data) if isinstance(data, bytes) else data
-    return ""
+def _read_caption(listed: FoundPhoto, problems: list[str]) -> tuple[str | None, str]:
+    """(the caption, None if there is none; the field that it is of a text that is JSON)."""
+    given = listed.caption
+    with _noting(problems, listed.image if given is None or isinstance(given, str) else given):
+        data = given if given is None or isinstance(given, str) else given.read()
+        text = decoded(data) if isinstance(data, bytes) else data
+        return unwrapped(text, listed.source.caption_column) if text and not isinstance(given, JsonCaption) else (text, "")
+    return "", ""

@@ -25,6 +25,7 @@ from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.examples import examples
 from trainer.data.identity import fingerprint
+from trainer.data.layouts.records import unwrapped
 from trainer.data.scan import scan
 from trainer.data.sources import Listing, Scanned, Source
 
@@ -754,3 +755,44 @@ def test_a_row_with_another_number_is_refused(tmp_path: Path, small: dict[str, b
     write(tmp_path, {"a.png": small["00"], "b.png": small["01"], "metadata.jsonl": jsonl(rows)})
     with pytest.raises(UserError, match=re.escape(f"metadata.jsonl: row 1: {why}")):
         scan([Source(0, str(tmp_path))])
+
+
+@pytest.mark.parametrize(
+    ("text", "caption", "field"),
+    [
+        ('{"caption": "a bear"}', "a bear", "caption"),
+        (' {"tags": ["x"], "prompt": ["one", "two"]}\n', "one\ntwo", "prompt"),
+        ('{"mine": "a bear", "caption": "no"}', "a bear", "mine"),
+        ("{red|blue} bear", "{red|blue} bear", ""),
+        ("{a bear}", "{a bear}", ""),
+        ('["a"]', '["a"]', ""),
+        ("{" * 100_000, None, ""),
+    ],
+)
+@pytest.mark.parametrize("where", ["a.txt", "metadata.jsonl"])
+def test_a_caption_that_is_json_is_its_field(tmp_path, small, where, text: str, caption: str | None, field: str) -> None:
+    data = jsonl([{"file_name": "a.png", "mine" if field == "mine" else "text": text}]) if where != "a.txt" else text
+    write(tmp_path, {"a.png": small["00"], where: data})
+    if caption is None:
+        with pytest.raises(UserError, match="its caption has 100,000 characters"):
+            scan([Source(0, str(tmp_path))])
+        return
+    if field == "mine" and where == "a.txt":  # a column of nothing but such texts
+        assert unwrapped(text, "mine") == (caption, field)
+        return
+    scanned = scan([Source(0, str(tmp_path), caption_column="mine" if field == "mine" else None)])
+    assert scanned.photos[0].caption == caption
+    noted = f"1 photo: its caption is the field {field} of a JSON text ({tmp_path}/a.png)"
+    assert (noted in scanned.notes) == bool(field)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"scene": "a bear"}', "{}", '{"caption": null}', '{"caption": 7}', '{"caption": {"a": "b"}}']
+)
+def test_braces_of_json_are_not_trained_unless_a_file_says_so(tmp_path: Path, small: dict[str, bytes], text: str) -> None:
+    write(tmp_path, {"a.png": small["00"], "a.txt": text})
+    with pytest.raises(UserError, match=r"a\.txt: the caption is (JSON without caption or text or prompt|not text but)"):
+        scan([Source(0, str(tmp_path))])
+    (tmp_path / "a.txt").unlink()
+    write(tmp_path, {"a.json": json.dumps({"caption": json.loads(text)})})
+    assert json.loads(scan([Source(0, str(tmp_path))]).photos[0].caption) == json.loads(text)
