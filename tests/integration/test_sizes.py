@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
@@ -34,6 +37,24 @@ def test_every_photo_at_each_resolution_of_its_source(bench: Workbench) -> None:
 def test_a_resolution_below_the_bucket_step_is_named(bench: Workbench) -> None:
     with pytest.raises(UserError, match=r"data\.bucket_step = 32 does not suit sdxl at data\.resolution = 16"):
         planned(bench, data__bucket_step=32, data__resolution=[64, 16])
+
+
+def test_what_is_cropped_and_what_is_stretched_is_told(bench: Workbench, tmp_path: Path) -> None:
+    for name, size in {"a": (300, 100), "b": (400, 100), "c": (200, 100), "d": (150, 100)}.items():
+        Image.effect_noise(size, 50).convert("RGB").save(tmp_path / f"{name}.png")
+    told = partial(planned, bench, data__sources=[{"path": str(tmp_path)}], data__bucket_step=16)
+    plain = "\n".join(told().data.account.lines())
+    assert f"1 photo: its shape is beyond data.max_aspect = 2, to which it is cropped ({tmp_path}/a.png)" in plain
+    assert f"1 photo: the crop keeps less than half of it ({tmp_path}/b.png: 42%)" in plain
+    longer = told(data__max_aspect=4.0)
+    assert "max_aspect" not in "".join(longer.data.account.lines())
+    assert {e.sample: e.bucket for e in longer.data.examples}["0/b.png"] == (128, 32)
+    whole = told(data__max_aspect=4.0, data__crop="none").data
+    assert [example.bucket for example in whole.examples] == [example.bucket for example in longer.data.examples]
+    assert "nothing is cut (data.crop = 'none'); aspect ratios change by up to 33.3%" in "\n".join(whole.account.lines())
+    for other in ({"data__crop_jitter": 0.1}, {"data__short_batches": "merge", "data__batch_size": 2}):
+        with pytest.raises(UserError, match=next(iter(other)).replace("__", ".") + ".*data.crop = 'none'"):
+            told(data__max_aspect=4.0, data__crop="none", **other)
 
 
 @pytest.mark.parametrize("enlarge", [False, True])
@@ -97,6 +118,40 @@ def test_held_out_photos_are_told_and_not_trained_on(bench: Workbench) -> None:
     assert not {example.sample for example in plan.data.examples} & set(kept)
     said = describe(plan, sizes=False)
     assert f"\n  held out, never trained on: 2 of 5 photos: {', '.join(kept)}" in said and "data 3 images: " in said
+
+
+def test_a_folder_of_held_out_photos_is_never_trained_on(bench: Workbench, tmp_path: Path) -> None:
+    """It may lie within the source, and has captions of its own."""
+    photos = shutil.copytree(PHOTOS, tmp_path / "photos")
+    (photos / "later").mkdir()
+    for name in ("00", "01"):
+        (photos / f"{name}.jpg").rename(photos / "later" / f"{name}.jpg")
+        (photos / f"{name}.txt").rename(photos / "later" / f"{name}.txt")
+    sources = [{"path": str(photos), "held_out": str(photos / "later"), "repeats": 2}]
+    plan = planned(bench, data__sources=sources, validation__loss_every_steps=5)
+    assert [example.sample for example in plan.data.held_out] == ["0.held_out/00.jpg", "0.held_out/01.jpg"]
+    assert all(example.photo.caption for example in plan.data.held_out)
+    assert {example.sample for example in plan.data.examples} == {f"0/{name}.jpg" for name in ("02", "03", "04")}
+    said = describe(plan, sizes=False)
+    assert "\n  held out, never trained on: 2 of 5 photos: 0.held_out/00.jpg, 0.held_out/01.jpg" in said
+    assert "loss at fixed draws of 2 held-out and 2 trained photos" in said
+    shutil.copy(photos / "later" / "00.jpg", photos / "copy.jpg")
+    with pytest.raises(UserError, match=r"1 photo both trained and held out.*\n  .*copy.jpg = .*later/00.jpg$"):
+        planned(bench, data__sources=sources)
+
+
+@pytest.mark.parametrize(
+    ("more", "data", "said"),
+    [
+        ({"regularisation": True}, {}, "regularisation images are never held out"),
+        ({"references": "before"}, {}, "references of held-out photos lie beside them"),
+        ({}, {"data__held_out": 2}, "data.held_out and a source's own held_out are both set; leave one out"),
+    ],
+)
+def test_what_a_folder_of_held_out_photos_does_not_go_with(bench: Workbench, more: dict, data: dict, said: str) -> None:
+    sources = [{"path": str(PHOTOS)}, {"path": str(PHOTOS), "held_out": "later"} | more]
+    with pytest.raises(UserError, match=said):
+        planned(bench, data__sources=sources, **data)
 
 
 @pytest.mark.parametrize("held_out", [0, 1, 3, 4])

@@ -75,8 +75,8 @@ MISTAKES = [
      "schedule is trained"),
     ("data.caption_dropout_every_n_epochs", 2, "unknown key data.caption_dropout_every_n_epochs; there is none: "
      "caption_dropout in [data] is a share of all appearances"),
-    ("data.keep_tokens_separator", "|||", "unknown key data.keep_tokens_separator; there is none: write "
-     "keep in [[data.sources]], a number of tags"),
+    ("data.keep_tokens_separator", "|||", "unknown key data.keep_tokens_separator; did you mean "
+     "data.sources.0.keep_separator?"),
     ("memory.cpu_offload_checkpointing", True, "unknown key memory.cpu_offload_checkpointing; there is none: nothing is "
      "moved to the host; write gradient_checkpointing = true in [memory]"),
     ("step.sdpa", True, 'unknown key step.sdpa; leave it out: step.attention = "auto" takes the kernel that suits the card'),

@@ -46,12 +46,14 @@ class SourceTable(Table):
     """The column of images in metadata or a dataset. Left out: `file_name`, or the dataset's image column."""
     caption_column: Annotated[str | None, ReadWith("captions", ("auto",))] = None
     """The column of captions, or the field in `.json` files. Left out: `caption`, else `text`, else `prompt`."""
-    masks: Masks | None = None
-    """As `data.masks`, for this source."""
+    masks: GivenPath | None = None
+    """As `data.masks`, for this source; or the folder of its masks, which have the photos' names."""
     unmasked_weight: Unmasked | None = None
     """As `data.unmasked_weight`, for this source."""
     references: GivenPath | None = None
     """The images that the model is shown beside each photo: `files` (`NAME.ref.png`, `NAME.ref2.png`), or their folder."""
+    held_out: Annotated[str, Field(min_length=1), AfterValidator(expand_source)] | None = None
+    """Photos that are not trained on, as `data.held_out` takes them from the others: a folder, or what else `path` may be."""
     loss_weight: Positive = 1.0
     """Multiplies the loss of each photo."""
     regularisation: bool = False
@@ -70,6 +72,8 @@ class SourceTable(Table):
     """The text between tags, and after the trigger."""
     keep: Annotated[int, Field(ge=0), ReadWith("shuffle tag_dropout")] = 0
     """The number of first tags that are neither dropped nor moved."""
+    keep_separator: Annotated[str, ReadWith("shuffle tag_dropout")] = ""
+    """The text between kept tags and the others, as `|||`. Tags after a second one are kept, too."""
     tag_dropout: Share = 0.0
     """The chance that a tag is dropped."""
     shuffle: bool = False
@@ -80,6 +84,16 @@ class SourceTable(Table):
     """Text after every caption."""
     trigger: str = ""
     """The words that call the subject. They are put before captions that do not contain them."""
+
+    @model_validator(mode="after")
+    def _held_out_of_a_subject(self) -> SourceTable:
+        if self.held_out and self.regularisation:
+            raise ValueError("held_out: regularisation images are never held out; leave it out")
+        if self.held_out and self.references not in (None, "files"):
+            raise ValueError(
+                "held_out: references of held-out photos lie beside them; set references = 'files', or leave it out"
+            )
+        return self
 
 
 def _count_or_share(held_out: int | float) -> int | float:
@@ -109,6 +123,10 @@ class DataTable(Table):
     """Processes that read ahead."""
     bucket_step: Annotated[int, Field(ge=8, multiple_of=8)] | None = None
     """The sides of buckets are multiples of it. Left out: a quarter of the lowest resolution, from 16 to 64."""
+    max_aspect: Annotated[float, Field(ge=1, le=16)] = 2.0
+    """The longest buckets: their long side over the short one. Photos beyond it are cropped to it."""
+    crop: Literal["centre", "none"] = "centre"
+    """`none` cuts nothing: the whole photo is scaled to its bucket, and its aspect ratio becomes the bucket's."""
     enlarge: bool = False
     """Scale a photo up if it is smaller than its bucket."""
     background: Colour = "#ffffff"
@@ -117,7 +135,7 @@ class DataTable(Table):
     """Weight the loss by a mask: `files` (`NAME.mask.png`, `NAME-masklabel.png`), or `alpha` (transparency)."""
     unmasked_weight: Unmasked = 0.0
     """The loss weight of a mask's black parts."""
-    crop_jitter: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    crop_jitter: Annotated[float, Field(ge=0, le=0.5), ReadWith("data.crop", ("centre",))] = 0.0
     """How far a crop may move and zoom, as a share of its sides."""
     colour_jitter: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """How far brightness, contrast and saturation may vary, as a share."""
@@ -145,7 +163,14 @@ class DataTable(Table):
     """The folder of the cache on disk. Left out: `OUTPUT_DIR/cache`."""
 
     @model_validator(mode="after")
-    def _a_subject(self) -> DataTable:
+    def _one_choice(self) -> DataTable:
         if all(source.regularisation for source in self.sources):
             raise ValueError("data.sources: all have regularisation = true; at least one must hold the subject, without it")
+        if self.held_out and any(source.held_out for source in self.sources):
+            raise ValueError("data.held_out and a source's own held_out are both set; leave one out")
+        if self.crop == "none" and self.short_batches == "merge":
+            raise ValueError(
+                "data.short_batches = 'merge' moves photos to other shapes, which data.crop = 'none' would stretch; "
+                "leave one out"
+            )
         return self

@@ -19,6 +19,7 @@ ReferenceLayout = tuple[Bucket, ...]  # a photo's bucket, and those of its refer
 # its centre, in shares of the bucket's sides.
 Crop = tuple[float, float, float]
 CENTRE: Crop = (1.0, 0.0, 0.0)
+WHOLE: Crop = (0.0, 0.0, 0.0)  # nothing is cut: the photo gets the bucket's aspect ratio
 
 # Of reference images, as FLUX.2's pipeline in diffusers takes them (Flux2ImageProcessor): the largest area in pixels, the
 # shortest side, the largest aspect ratio.
@@ -121,10 +122,12 @@ def _one_of_its_size(bucket: Bucket) -> Bucket:
 def place(width: int, height: int, bucket: Bucket, *, flip: bool = False, crop: Crop = CENTRE) -> Placement:
     """The place of a photo of width x height in the bucket: scaled just to cover it, cropped at the centre.
 
-    crop: limited so that the photo is not enlarged for it, and that it stays within the photo.
+    crop: limited so that the photo is not enlarged for it, and that it stays within the photo. WHOLE: scaled to the bucket.
     `flip` mirrors the result, which moves an odd pixel of the crop to the other side.
     """
     (zoom, right, down), (target_width, target_height) = crop, bucket
+    if crop == WHOLE:
+        return Placement((height, width), (0, 0), bucket[::-1], bucket[::-1])
     resized_width, resized_height = _covering(width, height, target_width, target_height)
     zoom = min(zoom, width / resized_width, height / resized_height)
     if zoom > 1:
@@ -154,9 +157,9 @@ def kept_box(placement: Placement) -> tuple[float, float, float, float]:
     return left * scale_x, top * scale_y, right, bottom
 
 
-def share_kept(width: int, height: int, bucket: Bucket) -> float:
+def share_kept(width: int, height: int, bucket: Bucket, *, crop: Crop = CENTRE) -> float:
     """The share of a photo's area that the crop to a bucket keeps."""
-    left, top, right, bottom = kept_box(place(width, height, bucket))
+    left, top, right, bottom = kept_box(place(width, height, bucket, crop=crop))
     return (right - left) * (bottom - top) / (width * height)
 
 

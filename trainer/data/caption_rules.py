@@ -23,7 +23,8 @@ class CaptionRules:
     wildcards: `{a|b}` becomes one of its options; options may contain wildcards. Braces without a `|` stay as they are.
     separator: the text between tags, as it joins them. Spaces around it are ignored when a caption is split into tags.
     keep: the number of first tags that are neither dropped nor moved. tag_dropout: the probability that one of the others is
-    dropped. shuffle: put the others in a random order.
+    dropped. keep_separator: what stands in a caption before it, and after a second one, is kept in place of the first tags.
+    shuffle: put the others in a random order.
     prefix, suffix: put before and after; a space is added where two words would join.
     trigger: put in front, with the separator, if the text does not contain it as whole words, in any case.
     variants: the number of variants of a caption that varies.
@@ -33,6 +34,7 @@ class CaptionRules:
     wildcards: bool = False
     separator: str = ", "
     keep: int = 0
+    keep_separator: str = ""
     tag_dropout: float = 0.0
     shuffle: bool = False
     prefix: str = ""
@@ -63,8 +65,16 @@ class CaptionRules:
     def _varies(self, text: str) -> bool:
         if self.wildcards and WILDCARD.search(text):
             return True
-        free = len(self.tags(text)) - self.keep if self.by_tags else 0
+        free = len(self._parts(text)[1]) if self.by_tags else 0
         return free > 1 or (free == 1 and self.tag_dropout > 0)
+
+    def _parts(self, text: str) -> tuple[list[str], list[str], list[str]]:
+        """(first tags that are kept, the others, last ones that are kept), as sd-scripts parts a caption."""
+        if self.keep_separator and self.keep_separator in text:
+            first, free, *last = (self.tags(part) for part in text.split(self.keep_separator, 2))
+            return first, free, last[0] if last else []
+        tags = self.tags(text)
+        return tags[: self.keep], tags[self.keep :], []
 
     def _drawn(self, text: str, seed: int, sample: str, number: int) -> str:
         """The choice of wildcards and tags of a variant, by its number."""
@@ -75,15 +85,14 @@ class CaptionRules:
             text, place = text[: match.start()] + option + text[match.end() :], place + 1
         if not self.by_tags:
             return text
-        tags = self.tags(text)
-        first, free = tags[: self.keep], tags[self.keep :]
+        first, free, last = self._parts(text)
         if self.tag_dropout:
             chances = draws.uniforms(len(free), seed, "tag_dropout", sample, number)
             free = [tag for tag, chance in zip(free, chances, strict=True) if chance >= self.tag_dropout]
         if self.shuffle:
             order = draws.uniforms(len(free), seed, "tag_order", sample, number)
             free = [tag for _, tag in sorted(zip(order, free, strict=True))]
-        return self.separator.join(first + free)
+        return self.separator.join(first + free + last)
 
     def _around(self, text: str) -> str:
         if self.prefix or self.suffix:

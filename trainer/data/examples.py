@@ -1,8 +1,8 @@
 """Photos at the sizes that their source asks for."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from trainer.base.errors import UserError
 from trainer.data.buckets import Bucket, ReferenceLayout, bucket_of_shape, bucket_within, covers, reference_bucket
@@ -34,22 +34,27 @@ class Example:
         return (self.bucket, *(each.bucket for each in self.references))
 
 
-def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, multiple: int = 16) -> tuple[Example, ...]:
+def examples(
+    photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, multiple: int = 16, max_aspect: float = 2.0
+) -> tuple[Example, ...]:
     """One example for each photo and resolution of its source.
 
     step: the sides of buckets are multiples of it, in pixels. multiple: the same for references. enlarge: scale a photo up if
-    it is smaller than the bucket of its shape.
+    it is smaller than the bucket of its shape. max_aspect: of buckets, the long side over the short one.
     seed: the run's, of the captions' variants.
-    Raises UserError for a resolution without a bucket, and for photos that are too small for every bucket, naming all.
+    Raises UserError for a resolution without a bucket, for photos that are too small for every bucket, and for those of
+    another shape than buckets where nothing may be cut, naming all.
     """
-    made, problems = [], []
+    made, problems, shapes, of_buckets = [], [], {}, {"step": step, "max_aspect": max_aspect}
     for photo in photos:
+        if photo.source.crop == "none" and (aspect := photo.aspect) > max_aspect:
+            shapes[f"  {photo.image}: {photo.width} x {photo.height} pixels"] = aspect
         captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
         several = len(photo.source.resolutions) > 1
         references = tuple(_reference(each, multiple) for each in photo.beside.references)
         for resolution in photo.source.resolutions:
-            usual = bucket_of_shape(photo.width, photo.height, resolution=resolution, step=step)
-            bucket = usual if enlarge else bucket_within(photo.width, photo.height, resolution=resolution, step=step)
+            usual = bucket_of_shape(photo.width, photo.height, resolution=resolution, **of_buckets)
+            bucket = usual if enlarge else bucket_within(photo.width, photo.height, resolution=resolution, **of_buckets)
             if bucket is None:
                 problems.append(
                     f"{photo.image}: {photo.width} x {photo.height} pixels, too small for a bucket of resolution "
@@ -59,6 +64,12 @@ def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, mu
             name = f"{photo.sample}@{resolution}" if several else photo.sample
             small = not covers(photo.width, photo.height, usual)
             made.append(Example(name, photo, bucket, captions, small, references=references))
+    if shapes:
+        count = "1 photo has" if len(shapes) == 1 else f"{len(shapes)} photos have"
+        raise UserError(
+            f"data.crop = 'none': {count} sides beyond data.max_aspect = {max_aspect:g}; set data.max_aspect = "
+            f"{math.ceil(max(shapes.values()) * 10) / 10:g}, or crop or remove these:\n" + "\n".join(shapes)
+        )
     if problems:
         count = "1 photo is" if len(problems) == 1 else f"{len(problems)} photos are"
         listed = "\n".join(f"  {problem}" for problem in problems)
@@ -70,7 +81,7 @@ def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, mu
 
 def extremes(examples: Iterable[Example]) -> list[ReferenceLayout]:
     """The largest bucket with its references, and the smallest where that is another."""
-    layouts = sorted({example.layout for example in examples}, key=lambda layout: (sum(map(prod, layout)), layout))
+    layouts = sorted({example.layout for example in examples}, key=lambda layout: (sum(map(math.prod, layout)), layout))
     return list(dict.fromkeys((layouts[-1], layouts[0]))) if layouts else []
 
 

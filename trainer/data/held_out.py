@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trainer.base.account import counted
 from trainer.base.errors import UserError
 from trainer.data.examples import Example
 from trainer.data.sources import Photo
@@ -19,10 +20,11 @@ def split(photos: Sequence[Photo], held_out: int | float) -> tuple[tuple[Photo, 
     number between 0 and 1. With a share, the images below it are held out, whatever other photos there are. With a count,
     the images with the lowest numbers are: an added photo takes the place of at most one other. Identical images are on the
     same side. Regularisation images are all trained on, and so is a subject's image that is identical to one of them.
-    Raises UserError if no image may be held out, if the share selects none, or if none is left to train on.
+    Raises UserError if no image may be held out, if the share selects none, or if none is left to train on. Without a count
+    or share the photos of sources that are apart are held out; UserError names those that are also among the others.
     """
     if not held_out:
-        return tuple(photos), ()
+        return _apart(photos)
     prior = {photo.sha256 for photo in photos if photo.source.regularisation}
     images = sorted({photo.sha256 for photo in photos} - prior)
     if isinstance(held_out, int):
@@ -45,6 +47,18 @@ def split(photos: Sequence[Photo], held_out: int | float) -> tuple[tuple[Photo, 
         tuple(photo for photo in photos if photo.sha256 not in apart),
         tuple(photo for photo in photos if photo.sha256 in apart),
     )
+
+
+def _apart(photos: Sequence[Photo]) -> tuple[tuple[Photo, ...], tuple[Photo, ...]]:
+    trained, apart = (tuple(photo for photo in photos if photo.source.apart is side) for side in (False, True))
+    images = {photo.sha256: photo.image for photo in apart}
+    same = [f"  {photo.image} = {images[photo.sha256]}" for photo in trained if photo.sha256 in images]
+    if same:
+        count = counted(len(same), "photo")
+        raise UserError(
+            f"data.sources: {count} both trained and held out, byte for byte; remove one of each:\n" + "\n".join(same)
+        )
+    return trained, apart
 
 
 def measured_examples(trained: Sequence[Example], held_out: Sequence[Example]) -> dict[str, tuple[Example, ...]]:

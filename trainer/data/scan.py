@@ -21,6 +21,7 @@ from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.kinds import IMAGES, MASK_ENDINGS
 from trainer.data.layouts import apart
+from trainer.data.layouts.records import JsonCaption, unwrapped
 from trainer.data.memo import Facts, Memo
 from trainer.data.sources import Beside, FoundPhoto, Listing, Mask, Photo, Place, Scanned, Source
 from trainer.data.threads import in_threads
@@ -78,7 +79,7 @@ def survey(
         for note in photo.notes:
             heading, remedy = (Heading.WARNING, WHITE) if note == BLACK else (Heading.NOTE, "")
             account.add(heading, note, [str(photo.image)], noun="photo", remedy=remedy)
-    subject = [photo for photo in photos if not photo.source.regularisation]
+    subject = [photo for photo in photos if not (photo.source.regularisation or photo.source.apart)]
     if subject and all(BLACK in photo.notes for photo in subject):
         problems.append(f"every photo's mask is black all over, so nothing would be learnt; {WHITE}")
     _warn(account, sources, photos)
@@ -88,7 +89,7 @@ def survey(
 def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) -> None:
     """Enter what is trained and looks unintended, of all photos together."""
     first: dict[str, int] = {}  # by the digest of a photo's bytes, the source that has it first
-    for photo in photos:
+    for photo in (photo for photo in photos if not photo.source.apart):
         if (index := first.setdefault(photo.sha256, photo.source.index)) != photo.source.index:
             both = f"data.sources.{photo.source.index} and data.sources.{index} both have them"
             account.add(Heading.WARNING, f"{both}, byte for byte: trained twice", [str(photo.image)], noun="photo")
@@ -96,7 +97,8 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
     for source in sources:
         key = f"data.sources.{source.index}"
         if source.masks != "none" and not masked[source.index] and not source.regularisation:
-            looked = f"NAME{MASK_ENDINGS[0]} beside NAME.jpg" if source.masks == "files" else "photos with transparency"
+            places = {"files": f"NAME{MASK_ENDINGS[0]} beside NAME.jpg", "alpha": "photos with transparency"}
+            looked = places.get(source.masks, "NAME.png there for NAME.jpg")
             account.add(Heading.WARNING, f'{key}: masks = "{source.masks}", and no photo has a mask; looked for {looked}')
     given = [photo for photo in photos if photo.caption and photo.caption_from not in layouts.CAPTIONS_OF_NAMES]
     counts = Counter(photo.caption for photo in given)
@@ -150,7 +152,8 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
     references = [_read_reference(listed, place, number, memo, problems) for number, place in beside]
     references = [each for each in references if each is not None]
     notes = (*notes, *(note for each in references for note in each.notes))
-    text = _read_caption(listed, problems)
+    text, field = _read_caption(listed, problems)
+    notes = (*notes, sys.intern(f"its caption is the field {field} of a JSON text")) if field else notes
     caption = None if text is None else visible(text).strip()
     if text and (dropped := invisible(text)):
         notes = (*notes, sys.intern(f"its caption had invisible characters ({dropped}), dropped"))
@@ -170,7 +173,7 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
         repeats=listed.source.repeats * listed.repeats,
         sha256=seen.sha256,
         choices=seen.choices,
-        beside=Beside(mask, tuple(references)),
+        beside=Beside(mask, tuple(references), listed.loss_weight),
         look=seen.look,
         caption_from="" if caption is None else listed.caption_from,
         notes=notes,
@@ -225,11 +228,11 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
     return (sys.intern(f"its name ends in {suffix}, its bytes are {kind}"),)
 
 
-def _read_caption(listed: FoundPhoto, problems: list[str]) -> str | None:
-    """The caption; None if there is none."""
-    if listed.caption is None or isinstance(listed.caption, str):
-        return listed.caption
-    with _noting(problems, listed.caption):
-        data = listed.caption.read()
-        return decoded(data) if isinstance(data, bytes) else data
-    return ""
+def _read_caption(listed: FoundPhoto, problems: list[str]) -> tuple[str | None, str]:
+    """(the caption, None if there is none; the field that it is of a text that is JSON)."""
+    given = listed.caption
+    with _noting(problems, listed.image if given is None or isinstance(given, str) else given):
+        data = given if given is None or isinstance(given, str) else given.read()
+        text = decoded(data) if isinstance(data, bytes) else data
+        return unwrapped(text, listed.source.caption_column) if text and not isinstance(given, JsonCaption) else (text, "")
+    return "", ""

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -29,10 +29,13 @@ class Source:
     flip: mirror an appearance with probability 0.5. caption_dropout: the probability that it trains on the empty caption.
     resolutions: the sizes at which each of its photos is trained.
     caption_rules: how its captions are changed.
+    crop: "centre", or "none": the whole photo is scaled to its bucket.
     crop_jitter: how far a crop may be from the centre, and zoom in, as a share of the bucket's sides.
     colour_jitter: the share by which brightness, contrast and saturation may differ. image_variants: of each photo.
-    masks: "none"; "files" beside the photos; "alpha": their transparency. unmasked_weight: the weight of black parts.
+    masks: "none"; "files" beside the photos; "alpha": their transparency; else the masks' folder.
+    unmasked_weight: the weight of black parts.
     references: where the images are that the model is shown beside each photo: "files" beside it, or a folder; None: none.
+    held_out_path: where the photos are that are not trained on. apart: whether it is the source of such.
     loss_weight: multiplies the loss of each of its photos. regularisation: its photos do not show the subject; they preserve
     what the model knew before.
     """
@@ -48,14 +51,34 @@ class Source:
     caption_dropout: float = 0.0
     resolutions: tuple[int, ...] = (1024,)
     caption_rules: CaptionRules = CaptionRules()
+    crop: str = "centre"
     crop_jitter: float = 0.0
     colour_jitter: float = 0.0
     image_variants: int = 4
     masks: str = "none"
     references: str | None = None
     unmasked_weight: float = 0.0
+    held_out_path: str | None = None
+    apart: bool = False
     loss_weight: float = 1.0
     regularisation: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name that its samples begin with, and in the config what follows data.sources."""
+        return f"{self.index}.held_out" if self.apart else str(self.index)
+
+    @property
+    def with_held_out(self) -> list["Source"]:
+        """The source, and the one of its photos that are not trained on. A loss at fixed draws reads no mask."""
+        apart = [replace(self, path=self.held_out_path, apart=True, masks="none")] if self.held_out_path else []
+        return [self, *apart]
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of what lies apart from its photos, by key."""
+        given = {"references": self.references, "masks": self.masks}
+        return {key: path for key, path in given.items() if path not in (None, "none", "files", "alpha")}
 
     @property
     def jitters(self) -> bool:
@@ -133,6 +156,7 @@ class FoundPhoto:
 
     name: within the source, with slashes. caption: its place or its text. mask, references: their places. repeats: multiplies
     those of the source. caption_from: where the caption was found, for people; "" without one.
+    loss_weight: multiplies that of the source.
     """
 
     source: Source
@@ -143,11 +167,12 @@ class FoundPhoto:
     references: tuple[Place, ...] = ()
     repeats: int = 1
     caption_from: str = ""
+    loss_weight: float = 1.0
 
     @property
     def sample(self) -> str:
-        """The name by which the run knows the photo: the source's index, and its name in the source."""
-        return f"{self.source.index}/{self.name}"
+        """The name by which the run knows the photo: its source's, and its own there."""
+        return f"{self.source.name}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -170,10 +195,12 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What belongs to a photo. mask: None: it counts everywhere. references: images that the model is shown, in order."""
+    """What belongs to a photo. mask: None: it counts everywhere. references: images that the model is shown, in order.
+    loss_weight: beside that of the source."""
 
     mask: Mask | None = None
     references: tuple["Photo", ...] = ()
+    loss_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +240,19 @@ class Photo:
         return self.size[1]
 
     @property
+    def aspect(self) -> float:
+        """The long side over the short one."""
+        return max(self.size) / min(self.size)
+
+    @property
     def mask(self) -> Mask | None:
         """Its mask; None: it counts everywhere."""
         return self.beside.mask
+
+    @property
+    def loss_weight(self) -> float:
+        """What multiplies its loss: the source's weight times its own."""
+        return self.source.loss_weight * self.beside.loss_weight
 
     @property
     def has_caption(self) -> bool:
@@ -224,10 +261,11 @@ class Photo:
 
     @property
     def contents(self) -> str | list[str]:
-        """What decides its pixels, its mask and its references. The digest of the bytes alone if nothing else does, as in
-        earlier runs."""
+        """What decides its pixels, its mask, its references and its own loss weight. The digest of the bytes alone if nothing
+        else does, as in earlier runs."""
         more = [*self.choices, *((f"mask {self.mask.sha256}",) if self.mask else ())]
         more += [f"reference {' '.join((each.sha256, *each.choices))}" for each in self.beside.references]
+        more += [f"loss weight {self.beside.loss_weight!r}"] if self.beside.loss_weight != 1 else []
         return [self.sha256, *more] if more else self.sha256
 
 

@@ -22,6 +22,7 @@ def sources_of(data: DataTable) -> tuple[Source, ...]:
     return tuple(
         Source(
             index=index,
+            held_out_path=table.held_out,
             resolutions=resolutions(table.resolution or data.resolution),
             caption_rules=CaptionRules(
                 lines=table.caption_lines, variants=data.caption_variants, **_of_the_same_name(CaptionRules, table)
@@ -61,7 +62,8 @@ def read_sources(config: Config, phases: Phases, memo: Memo | None = None) -> Sc
     """All photos, read and checked, but for those that `memo` knows. Problems are in `damaged`."""
     data, written = config.data, (config.run.output_dir, config.checkpoint.mirror, config.data.cache_dir)
     outputs = [folder for folder in written if folder]
-    return survey(sources_of(data), strict_captions=data.strict_captions, phases=phases, outputs=outputs, memo=memo)
+    sources = [each for source in sources_of(data) for each in source.with_held_out]
+    return survey(sources, strict_captions=data.strict_captions, phases=phases, outputs=outputs, memo=memo)
 
 
 def open_cache(

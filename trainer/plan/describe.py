@@ -235,6 +235,9 @@ def _weight_lines(data: DataPlan) -> list[str]:
         source, rows = mine[0].source, []
         if source.regularisation or source.loss_weight != 1:
             rows.append(f"loss weight {source.loss_weight:g}" + (", regularisation images" if source.regularisation else ""))
+        if weights := Counter(photo.beside.loss_weight for photo in mine if photo.beside.loss_weight != 1):
+            each = ", ".join(f"{weight:g} of {count}" for weight, count in sorted(weights.items()))
+            rows.append(f"loss weights of single photos: {each}")
         if source.masks != "none":
             masked = sum(photo.mask is not None for photo in mine)
             rows.append(f"{masked} of {len(mine)} photos with a mask, unmasked parts weigh {source.unmasked_weight:g}")

@@ -20,7 +20,7 @@ from trainer.config import Config, DataTable, IntervalTable, with_values
 from trainer.data import buckets, held_out
 from trainer.data.batches import sampler, short_batches
 from trainer.data.examples import Example, examples
-from trainer.data.images import near_duplicates
+from trainer.data.images import near_duplicates, views
 from trainer.data.memo import Memo
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo, Scanned
@@ -61,16 +61,29 @@ class DataPlan:
 
     @cached_property
     def account(self) -> Account:
-        """What became of all files, and of which photos the crop cuts most away."""
-        least: dict[str, float] = {}
+        """What became of all files, of which photos the crop cuts most away, and how far the others are stretched."""
+        least, beyond, stretch = dict[str, float](), dict[str, None](), 0.0
         for example in (*self.examples, *self.held_out):
-            share = buckets.share_kept(*example.photo.size, example.bucket)
+            photo, (width, height) = example.photo, example.bucket
+            share = buckets.share_kept(*photo.size, example.bucket, crop=views.plain(example).crop)
             if share < 0.5:
-                name = str(example.photo.image)
-                least[name] = min(share, least.get(name, share))
+                least[str(photo.image)] = min(share, least.get(str(photo.image), share))
+            elif share < 1 and photo.aspect > self.table.max_aspect:
+                beyond[str(photo.image)] = None
+            change = photo.width * height / (photo.height * width)
+            stretch = max(stretch, change - 1, 1 / change - 1)
         names = [f"{name}: {share:.0%}" for name, share in sorted(least.items(), key=lambda item: item[1])]
-        why, remedy = "the crop keeps less than half of it", "cut it into several photos"
-        return self.scanned.account + Account([Entry(Heading.WARNING, why, names, len(names), remedy, "photo")] * bool(names))
+        why, remedy = "the crop keeps less than half of it", "cut it into several photos, or raise data.max_aspect"
+        account = self.scanned.account + Account(
+            [Entry(Heading.WARNING, why, names, len(names), remedy, "photo")] * bool(names)
+        )
+        if beyond:
+            why = f"its shape is beyond data.max_aspect = {self.table.max_aspect:g}, to which it is cropped"
+            account.add(Heading.NOTE, why, list(beyond), noun="photo")
+        if self.table.crop == "none":
+            why = f"nothing is cut (data.crop = 'none'); aspect ratios change by up to {stretch:.1%}"
+            account.add(Heading.NOTE, f"{why}, and by less with a smaller data.bucket_step")
+        return account
 
     @property
     def resolution(self) -> int:
@@ -271,7 +284,12 @@ def plan_data(
             )
     photos, apart = held_out.split(scanned.photos, data.held_out)
     sized = partial(
-        examples, step=data.bucket_step, enlarge=data.enlarge, seed=config.run.seed, multiple=family.images.size_multiple
+        examples,
+        step=data.bucket_step,
+        enlarge=data.enlarge,
+        seed=config.run.seed,
+        multiple=family.images.size_multiple,
+        max_aspect=data.max_aspect,
     )
     bucketed = sized(photos)
     if data.short_batches == "merge":

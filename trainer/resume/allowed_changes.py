@@ -36,8 +36,8 @@ ORDER = ("run.seed", "data.batch_size", "data.short_batches")
 # Under another value of these a loss measures something else: that of a step, and that at fixed draws (held_out_loss.py),
 # which has neither weights nor a range of times. objective.stratified only spreads the times more evenly.
 FIXED_LOSS = (
-    "objective.guidance", "data.resolution*", "data.sources.*.resolution*", "data.bucket_step", "data.enlarge",
-    "data.background", "data.text_length", "data.clip_chunks",
+    "objective.guidance", "data.resolution*", "data.sources.*.resolution*", "data.bucket_step", "data.max_aspect",
+    "data.crop", "data.enlarge", "data.background", "data.text_length", "data.clip_chunks",
 )  # fmt: skip
 LOSS = (
     "objective.[!s]*", "objective.shift", "photos", *FIXED_LOSS, "data.sources.*", "data.masks", "data.unmasked_weight",

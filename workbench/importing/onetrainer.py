@@ -244,8 +244,10 @@ def _source(draft: Draft, table: Options) -> None:
     source["repeats"] = (max(1, round(repeats)), table.told(name, 1.0))
     kind = table.word("type", "STANDARD")
     if kind == "VALIDATION" or table.flag("validation_concept"):
-        left_out = "data.held_out takes some of the others here. It is left out"
-        draft.note(ABSENT, f"{path}: photos for validation alone; {left_out}")
+        if draft.sources and "held_out" not in draft.sources[-1]:
+            draft.sources[-1]["held_out"] = (path, "photos for validation alone")
+        else:
+            draft.note(ABSENT, f"{path}: photos for validation alone; set held_out of a source to it. It is left out")
         return
     if kind == "PRIOR_PREDICTION":
         plain = "a prior that the model itself predicts; they are plain photos here"

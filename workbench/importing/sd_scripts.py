@@ -20,10 +20,10 @@ from workbench.importing.reading import find_beside, literal, prompt_line, read_
 
 # What a subset may say, and what it is in a source.
 SUBSET = programs()["sd_scripts_subset"]
-BY_TAGS = ("keep_tokens", "caption_separator")  # read only where tags are shuffled or dropped
+BY_TAGS = ("keep_tokens", "keep_tokens_separator", "caption_separator")  # read only where tags are shuffled or dropped
 # Said of each subset that they hold for, and not again of the dataset around it.
 OF_SUBSETS = ("color_aug", "random_crop", "face_crop_aug_range", "caption_extension", "token_warmup_step", "token_warmup_min",
-              "secondary_separator", "keep_tokens_separator", "caption_dropout_every_n_epochs", "enable_bucket",
+              "secondary_separator", "caption_dropout_every_n_epochs", "enable_bucket",
               "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "bucket_reso_steps")  # fmt: skip
 
 FLAGS = {"w": "width", "h": "height", "d": "seed", "s": "steps", "l": "guidance", "g": "guidance", "n": "negative"}
@@ -236,7 +236,7 @@ def _dataset(draft: Draft, options: Options, table: Options) -> None:
 def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[str, Any], *, numbered: str) -> None:
     """One subset as a source. dataset: what holds for it, before the options. numbered: the option that names the folder,
     where the numbers of its folders count."""
-    names = (*SUBSET, *OF_SUBSETS, "num_repeats", "resolution", "class_tokens")
+    names = (*SUBSET, *OF_SUBSETS, "num_repeats", "resolution", "class_tokens", "alpha_mask")
     around = {name: value for name, value in {**options.given, **dataset}.items() if name in names}
     table = Options({**around, **subset.given}, subset.file, {"num_repeats": 1}, prefix="" if numbered else "subset ")
     path = table.word("image_dir", "")
@@ -257,6 +257,9 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
         value, why = table.line(name, kind)
         if value and (by_tags or name not in BY_TAGS) and value != draft.value(f"data.{key}"):
             source[key] = (f"{value.strip()} " if key == "separator" else value, why)
+    if options.flag("masked_loss"):
+        alpha = ("alpha", table.told("alpha_mask")) if table.flag("alpha_mask") else None
+        source["masks"] = alpha or table.line("conditioning_data_dir", "word")
     if table.flag("is_reg"):
         source["regularisation"] = (True, table.told("is_reg"))
         source["loss_weight"] = options.line("prior_loss_weight", "number")

@@ -195,6 +195,8 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
     if table.has("resolution"):
         source["resolution"] = (_side(table, options), f"{table.told('resolution')}, {table.told('resolution_type')}")
     crop = table.flag("crop")
+    if table.has("crop") and not crop:
+        draft.set("data.crop", "none", table.told("crop"))
     if table.word("resolution_type") == "pixel" and not (crop and table.word("crop_aspect", "square") == "square"):
         shorter = "is the shorter side there, the side of a square as large here"
         draft.note(DIFFERS, f"{path}: {table.told('resolution')} {shorter}")

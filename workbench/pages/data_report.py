@@ -193,7 +193,7 @@ def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict
     and the lines below it."""
     photo, jpeg = example.photo, None
     try:
-        images = [_small(*each) for each in (*views.beside(example, View()), (example, View()))]
+        images = [_small(*each) for each in (*views.beside(example, View()), (example, views.plain(example)))]
         buffer = io.BytesIO()
         _in_a_row(images).save(buffer, "JPEG", quality=JPEG_QUALITY)
         jpeg = buffer.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -114,6 +115,27 @@ def test_forms_never_change() -> None:
 def test_separators(separator: str, caption: str, tags: str) -> None:
     """The spaces around one do not count; joined as it is written."""
     assert set(variants_of(CaptionRules(shuffle=True, keep=9, separator=separator), caption)) == {tags}
+
+
+@pytest.mark.parametrize(
+    ("caption", "first", "free", "last"),
+    [
+        ("k, l ||| a, b, c", "k, l", "abc", ""),
+        ("k, ||| a, b, ||| y, z", "k", "ab", "y, z"),
+        ("||| a, b", "", "ab", ""),
+        ("k, l|||", "k, l", "", ""),
+        ("k ||| a ||| y ||| z", "k", "a", "y ||| z"),
+        ("k, a, b", "k", "ab", ""),  # without it the first tag is kept
+    ],
+)
+def test_what_stands_before_the_separator_is_kept(caption: str, first: str, free: str, last: str) -> None:
+    """As sd-scripts' keep_tokens_separator."""
+    rules = CaptionRules(shuffle=True, keep=1, keep_separator="|||", variants=200)
+    orders = {", ".join(filter(None, (first, *order, last))) for order in permutations(free)}
+    assert set(variants_of(rules, caption)) == orders
+    assert len(variants_of(rules, caption)) == (200 if len(free) > 1 else 1)
+    dropped = variants_of(CaptionRules(tag_dropout=1.0, keep_separator="|||"), caption)
+    assert set(dropped) == {", ".join(filter(None, (first, last)))} or "|||" not in caption
 
 
 def test_lines_are_captions_of_equal_chances() -> None:

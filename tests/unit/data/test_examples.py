@@ -1,5 +1,6 @@
 """Photos at the sizes that their sources ask for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,25 @@ def test_a_small_photo_is_enlarged_only_when_asked() -> None:
         small, large = examples(photos, step=64, enlarge=enlarge, seed=7)
         assert (small.bucket, small.small) == (bucket, True)
         assert (large.bucket, large.small) == ((1152, 896), False)
+
+
+def test_longer_buckets_are_made_when_asked() -> None:
+    wide = [photo("wide.jpg", 4096, 1024, 1024), photo("plain.jpg", 3000, 2000, 1024)]
+    for most, buckets in ((2.0, [(1408, 704), (1216, 832)]), (4.0, [(2048, 512), (1216, 832)]), (1.0, [(1024, 1024)] * 2)):
+        assert [each.bucket for each in examples(wide, step=64, enlarge=False, seed=7, max_aspect=most)] == buckets
+
+
+def test_where_nothing_may_be_cut_a_photo_beyond_the_buckets_is_refused() -> None:
+    whole = [photo("wide.jpg", 4010, 1000, 768, 1024), photo("plain.jpg", 2000, 1000, 1024)]
+    whole = [replace(each, source=replace(each.source, crop="none")) for each in whole]
+    with pytest.raises(UserError) as refused:
+        examples(whole, step=64, enlarge=False, seed=7)
+    assert str(refused.value) == (
+        "data.crop = 'none': 1 photo has sides beyond data.max_aspect = 2; set data.max_aspect = 4.1, or crop or remove "
+        "these:\n"
+        "  photos/wide.jpg: 4010 x 1000 pixels"
+    )
+    assert len(examples(whole, step=64, enlarge=False, seed=7, max_aspect=4.1)) == 3
 
 
 def test_photos_too_small_for_any_bucket_are_all_named_with_the_remedy() -> None:

@@ -38,6 +38,15 @@ def tried(photos, held_out):
         assume(False)
 
 
+def test_a_source_that_is_apart_is_held_out_whole():
+    later = replace(SUBJECT, path="later", apart=True)
+    photos = [photo("a.jpg", 1), photo("b.jpg", 2), photo("a.jpg", 3, later), photo("p.jpg", 4, PRIOR)]
+    assert split(photos, 0) == ((photos[0], photos[1], photos[3]), (photos[2],))
+    for same in (photo("c.jpg", 3), photo("c.jpg", 3, PRIOR)):
+        with pytest.raises(UserError, match=r"1 photo both trained and held out, byte for byte.*\n  .*c.jpg = later/a.jpg"):
+            split([*photos, same], 0)
+
+
 @pytest.mark.slow
 @given(collections(), amounts)
 def test_each_photo_stands_on_one_side_and_equal_images_on_the_same(photos, held_out):

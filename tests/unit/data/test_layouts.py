@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.examples import examples
 from trainer.data.identity import fingerprint
+from trainer.data.layouts.records import unwrapped
 from trainer.data.scan import scan
 from trainer.data.sources import Listing, Scanned, Source
 
@@ -715,3 +717,82 @@ def test_every_file_is_used_or_named(tmp_path_factory, names, captions, with_tab
             folder, taken = os.path.dirname(what), why.removesuffix(" is used instead")
             mine = [each for each in used if os.path.dirname(each) == folder and each.lower().endswith(taken.lower())]
             assert any(os.path.basename(each).lower().startswith(stem) for each in mine), (what, why, used)
+
+
+WEIGHED = [
+    {"file_name": "a.png", "repeats": 3, "loss_weight": None},
+    {"file_name": "b.png", "repeats": 1, "loss_weight": 0.5},
+    {"file_name": "c.png", "repeats": None, "loss_weight": None},
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_row_has_repeats_and_a_loss_weight_of_its_own(tmp_path: Path, small: dict[str, bytes], suffix: str) -> None:
+    files = {f"2_bears/{name}.png": small[stem] for name, stem in zip("abc", STEMS, strict=False)}
+    folder = write(tmp_path, files | {f"2_bears/metadata{suffix}": table_of(WEIGHED, suffix)})
+    photos = scan([Source(0, str(folder), repeats=5, loss_weight=0.1)]).photos
+    assert [photo.repeats for photo in photos] == [30, 10, 10]
+    assert [photo.loss_weight for photo in photos] == [0.1, 0.05, 0.1]
+    # A run whose table had such a column while it was not read is not resumed: its photos are others.
+    assert [photo.contents == photo.sha256 for photo in photos] == [True, False, True]
+    assert photos[1].contents == [photos[1].sha256, "loss weight 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "why"),
+    [
+        ("repeats", 0, "repeats = 0 is not 1 or more; to leave a photo out, remove its row"),
+        ("repeats", 1.5, "repeats = 1.5 is not a whole number"),
+        ("repeats", "often", "repeats = 'often' is not 1 or more; to leave a photo out, remove its row"),
+        ("repeats", True, "repeats = True is not 1 or more; to leave a photo out, remove its row"),
+        ("loss_weight", 0, "loss_weight = 0 is not a number above 0"),
+        ("loss_weight", [1], "loss_weight = [1] is not a number above 0"),
+        ("loss_weight", float("inf"), "loss_weight = inf is not a number above 0"),
+    ],
+)
+def test_a_row_with_another_number_is_refused(tmp_path: Path, small: dict[str, bytes], column: str, value, why: str) -> None:
+    rows = [{"file_name": "a.png", column: value}, {"file_name": "b.png"}]
+    write(tmp_path, {"a.png": small["00"], "b.png": small["01"], "metadata.jsonl": jsonl(rows)})
+    with pytest.raises(UserError, match=re.escape(f"metadata.jsonl: row 1: {why}")):
+        scan([Source(0, str(tmp_path))])
+
+
+@pytest.mark.parametrize(
+    ("text", "caption", "field"),
+    [
+        ('{"caption": "a bear"}', "a bear", "caption"),
+        (' {"tags": ["x"], "prompt": ["one", "two"]}\n', "one\ntwo", "prompt"),
+        ('{"mine": "a bear", "caption": "no"}', "a bear", "mine"),
+        ("{red|blue} bear", "{red|blue} bear", ""),
+        ("{a bear}", "{a bear}", ""),
+        ('["a"]', '["a"]', ""),
+        ("{" * 100_000, None, ""),
+    ],
+)
+@pytest.mark.parametrize("where", ["a.txt", "metadata.jsonl"])
+def test_a_caption_that_is_json_is_its_field(tmp_path, small, where, text: str, caption: str | None, field: str) -> None:
+    data = jsonl([{"file_name": "a.png", "mine" if field == "mine" else "text": text}]) if where != "a.txt" else text
+    write(tmp_path, {"a.png": small["00"], where: data})
+    if caption is None:
+        with pytest.raises(UserError, match="its caption has 100,000 characters"):
+            scan([Source(0, str(tmp_path))])
+        return
+    if field == "mine" and where == "a.txt":  # a column of nothing but such texts
+        assert unwrapped(text, "mine") == (caption, field)
+        return
+    scanned = scan([Source(0, str(tmp_path), caption_column="mine" if field == "mine" else None)])
+    assert scanned.photos[0].caption == caption
+    noted = f"1 photo: its caption is the field {field} of a JSON text ({tmp_path}/a.png)"
+    assert (noted in scanned.notes) == bool(field)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"scene": "a bear"}', "{}", '{"caption": null}', '{"caption": 7}', '{"caption": {"a": "b"}}']
+)
+def test_braces_of_json_are_not_trained_unless_a_file_says_so(tmp_path: Path, small: dict[str, bytes], text: str) -> None:
+    write(tmp_path, {"a.png": small["00"], "a.txt": text})
+    with pytest.raises(UserError, match=r"a\.txt: the caption is (JSON without caption or text or prompt|not text but)"):
+        scan([Source(0, str(tmp_path))])
+    (tmp_path / "a.txt").unlink()
+    write(tmp_path, {"a.json": json.dumps({"caption": json.loads(text)})})
+    assert json.loads(scan([Source(0, str(tmp_path))]).photos[0].caption) == json.loads(text)

@@ -67,7 +67,8 @@ def test_the_keys_that_may_differ_are_these() -> None:
     assert all(found.values()), found
     assert {key for keys in found.values() for key in keys} == {
         "run.output_dir", "model.path", "model.config", "model.revision", "model.variant", "model.cache_dir",
-        "model.components.*.path", "data.sources.*.path", "data.sources.*.references", "data.cache_dir", "data.num_workers",
+        "model.components.*.path", "data.sources.*.path", "data.sources.*.references", "data.sources.*.masks",
+        "data.sources.*.held_out", "data.cache_dir", "data.num_workers",
         "adapter.init_from", "memory.gradient_checkpointing", "memory.offload", "memory.resident_blocks",
         "validation.samples.*.references", "validation.samples.*.truth",
     }  # fmt: skip

@@ -90,18 +90,18 @@ class Reader:
         return self.cache.get(latent_key(example, view, fingerprint=self.latent_fingerprint))["latents"]
 
     def loss_weights(self, example: Example, view: View) -> torch.Tensor | None:
-        """fp32 [h, w]: the weight of each latent by its mask, times its source's weight; None: 1 everywhere."""
+        """fp32 [h, w]: the weight of each latent by its mask, times the photo's weight; None: 1 everywhere."""
         photo, source, side = example.photo, example.photo.source, self.latent_side
-        if photo.mask is None and source.loss_weight == 1:
+        if photo.mask is None and photo.loss_weight == 1:
             return None
         if photo.mask is None:
             width, height = example.bucket
-            return torch.full((height // side, width // side), source.loss_weight)
+            return torch.full((height // side, width // side), photo.loss_weight)
         if self.cache is None:
             mask = _as_scanned(photo.mask.place, lambda: masks.on_latents(example, view, side=side))
         else:
             mask = self.cache.get(mask_key(example, view, side=side))["mask"]
-        return (mask + (1 - mask) * source.unmasked_weight) * source.loss_weight
+        return (mask + (1 - mask) * source.unmasked_weight) * photo.loss_weight
 
     def finish(self, batch: Batch) -> Batch:
         """Completes the batch of `read`. It may encode, so only the process with the encoders may call it."""

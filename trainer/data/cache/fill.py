@@ -62,7 +62,7 @@ def mask_key(example: Example, view: View, *, side: int) -> str:
     return _key(
         "mask",
         mask=photo.mask.sha256,
-        lies_in=photo.source.masks,
+        lies_in="alpha" if photo.source.masks == "alpha" else "files",
         bucket=list(example.bucket),
         flip=view.flip,
         side=side,

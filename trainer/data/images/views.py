@@ -12,7 +12,7 @@ from PIL import Image, ImageEnhance
 from trainer.base import draws
 from trainer.base.types import Occurrence
 from trainer.data import buckets
-from trainer.data.buckets import CENTRE, Crop, Placement
+from trainer.data.buckets import CENTRE, WHOLE, Crop, Placement
 from trainer.data.examples import Example
 
 FLIP_PROBABILITY = 0.5
@@ -45,6 +45,11 @@ class View:
         return fitted
 
 
+def plain(example: Example) -> View:
+    """The photo as it is, with its source's crop."""
+    return View(crop=WHOLE if example.photo.source.crop == "none" else CENTRE)
+
+
 def every(seed: int, example: Example) -> list[View]:
     """All views that may be drawn."""
     source = example.photo.source
@@ -69,12 +74,12 @@ def _variant(seed: int, example: Example, number: int) -> View:
     """Number 0 is the photo as it is. The others are drawn uniformly from the source's range."""
     source = example.photo.source
     if number == 0:
-        return View()
+        return plain(example)
 
     def within(jitter: float, purpose: str, axis: int) -> float:
         return jitter * (2 * draws.uniform(seed, purpose, example.sample, number, axis) - 1)
 
-    crop, colours = CENTRE, ()
+    crop, colours = plain(example).crop, ()
     if source.crop_jitter:
         zoom, right, down = (within(source.crop_jitter, "crop_jitter", axis) for axis in range(3))
         crop = (1 + abs(zoom), right, down)

@@ -21,9 +21,11 @@ def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
     """The contents of `source`, in the order of names. Reads no image. owned: folders that are not the source's own."""
     layout = hf if hf.is_dataset(source.path) else shards if shards.is_shards(source.path) else None
     why = misplaced(source)
-    if layout and source.references:
-        rest = "they are found for a folder of photos, not for this; leave it out"
-        why = f"{printable(source.path)}: references = {source.references!r}: {rest}"
+    apart = {"references": source.references} | source.folders
+    for key, given in apart.items() if layout else ():
+        if given:
+            rest = "they are found for a folder of photos, not for this; leave it out"
+            why = f"{printable(source.path)}: {key} = {given!r}: {rest}"
     if why:
         return Listing([], problems=[why])
     return shards.listing(source) if layout is shards else (layout or folder).listing(source, owned)

@@ -45,8 +45,8 @@ LOOKS_LIKE_MASK = re.compile(
 
 @dataclass(frozen=True)
 class Apart:
-    """Folders with an owner, by `inode`. owners: the reason to leave a folder out; "" for one of the source's references,
-    which are counted elsewhere. outputs: of the run that is planned."""
+    """Folders with an owner, by `inode`. owners: the reason to leave a folder out; "" for one of the source's references
+    or masks, which are counted elsewhere. outputs: of the run that is planned."""
 
     owners: Mapping[tuple[int, int] | None, str] = field(default_factory=dict)
     outputs: Collection[tuple[int, int] | None] = ()
@@ -65,9 +65,9 @@ def owned(source: Source, sources: Sequence[Source], outputs: Sequence[str]) -> 
     owners = {}
     for other in sources:
         if os.path.isdir(folder_of(other)) and other is not source:
-            owners[inode(folder_of(other))] = f"{OWNED}{other.index} alone, and not with the source around it"
-        if other.references and other.references != "files":
-            owners[inode(other.references)] = "" if other is source else f"references of data.sources.{other.index}"
+            owners[inode(folder_of(other))] = f"{OWNED}{other.name} alone, and not with the source around it"
+        for key, folder in other.folders.items():
+            owners[inode(folder)] = "" if other is source else f"{key} of data.sources.{other.index}"
     node = inode(folder_of(source))
     return Apart({key: why for key, why in owners.items() if key not in (None, node)}, {inode(path) for path in outputs})
 

@@ -14,10 +14,10 @@ from trainer.data.layouts import apart, beside, kohya
 from trainer.data.layouts.apart import Apart
 from trainer.data.layouts.beside import Companions, folded, readable, sort_out, why_no_photo, without_mask_ending
 from trainer.data.layouts.records import JsonCaption, caption_field
-from trainer.data.layouts.references import BESIDE, References, refuse_differing, unused
+from trainer.data.layouts.references import References, listed, refuse_differing, unused
 from trainer.data.layouts.table import FILE_NAMES, IMAGE_COLUMN, ImageTable, first_row, read_table
 from trainer.data.layouts.walk import NO_OWNERS, Folder, Tree
-from trainer.data.sources import CaptionPlace, FoundPhoto, Listing, Source
+from trainer.data.sources import CaptionPlace, File, FoundPhoto, Listing, Source
 
 NO_CAPTION, OF_FILE, OF_FOLDER, OF_KOHYA = "no caption", "file names", "folder names", "kohya's folder names"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
@@ -58,6 +58,7 @@ class Reading:
         self.around: dict[str, tuple[str, int, str] | None] = {}  # kohya's folder by folder
         self.tables: dict[str, ImageTable] = {}  # by folder
         self.shown: set[str] = set()  # the references that a photo has
+        self.masks: set[str] = set()  # from a folder of their own
         self.other_files: Counter[str] = Counter()  # by suffix
         self.undecodable: dict[str, list[str]] = {}  # images of which there is no readable one of the same name, by reason
 
@@ -73,8 +74,11 @@ class Reading:
             self._refuse_rows(table)
         self._refuse_idle_columns()
         self._refuse_undecodable()
-        if self.source.references not in (None, BESIDE):
-            unused(self.source.references, self.shown, self._count_out, self.problems)
+        apart = self.source.folders
+        if "references" in apart:
+            unused(apart["references"], self.shown, self._count_out, self.problems)
+        if "masks" in apart:
+            unused(apart["masks"], self.masks, self._count_out, self.problems, "a mask, and no image has its name")
         self.problems += refuse_differing(self.found)
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if self.found:
@@ -121,6 +125,9 @@ class Reading:
         around = self.around[folder] = kohya.folder_of(self.root, folder)
         captions = Companions(contents.captions, contents.images, CAPTIONS)
         masks = Companions(contents.masks, contents.images, MASK_ENDINGS + PROBABLE_MASK_ENDINGS)
+        mask_root = self.source.folders.get("masks")
+        names = listed(mask_root, folder, self.problems) if mask_root else []
+        masks_apart = Companions(names, contents.images, MASK_ENDINGS + PROBABLE_MASK_ENDINGS + tuple(IMAGES))
         rest, not_trained = contents.rest, contents.unread
         if table is not None:
             table.adopt([folder + image for image in contents.images])
@@ -136,13 +143,18 @@ class Reading:
                     rest.append((image, f"no row of {printable(table.name)} names it"))
                     not_trained.append(image)
                     continue
-            caption, origin = self._caption(folder, image, row[1] if row else None, captions, around)
+            caption, origin = self._caption(folder, image, row.caption if row else None, captions, around)
             origin = "" if origin == NO_CAPTION else origin or table.name
-            mask = masks.take(image) if self.source.masks == "files" else None
-            mask = self.tree.place(folder + mask) if mask else None
+            mask = None
+            if mask_root and (mask_name := masks_apart.take(image)):
+                mask = File(mask_root, folder + mask_name)
+                self.masks.add(folder + mask_name)
+            elif self.source.masks == "files" and (mask_name := masks.take(image)):
+                mask = self.tree.place(folder + mask_name)
             places = references.take(image) if self.source.references else ()
-            repeats = around[1] if around else 1
-            photo = FoundPhoto(self.source, name, self.tree.place(name), caption, mask, places, repeats, origin)
+            repeats = (around[1] if around else 1) * (row.repeats if row else 1)
+            weight = row.loss_weight if row else 1.0
+            photo = FoundPhoto(self.source, name, self.tree.place(name), caption, mask, places, repeats, origin, weight)
             self.found.append(photo)
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
@@ -200,7 +212,7 @@ class Reading:
         """Report the rows for which no image was found."""
         names = {photo.name for photo in self.found} if table.rows else set()
         out = tuple(name for entry in self.account for name in entry.names if name.endswith("/"))
-        for name, (number, _) in table.rows.items():
+        for name, row in table.rows.items():
             path = os.path.join(self.root, name)
             if name in names:
                 why = "the metadata of its own subfolder names it too; remove one of the rows"
@@ -213,7 +225,7 @@ class Reading:
                 why += f" ({readable()})" if why == beside.NO_IMAGE else ""
             else:
                 why = "no such file; correct or remove the row"
-            self.problems.append(f"{printable(os.path.join(self.root, table.name))}: row {number} names {name!r}: {why}")
+            self.problems.append(f"{printable(os.path.join(self.root, table.name))}: row {row.number} names {name!r}: {why}")
 
     def _refuse_idle_columns(self) -> None:
         if self.tables:
@@ -240,6 +252,8 @@ class Reading:
         )
         origins = Counter(photo.caption_from for photo in self.found)
         note(captions_note(self.title, self.source.captions, origins, looked))
+        if "masks" in self.source.folders and (bare := [str(photo.image) for photo in self.found if photo.mask is None]):
+            note("no mask of its name in the folder of masks, so it counts everywhere", bare, noun="photo")
         for table in self.tables.values():
             column = f"column {table.caption_column}" if table.caption_column else "no caption column"
             note(f"{printable(os.path.join(self.root, table.name))}: names the images, {column}")

@@ -34,9 +34,30 @@ def shortened(value: Any, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+def unwrapped(text: str, asked: str | None) -> tuple[str, str]:
+    """(the caption, the field that it is) of a text that is a JSON object; of another text itself, and "".
+
+    Raises ValueError for an object without such a field: its braces would be trained.
+    """
+    try:
+        record = json.loads(text) if text.lstrip()[:1] == "{" else None
+    except (json.JSONDecodeError, RecursionError):
+        return text, ""  # wildcards, or words in braces
+    if not isinstance(record, Mapping):
+        return text, ""
+    field = caption_field(record, asked) or caption_field(record, None)
+    caption = caption_in(record[field]) if field else None
+    if field is None or caption is None:
+        raise ValueError(
+            f"the caption is JSON without {' or '.join(FIELDS)} (it has {shortened(list(record))}); write its text alone, or "
+            'the object below "caption" in a .json file to train it as it stands'
+        )
+    return caption, field
+
+
 @dataclass(frozen=True, slots=True)
 class JsonCaption:
-    """A field of a JSON file. Null is no caption, as in a table."""
+    """A field of a JSON file. Null is no caption, as in a table. An object is trained as its JSON."""
 
     file: Place
     field: str | None
@@ -58,4 +79,5 @@ class JsonCaption:
             raise ValueError(
                 f"has no field {asked} (it has {shortened(list(record))}); name the caption's field with caption_column"
             )
-        return caption_in(record[field])
+        value = record[field]
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else caption_in(value)

@@ -15,6 +15,7 @@ from trainer.data.sources import File, FoundPhoto, Place, Source
 
 BESIDE = "files"  # in place of a folder: beside the photos
 NOT_SHOWN = "a reference, and no image has its name"
+ALONE = {"references": "NAME.ref.png", "masks": "NAME.mask.png"}  # what is looked for beside the photos
 _NUMBERED = re.compile(r"(.+)\.ref([1-9]\d*)?", re.DOTALL | re.IGNORECASE)
 
 
@@ -33,18 +34,8 @@ class References:
         self._images = {stem for stem, suffix in map(os.path.splitext, files) if suffix.lower() in IMAGES}
         self._by_name: dict[tuple[str, bool], dict[int, list[str]]] = {}  # by the photo's name, and whether it is exact
         if asked is not None:
-            for name in files if beside else self._listed():
+            for name in files if beside else listed(self.root or "", folder, self.problems):
                 self._sort_in(name, plain=not beside)
-
-    def _listed(self) -> list[str]:
-        path = os.path.join(self.root or "", self._folder)
-        try:
-            return sorted(os.listdir(path))
-        except FileNotFoundError:
-            return []  # each photo says that it has none
-        except OSError as error:
-            self.problems.append(f"{printable(path)}: {error.strerror}")
-            return []
 
     def _sort_in(self, name: str, *, plain: bool) -> None:
         """plain: whether a name without a number is that of a first one."""
@@ -99,25 +90,36 @@ class References:
         ]
 
 
-def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str]) -> None:
-    """Leave out the files in a folder of references that no photo has. taken: by their names within it."""
+def listed(root: str, folder: str, problems: list[str]) -> list[str]:
+    """The files of a folder within `root`; none where it is not there, which is said of each photo."""
+    path = os.path.join(root, folder)
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{printable(path)}: {error.strerror}")
+        return []
+
+
+def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str], idle: str = NOT_SHOWN) -> None:
+    """Leave out the files in a folder of references or masks that no photo has. taken: by their names within it."""
     for folder, files in walk(root, lambda name, why, count: leave_out(os.path.join(root, name), why, count), problems):
         for name in files:
             if folder + name not in taken:
-                why = why_no_photo(name, plugins.lacking()) or NOT_SHOWN
+                why = why_no_photo(name, plugins.lacking()) or idle
                 leave_out(os.path.join(root, folder + name), why, 1)
 
 
 def misplaced(source: Source) -> str:
-    """Why the folder of the references cannot be that; "" where it can."""
-    if source.references in (None, BESIDE):
-        return ""
-    given = f"{printable(source.path)}: references = {source.references!r}"
-    if not os.path.isdir(source.references):
-        return f"{given}: no such folder; 'files' takes NAME.ref.png beside each photo"
-    inner, outer = (os.path.join(os.path.realpath(path), "") for path in (source.path, source.references))
-    if inner.startswith(outer):
-        return f"{given} holds the photos themselves; give a folder of references alone, or 'files'"
+    """Why the folder of the references or of the masks cannot be that; "" where it can."""
+    for key, folder in source.folders.items():
+        given = f"{printable(source.path)}: {key} = {folder!r}"
+        if not os.path.isdir(folder):
+            return f"{given}: no such folder; 'files' takes {ALONE[key]} beside each photo"
+        inner, outer = (os.path.join(os.path.realpath(path), "") for path in (source.path, folder))
+        if inner.startswith(outer):
+            return f"{given} holds the photos themselves; give a folder of {key} alone, or 'files'"
     return ""
 
 

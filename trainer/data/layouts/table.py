@@ -5,6 +5,7 @@ https://huggingface.co/docs/datasets/image_dataset#imagefolder
 
 import csv
 import json
+import math
 import os
 import posixpath
 from collections.abc import Iterator
@@ -22,13 +23,23 @@ FILE_NAMES = frozenset(f"metadata{suffix}" for suffix in TABLES)  # a folder's t
 IMAGE_COLUMN = "file_name"
 
 
+@dataclass(frozen=True, slots=True)
+class ImageRow:
+    """What a table says of an image: the row's number, the caption, how often and with which weight it is trained."""
+
+    number: int
+    caption: str | None = None
+    repeats: int = 1
+    loss_weight: float = 1.0
+
+
 @dataclass
 class ImageTable:
-    """A table that gives images their captions. name: within the source. rows: by the image's name within the source,
-    (number of the row, caption or None). forms: the names in the form in which `adopt` compares them, once that is needed."""
+    """A table that gives images their captions. name: within the source. rows: by the image's name within the source.
+    forms: the names in the form in which `adopt` compares them, once that is needed."""
 
     name: str
-    rows: dict[str, tuple[int, str | None]] = field(default_factory=dict)
+    rows: dict[str, ImageRow] = field(default_factory=dict)
     caption_column: str | None = None
     problems: list[str] = field(default_factory=list)
     forms: dict[str, str] = field(default_factory=dict)
@@ -74,10 +85,14 @@ def read_table(root: str, name: str, source: Source) -> ImageTable:
             table.caption_column = table.caption_column or field
             try:
                 image, caption = table.folder + _image_name(row[column], column), caption_in(row[field]) if field else None
+                repeats = _number(row, "repeats", 1, "1 or more; to leave a photo out, remove its row")
+                weight = _number(row, "loss_weight", 1e-6, "a number above 0")
+                if repeats % 1:
+                    raise ValueError(f"repeats = {repeats:g} is not a whole number")
             except ValueError as error:
                 refuse(f"row {number}: {error}")
                 continue
-            first, _ = table.rows.setdefault(image, (number, caption))
+            first = table.rows.setdefault(image, ImageRow(number, caption, int(repeats), weight)).number
             if first != number:
                 refuse(f"row {number} names {image!r} again, after row {first}; keep one of them")
     except OSError as error:
@@ -97,6 +112,19 @@ def _image_name(value: Any, column: str) -> str:
     if name.startswith(("/", "../")) or name in (".", "..") or name[1:2] == ":":
         raise ValueError(f"{column} = {value!r} is not in the table's folder; name files in it, relative to it")
     return name
+
+
+def _number(row: dict[str, Any], column: str, least: float, wanted: str) -> float:
+    """The number in a column, 1 where there is none. Raises ValueError."""
+    if (value := row.get(column)) is None:
+        return 1
+    try:
+        number = float(value)  # CSV's are text
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not least <= number < math.inf:
+        raise ValueError(f"{column} = {shortened(value)} is not {wanted}")
+    return number
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """Views: finitely many crops and colours, each a pure function of its key; masks that follow the photo; nothing parts."""
 
 import math
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,13 @@ from trainer.data import buckets
 from trainer.data.batches import sampler
 from trainer.data.batches.loader import Reader, iterate
 from trainer.data.buckets import CENTRE, place
-from trainer.data.cache.fill import Cache, fill_masks, mask_key, masks_wanted
+from trainer.data.cache.fill import Cache, fill_masks, latent_key, mask_key, masks_wanted
 from trainer.data.examples import Example, examples
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
-from trainer.data.scan import BLACK, scan
-from trainer.data.sources import File, Photo, Source
+from trainer.data.scan import BLACK, scan, survey
+from trainer.data.sources import Beside, File, Photo, Source
 from trainer.models.base import collate
 from trainer.objectives import sample_losses
 
@@ -95,6 +96,32 @@ def test_a_view_shows_the_moved_crop_in_its_colours():
     assert np.abs(dark - np.asarray(View().show(image, example)) / 2).max() <= 1
     grey = np.asarray(View(colours=(1.0, 1.0, 0.0)).show(image, example))
     assert (grey == grey[..., :1]).all()
+
+
+@given(sides, sides, st.booleans())
+def test_without_a_crop_the_whole_photo_is_shown(width, height, flip):
+    example = example_of(Source(0, "", crop="none"), width, height)
+    (upright,) = views.every(7, example)
+    kept = replace(upright, flip=flip).place(example)
+    assert kept == buckets.Placement((height, width), (0, 0), (48, 80), (48, 80))
+    assert buckets.kept_box(kept) == (0, 0, width, height)
+    assert buckets.share_kept(width, height, (80, 48), crop=upright.crop) == 1
+
+
+def test_every_corner_of_an_uncropped_photo_stays():
+    image = Image.new("RGB", (300, 100))
+    corners = {(0, 0): "red", (250, 0): "lime", (0, 80): "blue", (250, 80): "white"}
+    for at, colour in corners.items():
+        image.paste(colour, (*at, at[0] + 50, at[1] + 20))
+    example = example_of(Source(0, "", crop="none", colour_jitter=0.1), 300, 100)
+    assert {view.crop for view in views.every(7, example)} == {buckets.WHOLE}
+    shown = views.plain(example).show(image, example)
+    assert [shown.getpixel(at) for at in ((2, 2), (77, 2), (2, 45), (77, 45))] == [
+        (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+    ]  # fmt: skip
+    cropped = replace(example, photo=replace(example.photo, source=Source(0, "")))
+    assert views.plain(cropped).show(image, example).getpixel((2, 2)) == (0, 0, 0)
+    assert latent_key(example, views.plain(example), fingerprint="") != latent_key(cropped, View(), fingerprint="")
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -192,7 +219,8 @@ def test_latents_captions_and_masks_never_part(tmp_path, num_workers):
 
 
 @pytest.mark.parametrize(
-    "view", [View(), View(flip=True), View(crop=(1.2, 0.1, -0.1)), View(flip=True, crop=(1.2, 0.1, 0.1))]
+    "view",
+    [View(), View(flip=True), View(crop=buckets.WHOLE), View(crop=(1.2, 0.1, -0.1)), View(flip=True, crop=(1.2, 0.1, 0.1))],
 )
 def test_a_mask_is_cropped_and_mirrored_as_its_photo(tmp_path, view):
     """The photo is its own mask: then latents that are averages of pixels are the mask's."""
@@ -227,6 +255,69 @@ def test_what_is_wrong_with_masks_is_told(tmp_path):
     assert [photo.mask is None for photo in photos] == [i in (1, 2, 3) for i in range(9)]
     assert photos[0].notes == (BLACK,)
     assert photos[5].contents[0] == photos[5].sha256 and photos[5].contents[1].startswith("mask ")
+
+
+def test_masks_lie_in_a_folder_of_their_own(tmp_path):
+    """Under the photos' names; the folder may lie within the source, and none of its files is a photo."""
+    photos, apart = tmp_path / "photos", tmp_path / "photos" / "white"
+    (photos / "sub").mkdir(parents=True)
+    (apart / "sub").mkdir(parents=True)
+    for number, name in enumerate(("a.jpg", "b.png", "sub/a.png", "bare.png")):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(photos / name)
+    for number, name in enumerate(("a.png", "b-masklabel.png", "sub/a.webp", "other.png"), 1):
+        Image.new("L", (64, 64), 50 * number).save(apart / name, lossless=True)
+    (apart / "notes.txt").write_text("")
+    Image.new("L", (64, 64)).save(photos / "a.mask.png")
+    scanned = scan([Source(0, str(photos), captions="none", masks=str(apart), resolutions=(64,))])
+    found = examples(scanned.photos, step=16, enlarge=False, seed=7)
+    weights = {e.sample: masks.on_latents(e, View(), side=8).unique().tolist() for e in found if e.photo.mask}
+    assert weights == {"0/a.jpg": [pytest.approx(50 / 255)], "0/b.png": [pytest.approx(100 / 255)],
+                       "0/sub/a.png": [pytest.approx(150 / 255)]}  # fmt: skip
+    assert scanned.left_out == (
+        (f"{photos}/a.mask.png", f'a mask, and masks = "{apart}"'),
+        (f"{apart}/notes.txt", "not an image"),
+        (f"{apart}/other.png", "a mask, and no image has its name"),
+    )
+    noted = f"1 photo: no mask of its name in the folder of masks, so it counts everywhere ({photos}/bare.png)"
+    assert noted in scanned.notes and "found: 4 photos, 3 masks, 3 left out" in scanned.account.lines()
+    shutil.copytree(apart, tmp_path / "moved")
+    moved = scan([Source(0, str(photos), captions="none", masks=str(tmp_path / "moved"), resolutions=(64,))])
+    elsewhere = {photo.sample: photo for photo in moved.photos}
+    for example in found:
+        again = replace(example, photo=elsewhere[example.sample])
+        assert again.photo.contents == example.photo.contents
+        assert not again.photo.mask or mask_key(again, View(), side=8) == mask_key(example, View(), side=8)
+
+
+@pytest.mark.parametrize(
+    ("masks", "why"),
+    [
+        ("nowhere", "no such folder; 'files' takes NAME.mask.png beside each photo"),
+        ("photos", "holds the photos themselves; give a folder of masks alone, or 'files'"),
+    ],
+)
+def test_a_folder_that_cannot_be_of_masks_is_refused(tmp_path, monkeypatch, masks, why):
+    monkeypatch.chdir(tmp_path)
+    folder_of_photos(tmp_path / "photos")
+    assert survey([Source(0, "photos", masks=masks)]).damaged == (
+        f"photos: masks = {masks!r}{':' * (masks != 'photos')} {why}",
+    )
+    archived = survey([Source(0, "photos/*.tar", masks="photos")]).damaged
+    rest = "they are found for a folder of photos, not for this; leave it out"
+    assert archived == (f"photos/*.tar: masks = 'photos': {rest}",)
+
+
+def test_a_photos_own_weight_multiplies_that_of_its_source():
+    source = Source(0, "", loss_weight=0.5)
+    example = example_of(source)
+    heavy = replace(example, photo=replace(example.photo, beside=Beside(loss_weight=3.0)))
+    reader = Reader(
+        examples={}, cache=None, seed=7, latent_side=8, latent_fingerprint="", text_fingerprint=None, collate=collate
+    )
+    assert reader.loss_weights(heavy, View()).unique().tolist() == [1.5]
+    assert reader.loss_weights(example, View()).unique().tolist() == [0.5]
+    plain = replace(example, photo=replace(example.photo, source=Source(0, "")))
+    assert reader.loss_weights(plain, View()) is None
 
 
 def test_transparency_is_a_mask(tmp_path):

@@ -251,7 +251,7 @@ def test_safetensors_469_a_view_is_written_as_its_numbers(tmp_path: Path) -> Non
     factors = Factors(recipe(whole[::2, ::2]), recipe(whole.t()[:1280, :4]), 4.0)
     of = published("sdxl")[0]
     opened = OpenedAdapter(tmp_path / "a", of, (of.label,), ReadAdapter(Portable({Q: factors})))
-    convert(opened, tmp_path / "out.safetensors", "diffusers")
+    convert(opened, tmp_path / "out.safetensors", Conversion("diffusers"))
     made = TensorFile(tmp_path / "out.safetensors").read_all()
     assert torch.equal(made[f"{Q}.lora_A.weight"], whole[::2, ::2]) and torch.equal(
         made[f"{Q}.lora_B.weight"], whole.t()[:1280, :4]

@@ -327,6 +327,45 @@ def test_null_in_onetrainer_is_not_the_default_of_what_is_left_out(tmp_path: Pat
     assert not any("stop_training_after" in note for notes in draft.notes.values() for note in notes)
 
 
+def test_onetrainers_photos_for_validation_are_held_out(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "OneTrainer")
+    (listed,) = [path for path in tmp_path.glob("*.json") if '"path": "named"' in path.read_text()]
+    concepts = json.loads(listed.read_text())
+    listed.write_text(
+        json.dumps([*concepts, {"path": "later", "type": "VALIDATION"}, {"path": "more", "type": "VALIDATION"}])
+    )
+    found, draft = imported(file)
+    assert found["data.sources.1.held_out"] == "later" and "data.sources.0.held_out" not in found
+    assert any("more: photos for validation alone" in note for note in draft.notes[ABSENT])
+
+
+SUBSETS = """
+[[datasets]]
+keep_tokens_separator = "|||"
+  [[datasets.subsets]]
+  image_dir = "a"
+  shuffle_caption = true
+  conditioning_data_dir = "white"
+  [[datasets.subsets]]
+  image_dir = "b"
+  alpha_mask = true
+"""
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_sd_scripts_subsets_have_masks_where_the_loss_is_masked(tmp_path: Path, masked: bool) -> None:
+    lines = ['pretrained_model_name_or_path = "sd_xl_base_1.0.safetensors"', 'network_module = "networks.lora"',
+             'dataset_config = "data.toml"', "network_dim = 8", "max_train_steps = 10",
+             f"masked_loss = {str(masked).lower()}"]  # fmt: skip
+    (tmp_path / "data.toml").write_text(SUBSETS)
+    (tmp_path / "train.toml").write_text("\n".join(lines))
+    found, _ = imported(tmp_path / "train.toml")
+    expected = ("white", "alpha") if masked else (None, None)
+    assert (found.get("data.sources.0.masks"), found.get("data.sources.1.masks")) == expected
+    # Read where tags are shuffled or dropped, there as here.
+    assert found["data.sources.0.keep_separator"] == "|||" and found["data.sources.1.keep_separator"] == ""
+
+
 def test_an_entry_of_samples_stands_before_what_all_samples_share(tmp_path: Path) -> None:
     file = foreign_configs.write(tmp_path, "ai-toolkit")
     entry = '{prompt: "[trigger] at home --h 640", width: 256, height: 320, seed: 0, neg: false, guidance_scale: 0'
