@@ -126,7 +126,13 @@ def test_a_mistake_is_an_exception_and_leaves_nothing(bench: Workbench) -> None:
 
 
 def test_the_door_is_opened_without_the_libraries() -> None:
-    code = "import sys, trainer; assert 'torch' not in sys.modules; trainer.Session; assert 'torch' in sys.modules"
+    code = """
+import sys, trainer
+assert "torch" not in sys.modules
+trainer.accelerate_peft_dora
+assert "trainer.run.session" not in sys.modules and "diffusers" not in sys.modules
+trainer.Session
+"""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
