@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import ROOT, Workbench
+from tests.harness import PHOTOS, ROOT, Workbench
+from tests.integration.test_compare import compare
 from trainer import Session
 from trainer import config as configs
 from trainer.base.errors import UserError
@@ -137,12 +138,16 @@ trainer.Session
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
 def test_the_lines_of_the_page_run(bench: Workbench, monkeypatch) -> None:
     """docs/api.md: each block of Python, on the tiny model."""
     monkeypatch.chdir(bench.tmp)
+    assert compare(bench, PHOTOS) == 0  # whose table one of them reads
+    Path("outputs").mkdir()
+    Path("out").rename("outputs/rates")
     Path("bear.toml").write_text(configs.dumps(bench.config("sdxl", run__output_dir="out", **MORE)))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 3
     for number, block in enumerate(blocks):
         exec(compile(block.replace('"outputs/bear"', f'"out{number}"'), f"docs/api.md, block {number}", "exec"), {})
-    assert (bench.tmp / "adapters" / "bear.safetensors").exists()
+    assert (bench.tmp / "adapters" / "bear.safetensors").exists() and (bench.tmp / "bear-4.png").exists()
