@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import PHOTOS, ROOT, Workbench
-from tests.integration.test_compare import compare
+from tests.harness import ROOT, Workbench
 from trainer import Session
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.runtime.jobs import Job, Position
 from workbench.commands import launch
+from workbench.compare.comparison import COLUMNS
 
 MORE = {"checkpoint__every_steps": 0, "run__max_steps": 4}
 
@@ -138,13 +138,13 @@ trainer.Session
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_draws")
 def test_the_lines_of_the_page_run(bench: Workbench, monkeypatch) -> None:
     """docs/api.md: each block of Python, on the tiny model."""
     monkeypatch.chdir(bench.tmp)
-    assert compare(bench, PHOTOS) == 0  # whose table one of them reads
-    Path("outputs").mkdir()
-    Path("out").rename("outputs/rates")
+    Path("outputs/rates").mkdir(parents=True)
+    Path("outputs/rates/comparison.csv").write_text(
+        "\n".join(",".join(COLUMNS.split()) for _ in range(2))
+    )  # one of them reads it
     Path("bear.toml").write_text(configs.dumps(bench.config("sdxl", run__output_dir="out", **MORE)))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 3
