@@ -1,6 +1,6 @@
 """Our DoRA under the layers of a PEFT model: parameters, switches and files stay PEFT's; the math is adapters/dora.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ def frozen(layer: nn.Linear | nn.Conv2d, compute: torch.dtype, key: tuple) -> Fr
     """The layer for our kernels, without a copy of its weight."""
     weight, bias = layer.weight.detach(), layer.bias
     fused = kernels.choose("torch" if weight.dtype == torch.float64 else "auto", weight.device)
-    base = frozen_like(layer, Dense(str(weight.dtype), weight.dtype), compute, fused, "meta")
+    base: Any = frozen_like(layer, Dense(str(weight.dtype), weight.dtype), compute, fused, "meta")
     base.payload_weight, base.bias = weight, None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
     w_sq_N = fused.row_squares(base.stored())
     z_rows = is_drowned(w_sq_N, base.bias_N).nonzero().flatten()
@@ -59,7 +59,7 @@ class OurDora:
     frozen: Frozen | None = None
     merge, unmerge, set_adapter, _apply = map(forgetting, ("merge", "unmerge", "set_adapter", "_apply"))
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's output in the base's dtype, under autocast in autocast's."""
         names, base, device = active(self), self.get_base_layer(), x.device.type
         usual = args or kwargs or self.disable_adapters or self.merged or (x.dim() == 3 and isinstance(base, nn.Conv2d))
@@ -77,8 +77,8 @@ class OurDora:
         scaling, wide = self.scaling[name], torch.promote_types(compute, torch.float32)
         a, b, m = (each[name].weight.to(wide) for each in (self.lora_A, self.lora_B, self.lora_magnitude_vector))
         with torch.autocast(device, enabled=False):
-            held = fixed.stored(), w_sq_N, a.detach().flatten(1), b.detach().flatten(1), scaling
-            (c_N,) = fixed.kernels.adapted_norms(*([each] for each in held))
+            a_RK, b_NR = a.detach().flatten(1), b.detach().flatten(1)
+            (c_N,) = fixed.kernels.adapted_norms([fixed.stored()], [w_sq_N], [a_RK], [b_NR], [scaling])
             (y,) = adapted(x, [Part(fixed, a, b, scaling, m.flatten(), c_N, z_rows)])
         return y
 
@@ -99,8 +99,8 @@ THEIRS = {ours: theirs for theirs, ours in OURS.items()}
 class Accelerated:
     """The DoRA layers that compute with our kernels, by name, and of PEFT's other LoRA layers why they do not."""
 
-    layers: dict[str, nn.Module]
-    left: dict[str, str]
+    layers: Mapping[str, LoraLayer]
+    left: Mapping[str, str]
 
     def undo(self) -> None:
         """Let PEFT compute again."""
@@ -123,7 +123,7 @@ def accelerate_peft_dora(model: nn.Module) -> Accelerated:
     return Accelerated(doras, {name: "it has no DoRA" for name in layers if name not in doras})
 
 
-def _change(layers: dict[str, nn.Module], into: dict[type, type]) -> None:
+def _change(layers: Mapping[str, Any], into: Mapping[type, type]) -> None:
     for layer in layers.values():
         layer.frozen, layer.__class__ = None, into.get(type(layer), type(layer))
 
@@ -135,9 +135,9 @@ def active(layer: LoraLayer) -> list[str]:
 
 def unsuited(layer: LoraLayer) -> str | None:
     """Why our kernels do not compute a DoRA layer as PEFT does, with the remedy; None where they do."""
-    base = layer.get_base_layer()
-    weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
-    dtype = getattr(weight, "dtype", None)
+    base: Any = layer.get_base_layer()
+    weight: Any = getattr(base, "weight", None)
+    bias, dtype = getattr(base, "bias", None), getattr(weight, "dtype", None)
     if type(layer) not in OURS | THEIRS or type(base) not in (nn.Linear, nn.Conv2d) or dtype not in DENSE:
         what = f"PEFT's {type(layer).__name__} over {type(base).__name__} in {dtype}"
         return f"{what}; only Linear and Conv2d in fp32, fp16 or bf16 are computed, so leave it out of target_modules"
