@@ -3,6 +3,7 @@
     python benchmarks/bench_dora.py                    # on the CPU; about 10 minutes
     python benchmarks/bench_dora.py --device cuda      # the layers of Flux and SDXL, replayed as CUDA graphs
     python benchmarks/bench_dora.py --shared-input     # q, k and v reading x together, over apart
+    python benchmarks/bench_dora.py --accelerated      # PEFT's own DoRA under trainer.accelerate_peft_dora, over PEFT's
     python benchmarks/bench_dora.py --quick            # fewer shapes and rounds; --json PATH writes the numbers
 
 CPU: a round times PEFT's LoRA, a candidate, PEFT's LoRA again; it counts if the two LoRA times are within 2 % of one another.
@@ -20,6 +21,7 @@ bias (whose z0 is saved) and without; the one buffer that all layers share is no
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import statistics
@@ -36,6 +38,8 @@ import torch  # noqa: E402
 from peft import LoraConfig, inject_adapter_in_model  # noqa: E402
 from torch import nn  # noqa: E402
 
+from benchmarks.plain_peft import adapt  # noqa: E402
+from trainer import accelerate_peft_dora  # noqa: E402
 from trainer.adapters import Method, Target, inject  # noqa: E402
 from trainer.adapters.kinds import KINDS, file_kind  # noqa: E402
 from trainer.kernels import choose  # noqa: E402
@@ -212,23 +216,94 @@ def shared_steps(shape, storage: str, dtype, rank: int, device, kernels) -> dict
     return {"apart": steps(False), "together": steps(True)}
 
 
-def shared_rows(shapes, ranks, device, rounds: int, limit_s: float) -> list[dict]:
-    """Three DoRA layers that read x together, over the same three apart."""
+def accelerated_steps(shape, storage: str, dtype, rank: int, device, kernels) -> dict[str, Callable]:
+    """A step of one DoRA layer of PEFT, by PEFT and under `trainer.accelerate_peft_dora`."""
+    theirs = peft_layer(shape, dtype, rank, True, device, "fp32")
+    ours = copy.deepcopy(theirs)
+    accelerate_peft_dora(ours)
+    x = torch.randn(shape[0], shape[2], device=device).to(dtype).requires_grad_()
+    dy = torch.randn(shape[0], shape[1], device=device).to(dtype)
+    return {"PEFT": stepper(theirs, x, dy), "accelerated": stepper(ours, x, dy)}
+
+
+def pair_rows(steps_of: Callable, shapes, ranks, device, rounds: int, limit_s: float) -> list[dict]:
+    """The second step of a pair over the first."""
     rows, kernels = [], choose("auto", device)
     for dtype_name, dtype in DTYPES.items() if device.type == "cpu" else [("bf16", torch.bfloat16)]:
         for shape in shapes:
             for rank in ranks:
-                steps = shared_steps(shape, dtype_name, dtype, rank, device, kernels)
+                steps = steps_of(shape, dtype_name, dtype, rank, device, kernels)
+                (one, of_one), (other, of_other) = steps.items()
                 if device.type == "cuda":
                     ms = graph_ms(steps, rounds)
-                    ratio, counted = ms["together"] / ms["apart"], rounds
+                    ratio, counted = ms[other] / ms[one], rounds
                 else:
-                    ratio, counted = cpu_ratio(steps["apart"], steps["together"], rounds, limit_s)
+                    ratio, counted = cpu_ratio(of_one, of_other, rounds, limit_s)
                 rows.append({"dtype": dtype_name, "shape": list(shape), "rank": rank, "ratio": ratio, "rounds": counted})
                 print(
-                    f"{dtype_name:<5} {str(shape):<20} {rank:>3} | together / apart {ratio:.3f} ({counted} rounds)",
-                    flush=True,
+                    f"{dtype_name:<5} {str(shape):<20} {rank:>3} | {other} / {one} {ratio:.3f} ({counted} rounds)", flush=True
                 )
+    return rows
+
+
+def pocket(family: str, dtype: torch.dtype) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """(the denoiser of a pocket model of `examples/` under PEFT's DoRA, its loss on noise)."""
+    from diffusers import FluxTransformer2DModel, UNet2DConditionModel
+
+    torch.manual_seed(0)
+    kind, folder = (UNet2DConditionModel, "unet") if family == "sdxl" else (FluxTransformer2DModel, "transformer")
+    model = kind.from_pretrained(ROOT / "examples" / f"pocket_{family}" / folder, torch_dtype=dtype).train()
+    adapt(model, ["to_q", "to_k", "to_v", "to_out.0", "ff.net.2", "conv1"], rank=16, dora=True)
+    width = model.config.cross_attention_dim if family == "sdxl" else model.config.joint_attention_dim
+    text = torch.randn(1, 77, width, dtype=dtype)
+    if family == "sdxl":
+        pooled = model.config.projection_class_embeddings_input_dim - 6 * model.config.addition_time_embed_dim
+        of_text = {"text_embeds": torch.randn(1, pooled, dtype=dtype), "time_ids": torch.full((1, 6), 64.0)}
+        given = dict(
+            sample=torch.randn(1, model.config.in_channels, 32, 32, dtype=dtype),
+            timestep=torch.tensor([500]),
+            added_cond_kwargs=of_text,
+        )
+    else:
+        places = torch.tensor([[0.0, i, j] for i in range(16) for j in range(16)])
+        given = dict(hidden_states=torch.randn(1, 256, model.config.in_channels, dtype=dtype), timestep=torch.tensor([0.5]),
+            pooled_projections=torch.randn(1, model.config.pooled_projection_dim, dtype=dtype),
+            guidance=torch.tensor([3.5]), img_ids=places, txt_ids=torch.zeros(77, 3),
+        )  # fmt: skip
+    target = torch.randn_like(given["sample" if family == "sdxl" else "hidden_states"], dtype=torch.float32)
+
+    def loss(denoiser: nn.Module) -> torch.Tensor:
+        return (denoiser(**given, encoder_hidden_states=text, return_dict=False)[0].float() - target).square().mean()
+
+    return model, loss
+
+
+def training(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Callable[[], None]:
+    """A step of AdamW on what the model trains."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+
+    return step
+
+
+def pocket_rows(rounds: int, limit_s: float) -> list[dict]:
+    """Whole steps of the pocket denoisers under PEFT's DoRA, accelerated over PEFT's own."""
+    rows = []
+    for family in ("sdxl", "flux"):
+        for dtype_name, dtype in DTYPES.items():
+            theirs, loss = pocket(family, dtype)
+            ours = copy.deepcopy(theirs)
+            layers = len(accelerate_peft_dora(ours).layers)
+            ratio, counted = cpu_ratio(training(theirs, loss), training(ours, loss), rounds, limit_s)
+            rows.append({"family": family, "dtype": dtype_name, "layers": layers, "ratio": ratio, "rounds": counted})
+            print(
+                f"pocket {family}, {dtype_name}, {layers} layers | accelerated / PEFT {ratio:.3f} ({counted} rounds)",
+                flush=True,
+            )
     return rows
 
 
@@ -337,6 +412,7 @@ def main() -> int:
     parser.add_argument("--kernels", choices=["auto", "triton", "torch"], default="auto", help="on CUDA")
     parser.add_argument("--peft-adapters", choices=["fp32", "compute"], default="fp32")
     parser.add_argument("--shared-input", action="store_true")
+    parser.add_argument("--accelerated", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--limit", type=float, default=40, help="CPU: seconds that one figure may take")
     parser.add_argument("--seconds", type=float, default=600, help="CUDA: start no further layer after this time")
@@ -353,12 +429,15 @@ def main() -> int:
             del DTYPES[name]
     end = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
-    if arguments.shared_input:
+    if arguments.shared_input or arguments.accelerated:
         cuda = device.type == "cuda"
-        shapes = (
-            [s for s in (*FLUX_SHAPES, *SDXL_SHAPES) if s[1] == s[2]] if cuda else [s for s in CPU_SHAPES if s[1] == s[2]]
-        )
-        rows = shared_rows(shapes, (16,), device, 20 if cuda else ROUNDS, arguments.limit)
+        shapes, rounds = ((*FLUX_SHAPES, *SDXL_SHAPES), 20) if cuda else (CPU_SHAPES, ROUNDS)
+        if arguments.shared_input:
+            shapes = [shape for shape in shapes if shape[1] == shape[2]]
+        steps_of = shared_steps if arguments.shared_input else accelerated_steps
+        rows = pair_rows(steps_of, shapes, (16,), device, rounds, arguments.limit)
+        if arguments.accelerated and not cuda:
+            rows += pocket_rows(rounds, arguments.limit)
     elif device.type == "cpu":
         print("times over PEFT's LoRA (last column: over PEFT's DoRA); '~': fewer than 7 rounds counted")
         print(CPU_HEAD)

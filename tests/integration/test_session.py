@@ -20,6 +20,7 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.runtime.jobs import Job, Position
 from workbench.commands import launch
+from workbench.compare.comparison import COLUMNS
 
 MORE = {"checkpoint__every_steps": 0, "run__max_steps": 4}
 
@@ -126,7 +127,13 @@ def test_a_mistake_is_an_exception_and_leaves_nothing(bench: Workbench) -> None:
 
 
 def test_the_door_is_opened_without_the_libraries() -> None:
-    code = "import sys, trainer; assert 'torch' not in sys.modules; trainer.Session; assert 'torch' in sys.modules"
+    code = """
+import sys, trainer
+assert "torch" not in sys.modules
+trainer.accelerate_peft_dora
+assert "trainer.run.session" not in sys.modules and "diffusers" not in sys.modules
+trainer.Session
+"""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
@@ -134,9 +141,13 @@ def test_the_door_is_opened_without_the_libraries() -> None:
 def test_the_lines_of_the_page_run(bench: Workbench, monkeypatch) -> None:
     """docs/api.md: each block of Python, on the tiny model."""
     monkeypatch.chdir(bench.tmp)
+    Path("outputs/rates").mkdir(parents=True)
+    Path("outputs/rates/comparison.csv").write_text(
+        "\n".join(",".join(COLUMNS.split()) for _ in range(2))
+    )  # one of them reads it
     Path("bear.toml").write_text(configs.dumps(bench.config("sdxl", run__output_dir="out", **MORE)))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 3
     for number, block in enumerate(blocks):
         exec(compile(block.replace('"outputs/bear"', f'"out{number}"'), f"docs/api.md, block {number}", "exec"), {})
-    assert (bench.tmp / "adapters" / "bear.safetensors").exists()
+    assert (bench.tmp / "adapters" / "bear.safetensors").exists() and (bench.tmp / "bear-4.png").exists()

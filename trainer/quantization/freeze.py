@@ -59,15 +59,19 @@ def freeze_layers(module: nn.Module, choose: Choose, kernels: Kernels, *, scaled
     for name, child in list(module.named_modules()):
         if not isinstance(child, (nn.Linear, nn.Conv2d)):
             continue
-        form, compute = choose(name, child)
-        device, bias = child.weight.device, child.bias is not None
-        common = dict(bias=bias, format=form, compute_dtype=compute, kernels=kernels, device=device)
-        if isinstance(child, nn.Linear):
-            frozen: FrozenLayer = FrozenLinear(child.in_features, child.out_features, **common)
-        else:
-            assert child.padding_mode == "zeros", name
-            geometry = Geometry(child.stride, child.padding, child.dilation, child.groups)
-            frozen = FrozenConv2d(child.weight.shape, geometry, **common)
+        frozen = frozen_like(child, *choose(name, child), kernels, child.weight.device)
         frozen.scaled_matmul = scaled_matmul and isinstance(frozen, FrozenLinear)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, frozen)
+
+
+def frozen_like(
+    layer: nn.Linear | nn.Conv2d, form: Format, compute: torch.dtype, kernels: Kernels, device: torch.device | str
+) -> FrozenLayer:
+    """The frozen counterpart of a layer, without its weight."""
+    common = dict(bias=layer.bias is not None, format=form, compute_dtype=compute, kernels=kernels, device=device)
+    if isinstance(layer, nn.Linear):
+        return FrozenLinear(layer.in_features, layer.out_features, **common)
+    assert layer.padding_mode == "zeros", layer
+    geometry = Geometry(layer.stride, layer.padding, layer.dilation, layer.groups)
+    return FrozenConv2d(layer.weight.shape, geometry, **common)
