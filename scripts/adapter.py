@@ -270,7 +270,8 @@ def push(chosen: argparse.Namespace) -> None:
     from trainer.base.progress import Phases
     from workbench.adapters.push import push
 
-    models = models_of(chosen.base) if chosen.base else None
+    first = next(iter(sorted(chosen.folder.glob("*.safetensors"))), None)
+    models = None if first is None else models_for(first, chosen.base, chosen.family)
     phases = Phases(show=True)
     asked = {"public": chosen.public, "replace_card": chosen.replace_card, "models": models, "family": chosen.family}
     pushed = push(chosen.folder, chosen.repo, **asked, phases=phases)
@@ -282,20 +283,22 @@ def push(chosen: argparse.Namespace) -> None:
 
 
 def opened_file(path: Path, base: str | None, family: str | None):
-    """The adapter file, by the names of the model `base`.
+    """The adapter file, by the names of the model `base`, or of `models_for` it."""
+    return opened_at(path, models_for(path, base, family), family)
 
-    Where none is given and it fits no published model: by those of its run's model, if it lies where its run wrote it.
-    """
+
+def models_for(path: Path, base: str | None, family: str | None):
+    """The models that an adapter file may be for: `base`; else None, which is the published ones; else, where it fits none of
+    them, its run's model, if it lies where its run wrote it."""
     if base:
-        return opened_at(path, models_of(base), family)
+        return models_of(base)
     try:
-        return opened_at(path, None, family)
+        opened_at(path, None, family)
     except UserError:
-        if (base := base_of_run(path)) is None:
-            raise
-    opened = opened_at(path, models_of(base), family)
-    write(f"model: {base}, as config.toml of its run says")
-    return opened
+        if (base := base_of_run(path)) is not None:
+            write(f"model: {base}, as config.toml of its run says")
+            return models_of(base)
+    return None
 
 
 def base_of_run(path: Path) -> str | None:

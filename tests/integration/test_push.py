@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -168,8 +169,11 @@ def test_only_adapters_of_a_run_are_sent(bench: Workbench, monkeypatch, capsys) 
             for more in (model, []):
                 assert script.main(["push", str(private), "--repo", "me/bear", *more]) == 2
                 assert "nothing was sent" in capsys.readouterr().err
-        adapters = str(bench.tmp / "out/adapters")
-        assert script.main(["push", adapters, "--repo", "me/bear"]) == 2
+        adapters = bench.tmp / "out/adapters"
+        elsewhere = shutil.copytree(adapters, bench.tmp / "elsewhere")
+        assert script.main(["push", str(elsewhere), "--repo", "me/bear"]) == 2
         assert "give it with --base" in capsys.readouterr().err and not hub.repositories
-        assert script.main(["push", adapters, "--repo", "me/bear", *model]) == 0
+        assert script.main(["push", str(elsewhere), "--repo", "me/bear", *model]) == 0
         assert set(hub.repositories["me/bear"]) == {"README.md", "bear.safetensors", "bear_comfyui.safetensors"}
+        assert script.main(["push", str(adapters), "--repo", "me/another"]) == 0
+        assert f"model: {bench.models / 'sdxl'}, as config.toml of its run says" in capsys.readouterr().out
