@@ -40,7 +40,7 @@ FILES, FEWER = 20, {"engine": 10}
 # Lines: of a package, of all, and of what a step is made of (engine/step.py and all that it imports). None may grow beyond.
 # Wanted are 28,500 for trainer/ and 41,500 for both.
 # Raised for graphs by default, selective recomputation, rotations in one operator, and starts that read nothing twice.
-MOST = {"trainer": 32_358, "trainer and workbench": 45_784, "engine.step": 2_000}
+MOST = {"trainer": 32_431, "trainer and workbench": 45_859, "engine.step": 2_000}
 
 # Who alone may import a room. The config does not leak below what resolves it and what starts a run. A pattern is a file's
 # path, here and below.
