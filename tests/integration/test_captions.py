@@ -7,6 +7,7 @@ import shutil
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import PHOTOS, Workbench, built, metrics_of
 from tests.unit.data.cache.test_fill import entries_of
@@ -16,6 +17,7 @@ from trainer.base.tensorfile import TensorFile
 from trainer.data.cache.fill import text_key
 from trainer.data.cache.texts import TOGETHER
 from trainer.engine import encoding
+from trainer.plan.describe import describe
 from workbench.commands import main as cli
 from workbench.commands.launch import train
 
@@ -110,6 +112,23 @@ def test_more_chunks_reach_the_denoiser_and_are_kept_apart(bench: Workbench) -> 
         assert sequences[0].shape[1] == 77 * chunks
         assert bool((sequences[0] == sequences[1]).all()) == (chunks == 1)
     assert len(keys) == 4
+
+
+@pytest.mark.slow
+def test_weights_reach_the_denoiser_and_are_kept_apart(bench: Workbench) -> None:
+    """Live and cached alike; without the key brackets are words, and said to be."""
+    source, live = written(bench, "a (bear:1.4) on grass"), {}
+    for weighted in (False, True):
+        for cache_text in (True, False):
+            keys = {"data__weighted_captions": weighted, "data__cache_text": cache_text, **VARIANTS}
+            with built(configs.parse(tree(bench, "out", source, **keys))) as run:
+                caption = run.plan.data.examples[0].captions[0]
+                encode = run.reader.conditioning if cache_text else run.components.encode_prompts
+                live[weighted, cache_text] = encode([caption]).sequence.detach().clone()
+                said = describe(run.plan, sizes=False)
+                assert ("captions with weights as (word:1.2), which are trained as words" in said) == (not weighted)
+    assert all(torch.equal(live[weighted, True], live[weighted, False]) for weighted in (False, True))
+    assert not torch.equal(live[False, True], live[True, True])
 
 
 @pytest.mark.slow

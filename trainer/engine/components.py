@@ -220,4 +220,5 @@ class Components:
         encoders = [self.fingerprint(name) for name in self.family.text_encoders]
         counted = {name: (counts[0], limit) for name, (counts, limit) in self.family.text.count(self.model, [""]).items()}
         tokenizers = [self.source.tokenizer_fingerprint, str(counted)]
+        tokenizers += ["weighted"] if self.model.options.get("weighted_captions") else []
         return " ".join(encoders + tokenizers)

@@ -162,7 +162,12 @@ def _doubts(config: Config, data: DataPlan, subject: Sequence[Photo]) -> Iterato
     for key, text in configs.flatten(configs.tree(config)).items():
         if not TEXTS.isdisjoint(key.split(".")) and (lost := invisible(str(text))):
             yield f"{key} has invisible characters ({lost}), dropped"
-    yield from prompts.unread(text for r in data.requests for text in (r.prompt, r.negative))
+    texts = [text for r in data.requests for text in (r.prompt, r.negative)]
+    yield from prompts.unread(texts, weighted=config.data.weighted_captions)
+    weighed = [each.sample for each in data.examples if any(map(prompts.WEIGHT.search, each.captions))]
+    if weighed and not config.data.weighted_captions:
+        rest = "which are trained as words; data.weighted_captions = true reads them for SDXL"
+        yield f"captions with weights as (word:1.2), {rest}: {shortlist(weighed, SHOWN)}"
     yield from prompts.warnings((r.prompt for r in data.requests), data.examples)
 
 

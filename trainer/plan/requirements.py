@@ -29,6 +29,7 @@ FAMILY_KEYS = {
         "diffusion models with a noise schedule",
     ),
     "objective.guidance": "models with a guidance embedding",
+    "data.weighted_captions": "models whose denoiser reads the tokens of CLIP encoders alone",
     "data.clip_chunks": "models whose denoiser reads the tokens of a CLIP encoder",
     "data.text_length": "models with a text encoder whose length can be chosen",
     "validation.samples.*.negative": "models that are sampled with a negative prompt",

@@ -37,7 +37,7 @@ ORDER = ("run.seed", "data.batch_size", "data.short_batches")
 # which has neither weights nor a range of times. objective.stratified only spreads the times more evenly.
 FIXED_LOSS = (
     "objective.guidance", "data.resolution*", "data.sources.*.resolution*", "data.bucket_step", "data.max_aspect",
-    "data.crop", "data.enlarge", "data.background", "data.text_length", "data.clip_chunks",
+    "data.crop", "data.enlarge", "data.background", "data.text_length", "data.clip_chunks", "data.weighted_captions",
 )  # fmt: skip
 LOSS = (
     "objective.[!s]*", "objective.shift", "photos", *FIXED_LOSS, "data.sources.*", "data.masks", "data.unmasked_weight",

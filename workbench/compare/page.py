@@ -32,7 +32,7 @@ from workbench.pages.thumbnails import Thumbnails
 # Keys by which the held-out loss has another unit or another input: what is predicted, from what, and how the model is told.
 UNITS = re.compile(
     r"(model\.(family|path|config|revision|variant|prediction|zero_terminal_snr|components\..*\.path)|objective\.guidance"
-    r"|data\.((sources\.\d+\.)?resolution.*|bucket_step|max_aspect|crop|enlarge|background|text_length|clip_chunks))$"
+    r"|data\.((sources\.\d+\.)?resolution.*|bucket_step|max_aspect|crop|enlarge|background|text_length|clip_chunks|weighted_captions))$"
 )
 DRAWN = 8  # lines of a chart that can still be told apart
 ALL = 1e15  # seconds: of a page that nobody expects to be written again

@@ -46,6 +46,7 @@ SET = {
     "objective.guidance": 2.0,
     "data.text_length": 64,
     "data.clip_chunks": 2,
+    "data.weighted_captions": True,
     "data.sources.*.references": "files",
     "validation.samples.*.references": ["a.png"],
     "validation.samples.*.negative": "blurred",

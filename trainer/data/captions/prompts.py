@@ -12,6 +12,7 @@ OTHERS = re.compile(
     r"(?<!\S)--[a-z]\w*|<\w+:[^<>]*>|\([^()]*:\s*[\d.]+\s*\)|\[[^][]*:\s*[\d.]+\s*\]|\(\(|\\[()]|[\w)]\+\+|\bBREAK\b"
     r"|(?i:\bnegative prompt:|\bsampler:|\bcfg scale:)|\bembedding:\w+"
 )
+WEIGHT = re.compile(r"\([^()]*:[\d.]+\)")
 # Words that do not describe a picture's contents.
 _COMMON = (
     "a an the this that these those of on in at by to for from with without and or but not no as is are was be it its "
@@ -38,9 +39,11 @@ def words(text: str) -> set[str]:
     return set(folded(text).translate(_SPACED).split()) - COMMON
 
 
-def unread(prompts: Iterable[str]) -> list[str]:
-    """A line on each prompt with what other programs read as settings."""
+def unread(prompts: Iterable[str], *, weighted: bool = False) -> list[str]:
+    """A line on each prompt with what other programs read as settings. weighted: brackets are read as weights here, too."""
     by_prompt = {prompt: [each[0].strip() for each in OTHERS.finditer(prompt)] for prompt in dict.fromkeys(prompts)}
+    if weighted:
+        by_prompt = {prompt: [mark for mark in marks if mark[0] not in "([\\"] for prompt, marks in by_prompt.items()}
     return [
         f"the prompt {prompt!r} has {', '.join(dict.fromkeys(marks))}, which other programs read as settings; here all of it "
         "is words: give [[validation.samples]] with width, height, negative, seed, steps and guidance, and no weights"

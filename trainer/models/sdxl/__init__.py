@@ -102,18 +102,21 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
-    """The ids of each caption, int64 [chunks, 77]."""
+    """The ids of each caption, int64 [chunks, 77]; with weights fp32 [chunks, 2, 77]."""
     # How many chunks a caption has, both tokenizers say together.
-    ids = clip.chunked_ids([model.tokenizers[name] for name in TOKENIZERS], captions, model.options.get("clip_chunks", 1))
+    tokenizers, chunks = [model.tokenizers[name] for name in TOKENIZERS], model.options.get("clip_chunks", 1)
+    ids = clip.chunked_ids(tokenizers, captions, chunks, weighted=model.options.get("weighted_captions", False))
     return dict(zip(TOKENIZERS.values(), ids, strict=True))[encoder]
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The hidden states of one encoder before its last layer, "sequence" [B, L, D]; of the second one "pooled" [B, P],
-    too."""
+    too. A weight multiplies its token's state, as in sd-scripts, and leaves the pooled vector."""
     rows = [len(own) for own in tokens]
-    output = model.modules[encoder](torch.cat(list(tokens)), output_hidden_states=True)
-    part = {"sequence": clip.rows_joined(output.hidden_states[-2].to(model.compute[encoder]), rows)}
+    ids, weights = clip.ids_and_weights(tokens)
+    output = model.modules[encoder](ids, output_hidden_states=True)
+    states = output.hidden_states[-2] if weights is None else output.hidden_states[-2] * weights
+    part = {"sequence": clip.rows_joined(states.to(model.compute[encoder]), rows)}
     if encoder == "text_encoder_2":
         part["pooled"] = clip.first_rows(output.text_embeds, rows)
     return part
@@ -130,6 +133,9 @@ def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[
     """The start and end tokens of all of a caption's chunks count as two."""
     chunks = model.options.get("clip_chunks", 1)
     counts = count_prompt_tokens(model, captions)
+    if model.options.get("weighted_captions"):
+        for name, (_, length) in counts.items():
+            counts[name] = [len(each) + 2 for each in clip.weighted_ids(model.tokenizers[name], captions)], length
     return {name: (own, chunks * (length - 2) + 2) for name, (own, length) in counts.items()}
 
 
@@ -214,6 +220,7 @@ FAMILY = base.Family(
         "model.prediction", "model.zero_terminal_snr", *KEYS, "objective.weighting", "objective.min_snr_gamma",
         "objective.p2_gamma", "objective.p2_k", "objective.noise_offset", "objective.multires_noise_iterations",
         "objective.multires_noise_discount", "validation.samples.*.negative", "data.clip_chunks",
+        "data.weighted_captions",
     ),
     text=base.TextPart(tokens, encode_text, count_tokens, join, clip.collate),
     images=base.ImagePart(objective, encode_images, predict, sample, TIMESTEPS, size_multiple=8),

@@ -1,7 +1,9 @@
 """What the families share about CLIP: tokenisation, which layers read one tensor, the names in original files."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ CLIP_DEFAULTS = {
     "hidden_size": 512, "intermediate_size": 2048, "max_position_embeddings": 77, "num_hidden_layers": 12,
     "vocab_size": 49408,
 }  # fmt: skip
+MARKS = re.compile(r"\\[\\()\[\]]?|[()\[\]]|:([+-]?(?:\d+\.?\d*|\.\d+))\)|[^\\()\[\]:]+|:")
+STRONGER = 1.1  # a pair of round brackets
 OPEN_CLIP_DEFAULTS = {**CLIP_DEFAULTS, "projection_dim": 512}
 
 
@@ -27,8 +31,50 @@ def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
     return encoded.input_ids
 
 
-def chunked_ids(tokenizers: Sequence[Any], captions: Sequence[str], chunks: int) -> list[list[torch.Tensor]]:
-    """The ids of each caption, by tokenizer: int64 [rows, L], up to `chunks` rows of 75 tokens.
+def weighted_parts(caption: str) -> list[tuple[str, float]]:
+    """The texts of a caption and their weights, as sd-scripts and A1111's web UI read them.
+
+    (word) is STRONGER, [word] weaker by as much, (word:1.3) has that weight; they multiply where one holds another. A bracket
+    that is not closed reaches to the end, and a backslash makes one a character.
+    """
+    parts: list[tuple[str, float]] = []
+    opened: dict[str, list[int]] = {"(": [], "[": []}
+
+    def close(bracket: str, factor: float) -> None:
+        first = opened[bracket].pop()
+        parts[first:] = [(text, weight * factor) for text, weight in parts[first:]]
+
+    for match in MARKS.finditer(caption):
+        mark, weight = match[0], match[1]
+        if mark in opened:
+            opened[mark].append(len(parts))
+        elif opened["("] and (weight or mark == ")"):
+            close("(", float(weight or STRONGER))
+        elif opened["["] and mark == "]":
+            close("[", 1 / STRONGER)
+        else:
+            parts.append((mark[1:] if mark[0] == "\\" else mark, 1.0))
+    for bracket, factor in (("(", STRONGER), ("[", 1 / STRONGER)):
+        while opened[bracket]:
+            close(bracket, factor)
+    # Texts of one weight are one: a word may be parted by an escaped bracket.
+    runs = groupby(parts, key=lambda part: part[1])
+    return [("".join(text for text, _ in run), weight) for weight, run in runs] or [("", 1.0)]
+
+
+def weighted_ids(tokenizer: Any, captions: Sequence[str], *, weighted: bool = True) -> list[list[tuple[int, float]]]:
+    """The tokens of each caption and their weights, without start and end. weighted: False: brackets are words."""
+    parts = [weighted_parts(caption) if weighted else [(caption, 1.0)] for caption in captions]
+    texts = [text for each in parts for text, _ in each]
+    ids = iter(tokenizer(texts, truncation=False, verbose=False).input_ids)
+    return [[(token, weight) for _, weight in each for token in next(ids)[1:-1]] for each in parts]
+
+
+def chunked_ids(
+    tokenizers: Sequence[Any], captions: Sequence[str], chunks: int, *, weighted: bool = False
+) -> list[list[torch.Tensor]]:
+    """The ids of each caption, by tokenizer: int64 [rows, L], up to `chunks` rows of 75 tokens; weighted: fp32 [rows, 2, L],
+    the ids and their weights.
 
     As ComfyUI takes a prompt without weights (its brackets are words here): comfy/sd1_clip.py, `tokenize_with_weights` and
     `encode_token_weights`, read at commit 443393b.
@@ -40,25 +86,33 @@ def chunked_ids(tokenizers: Sequence[Any], captions: Sequence[str], chunks: int)
       [1, 77 * rows, D]. The pooled vector is the first row's. Without a limit of its own, ComfyUI takes any number of rows.
     - Where two encoders give different numbers of rows, the surplus is cut: `cut_to` in comfy/sdxl_clip.py.
     """
-    if chunks == 1:
+    if chunks == 1 and not weighted:
         return [list(clip_ids(tokenizer, captions).split(1)) for tokenizer in tokenizers]
-    texts = [tokenizer(list(captions), truncation=False, verbose=False).input_ids for tokenizer in tokenizers]
+    texts = [weighted_ids(tokenizer, captions, weighted=weighted) for tokenizer in tokenizers]
     rooms = [tokenizer.model_max_length - 2 for tokenizer in tokenizers]
     rows = [
-        max(1, min(chunks, *(math.ceil((len(ids) - 2) / room) for ids, room in zip(each, rooms, strict=True))))
+        max(1, min(chunks, *(math.ceil(len(ids) / room) for ids, room in zip(each, rooms, strict=True))))
         for each in zip(*texts, strict=True)
     ]
     made = []
     for tokenizer, ids, room in zip(tokenizers, texts, rooms, strict=True):
-        chunked = [[_row(tokenizer, own[1:-1], k * room) for k in range(count)] for own, count in zip(ids, rows, strict=True)]
-        made.append([torch.tensor(own, dtype=torch.int64) for own in chunked])
+        chunked = [[_row(tokenizer, own, k * room) for k in range(count)] for own, count in zip(ids, rows, strict=True)]
+        made.append([torch.tensor(own) if weighted else torch.tensor(own)[:, 0].long() for own in chunked])
     return made
 
 
-def _row(tokenizer: Any, ids: list[int], start: int) -> list[int]:
+def _row(tokenizer: Any, tokens: list[tuple[int, float]], start: int) -> list[list[float]]:
+    """A row's ids, and their weights. Both are exact in fp32, which is sd-scripts' for weights."""
     length = tokenizer.model_max_length
-    row = [tokenizer.bos_token_id, *ids[start : start + length - 2], tokenizer.eos_token_id]
-    return row + [tokenizer.pad_token_id] * (length - len(row))
+    row = [(tokenizer.bos_token_id, 1.0), *tokens[start : start + length - 2], (tokenizer.eos_token_id, 1.0)]
+    row += [(tokenizer.pad_token_id, 1.0)] * (length - len(row))
+    return [list(map(float, each)) for each in zip(*row, strict=True)]
+
+
+def ids_and_weights(tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(int64 [N, L], fp32 [N, L, 1]) of all rows; None without weights."""
+    rows = torch.cat(list(tokens))
+    return (rows, None) if rows.dim() == 2 else (rows[:, 0].long(), rows[:, 1].unsqueeze(2))
 
 
 def rows_joined(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -356,12 +356,13 @@ keep_tokens_separator = "|||"
 def test_sd_scripts_subsets_have_masks_where_the_loss_is_masked(tmp_path: Path, masked: bool) -> None:
     lines = ['pretrained_model_name_or_path = "sd_xl_base_1.0.safetensors"', 'network_module = "networks.lora"',
              'dataset_config = "data.toml"', "network_dim = 8", "max_train_steps = 10",
-             f"masked_loss = {str(masked).lower()}"]  # fmt: skip
+             "weighted_captions = true", f"masked_loss = {str(masked).lower()}"]  # fmt: skip
     (tmp_path / "data.toml").write_text(SUBSETS)
     (tmp_path / "train.toml").write_text("\n".join(lines))
     found, _ = imported(tmp_path / "train.toml")
     expected = ("white", "alpha") if masked else (None, None)
     assert (found.get("data.sources.0.masks"), found.get("data.sources.1.masks")) == expected
+    assert found["data.weighted_captions"] is True
     # Read where tags are shuffled or dropped, there as here.
     assert found["data.sources.0.keep_separator"] == "|||" and found["data.sources.1.keep_separator"] == ""
 
