@@ -180,3 +180,12 @@ def test_words_are_of_every_alphabet() -> None:
         "dog",
     }
     assert prompts.words("\u7ea2\u732b") == {"\u7ea2", "\u732b"}
+
+
+def test_weights_are_no_strange_settings_where_they_are_read() -> None:
+    prompt = r"(bear:1.2), [dark:0.5], \(x\), <lora:a:1> --w 512"
+    (line,) = prompts.unread([prompt])
+    assert "has (bear:1.2), [dark:0.5], \\(, \\), <lora:a:1>, --w, which other programs read as settings" in line
+    (line,) = prompts.unread([prompt], weighted=True)
+    assert "has <lora:a:1>, --w, which other programs read as settings" in line
+    assert prompts.unread(["(bear:1.2)"], weighted=True) == []
