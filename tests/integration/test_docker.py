@@ -149,7 +149,7 @@ def test_every_command_goes_on_where_a_run_was_and_is_one_of_train_py() -> None:
     for where, words in found.items():
         chosen = arguments.parse(words)
         assert chosen.resume_from == "auto", where
-        assert chosen.config in (CONFIG, "$CONFIG", "$config"), where
+        assert chosen.config in ([CONFIG], ["$CONFIG"], ["$config"]), where
     assert loaded("skypilot.yaml")["envs"]["CONFIG"] == CONFIG
     assert f"sbatch docker/clouds/slurm.sh {CONFIG}" in text_of("README.md")
 

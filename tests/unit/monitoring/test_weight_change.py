@@ -77,7 +77,8 @@ def test_the_change_is_that_of_the_dense_weights(format, dora: bool, sizes, drif
     if started:
         drawn(adapter, sizes[0], drifts[0], seed)
         state = {name: tensor.clone() for name, tensor in adapter.state_dict().items()}
-        starts = {name: StartFactors(*adapter.kind.of_layer(state, name)) for name in adapter.layers}
+        kind = adapter.kind
+        starts = {name: StartFactors(*kind.effective(kind.values(state, name))) for name in adapter.layers}
     drawn(adapter, sizes[1], drifts[1], seed + 1)
     for name, layer in adapter.layers.items():
         right, ours = dense(layer, starts[name]), change(layer, starts[name])
