@@ -234,5 +234,11 @@ def _read_caption(listed: FoundPhoto, problems: list[str]) -> tuple[str | None, 
     with _noting(problems, listed.image if given is None or isinstance(given, str) else given):
         data = given if given is None or isinstance(given, str) else given.read()
         text = decoded(data) if isinstance(data, bytes) else data
-        return unwrapped(text, listed.source.caption_column) if text and not isinstance(given, JsonCaption) else (text, "")
+        if not text or isinstance(given, JsonCaption):
+            return text, ""
+        try:
+            return unwrapped(text, listed.source.caption_column)
+        except ValueError as error:
+            table = f" (from {listed.caption_from})" if isinstance(given, str) else ""  # else its own file is named
+            raise ValueError(f"{error}{table}") from error
     return "", ""
