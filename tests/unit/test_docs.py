@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 BY_SCRIPT = {"keys.md", "other_trainers.md"}
 PAGE, BOOK, MEASUREMENTS = 1_800, 45_000, 12_000  # words
 # Still to be shortened: page -> its words now. Each counts in the book as a page of full length.
-LONG = {"dora.md": 2_454, "figures.md": 6_425, "memory.md": 6_059, "precision.md": 3_063}
+LONG = {"dora.md": 2_454, "figures.md": 6_469, "memory.md": 6_059, "precision.md": 3_063}
 OPENING = "After this page you"
 START = "index.md"
 

@@ -160,7 +160,7 @@ class DataTable(Table):
     clip_chunks: Annotated[int, Field(ge=1, le=3)] = 1
     """2 and 3 read captions of up to 150 and 225 tokens, in chunks of 75 as ComfyUI does."""
     weighted_captions: bool = False
-    """Read `(word:1.2)`, `(word)` and `[word]` in captions and prompts as weights, as sd-scripts does."""
+    """Read `(word:1.2)`, `(word)` and `[word]` in captions and prompts as weights, by sd-scripts' own arithmetic."""
     cache_dir: PathText | None = None
     """The folder of the cache on disk. Left out: `OUTPUT_DIR/cache`."""
 
