@@ -92,9 +92,8 @@ def test_a_wild_layer_is_the_first(tmp_path: Path) -> None:
     assert found["excluded"]["measured"]["squared"] < found["measured"]["squared"] / 2
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=pytest.mark.slow) if f != "flux" else f for f in ("flux", "flux2", "sdxl")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux", "flux2", "sdxl"])
 def test_every_family_is_audited_by_the_same_code(bench: Workbench, family: str) -> None:
     """Held-out photos count where there are any; layers that the config or the family keeps are not among those listed."""
     model = bench.models / family
@@ -167,6 +166,7 @@ def test_what_cannot_be_audited_is_refused_before_a_weight_is_read(bench: Workbe
     assert not (bench.tmp / "audit").exists()
 
 
+@pytest.mark.slow
 def test_the_printed_table_is_a_config(bench: Workbench) -> None:
     """What the config excludes itself stays excluded."""
     kept = {"dtype": "nf4", "exclude": ["mid_block.*"]}

@@ -87,9 +87,8 @@ def test_where_its_loss_measures_something_else_the_log_and_the_page_say_so(benc
     }, "the held-out loss has none of these keys"
 
 
-@pytest.mark.parametrize(
-    "at", ["its config", *(pytest.param(at, marks=pytest.mark.slow) for at in ("the first page", "its first checkpoint"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["its config", "the first page", "its first checkpoint"])
 def test_the_same_command_goes_on_after_a_kill_before_its_first_checkpoint(
     bench: Workbench, original: Path, capsys, monkeypatch, at: str
 ) -> None:

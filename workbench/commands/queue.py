@@ -93,7 +93,7 @@ class Relay:
 
     def __enter__(self) -> "Relay":
         for signum in signals.HANDLED:
-            if signum == signals.SAVE or signal.getsignal(signum) != signal.SIG_IGN:
+            if signum != signals.HANGUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
                 self._before[signum] = signal.signal(signum, self._arrived)
         return self
 

@@ -299,7 +299,8 @@ def test_our_attention_is_the_librarys(model: Model, encoded: Conditioning) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "guidance", "sizes"), [("base", 4.0, ()), ("distilled", 1.0, ()), ("base", 4.0, ((70, 83), (1100, 1000)))]
+    ("kind", "guidance", "sizes"),
+    [("base", 4.0, ()), ("distilled", 1.0, ()), pytest.param("base", 4.0, ((70, 83), (1100, 1000)), marks=pytest.mark.slow)],
 )
 def test_a_sample_is_the_stock_pipelines(
     model: Model, stock, encoded: Conditioning, kind: str, guidance: float, sizes: tuple[tuple[int, int], ...]
