@@ -219,7 +219,8 @@ def test_a_step_is_replayed_and_its_file_drawn_with(bench: Workbench, capsys) ->
     assert run(bench, config) == 0
     capsys.readouterr()
     assert replay.main([str(bench.tmp / "out/checkpoints/step-00000001")]) == 0
-    file, size = bench.tmp / "out/adapters/bear_comfyui.safetensors", ["--width", "64", "--height", "64", "--sampling_steps", "1"]
+    file = bench.tmp / "out/adapters/bear_comfyui.safetensors"
+    size = ["--width", "64", "--height", "64", "--sampling_steps", "1"]
     out = bench.tmp / "pictures"
     assert sample.main([str(bench.models / "sdxl"), str(file), "--prompt", "a bear", "--out", str(out), *size]) == 0
     assert list(out.glob("*.png"))
