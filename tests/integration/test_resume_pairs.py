@@ -122,7 +122,7 @@ def settings(bench: Workbench, levels: dict[str, str]) -> dict[str, Any]:
     if family == "flux":
         keys["data__text_length"] = 16  # fp16 on a CPU notices
     if levels["compute"] == "fp16":  # overflows at once, falls, and rises again
-        keys["precision__loss_scale"] = 2.0**20
+        keys["precision__loss_scale"] = 2.0 ** (26 if levels["adapter"] == "lora" else 20)
     if levels["cache"] == "none":
         keys["data__cache_dir"] = None
     if levels["adapter"] == "dropouts":
