@@ -205,7 +205,7 @@ def test_auto_is_what_the_first_start_chose(bench: Workbench) -> None:
 def test_auto_is_none_on_a_cpu_and_a_run_keeps_it(bench: Workbench, monkeypatch, capsys) -> None:
     tree = bench.tree(run__max_steps=2, run__stop_after=1, step__compile="auto")
     train(configs.parse(tree), resume_from=None)
-    assert "step.compile = 'auto': 'none', as this run is on cpu, and no CUDA card" in capsys.readouterr().out
+    assert "'none', as it chooses 'blocks' on a CUDA card alone, and this run is on cpu" in capsys.readouterr().out
     assert configs.read_resolved(bench.tmp / "out" / "config.toml")["step"]["compile"] == "none"
     monkeypatch.setattr(fitting, "_worth_compiling", lambda plan, there: ("blocks", "a card is here now"))
     del tree["run"]["stop_after"]

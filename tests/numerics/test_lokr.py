@@ -170,7 +170,7 @@ def test_a_fresh_adapter_leaves_every_bit_of_the_base(monkeypatch) -> None:
 
 
 def test_nothing_of_the_weights_size_is_made() -> None:
-    """Of one token, where W has 4 million numbers: each tensor that a step makes is far smaller."""
+    """W has 4 million numbers, and the batch one token: each tensor that a step makes is far smaller."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

@@ -145,7 +145,7 @@ def _worth_compiling(plan: RunPlan, there: Memory) -> tuple[str, str]:
     if device is None:
         return "none", "no card is named; a start on one chooses by its speed"
     if device.type != "cuda":
-        return "none", f"this run is on {device}, and no CUDA card"
+        return "none", f"it chooses 'blocks' on a CUDA card alone, and this run is on {device}"
     if kind_named(config.adapter.type).factors is not None:
         return "none", COMPOSED["step.compile"]
     if config.memory.gradient_checkpointing and not RECOMPUTES:
