@@ -91,7 +91,7 @@ def test_a_third_family_trains_resumes_samples_and_exports(third: Workbench, fol
     denoiser = QwenImageTransformer2DModel.from_pretrained(folder / "transformer")
     denoiser.load_lora_adapter({n: t for n, t in exported.items() if n.startswith("transformer.")}, prefix="transformer")
     # What a run wrote as its config starts the same run.
-    assert run(third, {}, "--config", str(out / "config.toml"), "--plan") == 0
+    assert cli.main(["--config", str(out / "config.toml"), "--plan"]) == 0
 
 
 @pytest.mark.slow

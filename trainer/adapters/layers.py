@@ -246,8 +246,9 @@ class AdaptedLayer(nn.Module, LoraLayer):
 def refresh(layers: Iterable[AdaptedLayer]) -> None:
     """Make what follows from the present A, B and m of those layers that are stale: as far as it can, of all at once."""
     stale = [layer for layer in layers if layer.stale]
-    _refresh_formed([layer for layer in stale if layer.kinds[layer.active()[0]].form])
-    stale = [layer for layer in stale if layer.now.part is None]
+    if formed := [layer for layer in stale if layer.kinds[layer.now.active[0]].form]:
+        _refresh_formed(formed)
+        stale = [layer for layer in stale if layer.now.part is None]
     bases, scalings, a_s, b_s, magnitudes = [], [], [], [], []
     for layer in stale:
         name, a, b, magnitude, _ = layer.active()

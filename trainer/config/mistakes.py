@@ -160,7 +160,7 @@ def near_miss(key: str) -> str | None:
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
     elsewhere = [name for name in known if name.rpartition(".")[2] == leaf and "." in name]  # the key of another table
     alias = other_trainers.key_for(key)
-    if alias is not None and alias != key:
+    if alias is not None and alias != key and not (table and siblings and alias.endswith(f".{leaf}")):
         return alias
     swapped = next((name for name in siblings if sorted(name) == sorted(leaf)), None)  # letters of a short name: rl for lr
     if elsewhere and not table:  # which of them is nearest says nothing without a table: the first of the contract

@@ -76,7 +76,10 @@ def _adapted(kind: type) -> type:
         mask = None
         if self.training and dropout is not None:
             mask = dropout(torch.ones_like(x, dtype=base.compute_dtype)).double()  # the very mask of the run
-        given = base, self.scaling[name], self.now.rows, x.to(torch.float64), mask, a, b, m
+        rank, alpha = self.r[name], self.lora_alpha[name]
+        unscaled = self.kinds[name].unscaled(self.trained(name))
+        scaling = 1.0 if unscaled else alpha / (rank**0.5 if self.use_rslora[name] else rank)
+        given = base, scaling, self.now.rows, x.to(torch.float64), mask, a, b, m
         return checkpoint(_with_adapter, *given, use_reentrant=False)
 
     return type(f"Exact{kind.__name__}", (kind,), {"forward": forward, "stale": False})

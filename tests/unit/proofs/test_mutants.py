@@ -20,8 +20,13 @@ def catalogue() -> list[mutants.Mutant]:
     return mutants.read()
 
 
+def test_every_fault_has_its_place_once(catalogue: list[mutants.Mutant]) -> None:
+    counts = {mutant.fault: (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.before) for mutant in catalogue}
+    assert {fault: count for fault, count in counts.items() if count != 1} == {}
+
+
 @pytest.mark.slow
-def test_every_fault_has_its_place_once_and_is_a_program(catalogue: list[mutants.Mutant]) -> None:
+def test_every_fault_is_another_program(catalogue: list[mutants.Mutant]) -> None:
     for mutant in catalogue:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         applied = mutant.applied(text)
