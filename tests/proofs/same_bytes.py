@@ -3,6 +3,7 @@
     python tests/proofs/same_bytes.py                          # against the last commit that changed them
     python tests/proofs/same_bytes.py COMMIT --cells 'flux-*'
     python tests/proofs/same_bytes.py COMMIT --metadata-but KEY  # that entry of a file's metadata is not compared; repeatable
+    python tests/proofs/same_bytes.py COMMIT --upgrade         # this tree goes on from the checkpoints of the earlier one
 
 A cell is one config. Each tree trains it with its own `train.py --config`: four steps on a tiny model, stopped after the
 second and resumed. Then these files must be equal, byte for byte: adapter.safetensors and optimizer.safetensors of every
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,19 +150,26 @@ class Side:
         )  # fmt: skip
 
 
-def run_cell(cell: Cell, sides: Sequence[Side], models: Path) -> list[Path]:
-    """Train the cell in all trees side by side; returns what they left. Raises Failed."""
+def run_cell(cell: Cell, sides: Sequence[Side], models: Path, *, upgrade: bool = False) -> list[Path]:
+    """Train the cell in all trees side by side; returns what they left. Raises Failed.
+
+    upgrade: the first tree alone trains the first half, and all go on from its checkpoint.
+    """
     outs = [side.write(cell, models) for side in sides]
     for more, last in ((["--set", f"run.stop_after={STOP}"], STOP), (["--resume_from", "latest"], STEPS)):
-        started = [(side, side.start(cell, *more)) for side in sides]
+        first = upgrade and last == STOP
+        started = [(side, side.start(cell, *more)) for side in (sides[:1] if first else sides)]
         ended = [(side, side.server.wait(pid)) for side, pid in started]
-        for (side, status), out in zip(ended, outs, strict=True):
+        for (side, status), out in zip(ended, outs[: len(ended)], strict=True):
             said = (out.parent / "log").read_text(errors="replace")
             if status:
                 raise Failed(f"exit status {status} in {side.code}:\n{said[-3000:]}")
             steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
             if steps != list(range(1, last + 1)):
                 raise Failed(f"{side.code} trained the steps {steps}, not up to {last}")
+        if first:
+            for out in outs[1:]:
+                shutil.copytree(outs[0], out)
     return outs
 
 
@@ -238,11 +247,18 @@ def has(commit: str) -> bool:
 
 
 def prove(
-    commit: str, cells: Sequence[Cell], folder: Path, *, fresh: bool = False, code: Path = ROOT, but: Sequence[str] = ()
+    commit: str,
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    fresh: bool = False,
+    code: Path = ROOT,
+    but: Sequence[str] = (),
+    upgrade: bool = False,
 ) -> list[str]:
     """Compare the cells between `commit` and the tree `code`, print a row for each; returns the names of those that fail.
 
-    but: metadata entries that are not compared.
+    but: metadata entries that are not compared. upgrade: as run_cell's.
     """
     failed = []
     with ExitStack() as stack:
@@ -258,7 +274,7 @@ def prove(
         for cell in cells:
             began = time.monotonic()
             try:
-                equal, told = compare(cell, *run_cell(cell, sides, models), but)
+                equal, told = compare(cell, *run_cell(cell, sides, models, upgrade=upgrade), but)
             except Failed as error:
                 equal, told = 0, [str(error)]
             print(f"{cell.name:<48}{equal:>12}{len(told):>11}{time.monotonic() - began:>9.1f}", flush=True)
@@ -276,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--metadata-but", metavar="KEY", action="append", default=[], help="leave this metadata entry out; repeatable"
     )
+    parser.add_argument("--upgrade", action="store_true", help="go on here from checkpoints that COMMIT wrote")
     options = parser.parse_args(arguments)
     cells = [cell for cell in CELLS if fnmatchcase(cell.name, options.cells)]
     if not cells:
@@ -284,11 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"this clone has no commit {options.commit}; a shallow one gets it by: git fetch --unshallow")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no worktree stays
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="same-bytes-") as folder:
-        failed = prove(options.commit, cells, Path(folder), fresh=options.fresh, but=options.metadata_but)
-    but = "".join(f", metadata {key!r} not compared" for key in options.metadata_but)
+    with tempfile.TemporaryDirectory(prefix="same-bytes-") as made:
+        folder, but = Path(made), options.metadata_but
+        failed = prove(options.commit, cells, folder, fresh=options.fresh, but=but, upgrade=options.upgrade)
+    left_out = "".join(f", metadata {key!r} not compared" for key in options.metadata_but)
     outcome = f"not the same bytes as {options.commit}: {', '.join(failed)}" if failed else f"the bytes of {options.commit}"
-    print(f"\n{len(cells) - len(failed)} of {len(cells)} cells: {outcome}{but}; {time.monotonic() - began:.0f} s")
+    print(f"\n{len(cells) - len(failed)} of {len(cells)} cells: {outcome}{left_out}; {time.monotonic() - began:.0f} s")
     return int(bool(failed))
 
 
