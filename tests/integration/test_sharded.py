@@ -48,6 +48,7 @@ def left(out: Path) -> dict[str, Any]:
 CELLS = [
     ("sdxl", "fp8_e4m3", "dora", 2, pytest.mark.slow),
     ("flux", "nf4", "lora", 2, pytest.mark.slow),
+    ("sdxl", "nf4", "lokr", 2, pytest.mark.slow),
     ("flux", "int8", "dora", 4, pytest.mark.proof),
     ("sdxl", "bf16", "lora", 4, pytest.mark.proof),
 ]
