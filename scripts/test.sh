@@ -13,4 +13,5 @@ bash scripts/setup.sh dev
 # Side by side, a worker on each core and one thread in each: more of either wait for each other (tests/__init__.py). Not on
 # every core of a large machine: each worker makes tiny models of its own.
 export OMP_NUM_THREADS=1
-exec .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal "$@"
+TIMEFORMAT="%U s and %S s of processor time (user, system), %R s to the end"
+time .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal "$@"
