@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("workbench/commands",),
     ("workbench/watch",),
     tuple(f"workbench/{room}" for room in ("adapters", "audit", "compare", "drawing", "importing", "replay")),
-    tuple(f"workbench/{room}" for room in ("mirror", "pages", "planning", "trackers")),
+    tuple(f"workbench/{room}" for room in ("adapter_files", "mirror", "pages", "planning", "trackers")),
     ("run",),
     ("artifacts",),
     ("engine",),

@@ -20,7 +20,7 @@ from trainer import config as configs
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
 from trainer.quantization import recognise
-from trainer.resume.adapter_file import open_adapter, open_checkpoint
+from workbench.adapter_files.opening import open_adapter, open_checkpoint
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
 

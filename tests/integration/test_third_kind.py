@@ -18,7 +18,7 @@ from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
 from trainer.plan.requirements import check_kind
-from trainer.resume.adapter_file import open_checkpoint
+from workbench.adapter_files.opening import open_checkpoint
 from workbench.commands import main as cli
 
 SCALE = "lora_scale"

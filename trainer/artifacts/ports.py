@@ -23,7 +23,7 @@ from trainer.config import Config, flatten, tree
 from trainer.engine.components import Components
 from trainer.monitoring.metrics import Tracker
 from trainer.plan.run_plan import RunPlan
-from trainer.resume.initial_adapter import Start
+from trainer.resume.initial_adapter import Start, StartReader
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory
 
@@ -130,6 +130,7 @@ class Attached:
 class Ports:
     """The parts that a run is given; None: it has none of that kind."""
 
+    adapter_files: StartReader | None = None
     planning: Planning | None = None
     pages: Pages | None = None
     trackers: Trackers | None = None
@@ -139,6 +140,7 @@ class Ports:
 # By part the keys that it alone reads, and whether a config asks for something there. TensorBoard's files are a default: a
 # run without trackers says that there are none.
 ASKED: dict[str, dict[str, Callable[[Config], bool]]] = {
+    "adapter_files": {"adapter.init_from": lambda config: config.adapter.init_from is not None},
     "planning": {
         "memory.fit": lambda config: config.memory.fit is not None,
         "memory.resident_blocks": lambda config: (config.memory.offload, config.memory.resident_blocks) == ("blocks", "auto"),

@@ -26,11 +26,12 @@ from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.monitoring.course import COPIES, COUNT
 from trainer.plan.describe import too_few
 from trainer.plan.run_plan import RunPlan, fetched
-from trainer.resume.initial_adapter import Start, check_fits
+from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session, measuring
 from trainer.run.setup import choose_attention
 from trainer.runtime.device import Memory
 from trainer.runtime.jobs import Fields
+from workbench.adapter_files.start import check_fits
 from workbench.adapters.average import Averaged, check_digests, digests_in
 from workbench.planning.fitting import fitted
 

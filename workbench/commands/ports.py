@@ -15,6 +15,7 @@ def _part(folder: str, module: str) -> Any:
 
 
 PORTS = Ports(
+    adapter_files=_part("adapter_files", "start"),
     planning=_part("planning", "fitting"),
     pages=_part("pages", "run_report"),
     trackers=_part("trackers", "trackers"),

@@ -33,9 +33,9 @@ from trainer.plan.data_sources import resolutions
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import ModelPlan, fetched, find_objective
 from trainer.plan.samples import check_sizes, references
-from trainer.resume.adapter_file import NamedModel, OpenedAdapter, open_adapter
 from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session
+from workbench.adapter_files.opening import NamedModel, OpenedAdapter, open_adapter
 from workbench.pages.before_after import scaled, table
 
 

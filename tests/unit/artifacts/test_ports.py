@@ -21,6 +21,7 @@ MINIMAL = {
 }
 # A value with which each key asks its part for something.
 ASKING = {
+    "adapter.init_from": {"adapter": {"init_from": "bear.safetensors"}},
     "memory.fit": {"memory": {"fit": "auto"}},
     "memory.resident_blocks": {"memory": {"offload": "blocks"}},
     "export.base_model": {"export": {"base_model": "a/b"}},
@@ -30,7 +31,7 @@ ASKING = {
     "step.compile": {"step": {"compile": "auto"}},
 }
 # Where a part's files are, and keys that are read only beside one that the table has.
-FOLDERS = {"planning": "planning", "pages": "pages", "trackers": "trackers", "mirror": "mirror"}
+FOLDERS = {part: part for part in ("adapter_files", "planning", "pages", "trackers", "mirror")}
 BESIDE = {"memory.fit_by": "memory.fit", "checkpoint.mirror_wait": "checkpoint.mirror"}
 
 
