@@ -81,6 +81,14 @@ class Planning(Protocol):
         ...
 
 
+class Summary(Protocol):
+    """Tells people of a plan."""
+
+    def described(self, plan: RunPlan) -> str:
+        """What a run says at its start: what it will do, and what of it looks unintended."""
+        ...
+
+
 class Trackers(Protocol):
     """Programs that show the numbers of a run."""
 
@@ -133,6 +141,7 @@ class Ports:
     adapter_files: StartReader | None = None
     planning: Planning | None = None
     pages: Pages | None = None
+    summary: Summary | None = None
     trackers: Trackers | None = None
     mirror: Mirrors | None = None
 
@@ -147,6 +156,7 @@ ASKED: dict[str, dict[str, Callable[[Config], bool]]] = {
         "step.compile": lambda config: config.step.compile == "auto",
     },
     "pages": {"export.base_model": lambda config: bool(config.export.base_model)},
+    "summary": {},
     "trackers": {
         "logging.tensorboard": lambda config: config.logging.tensorboard and _is_written(config, "logging.tensorboard"),
         "logging.wandb": lambda config: config.logging.wandb,
@@ -172,5 +182,8 @@ def refuse_unserved(config: Config, ports: Ports) -> str:
                     f"{key} = {flat.get(key)!r} is read by {part!r}, a part that this run was opened without; give it "
                     f"(ports=...), or leave the key out"
                 )
-    lost = {"pages": "report, verdict, model card", "trackers": "TensorBoard files"}
+    lost = {
+        "pages": "report, verdict, model card", "summary": "summary of the plan, with its warnings",
+        "trackers": "TensorBoard files",
+    }  # fmt: skip
     return ", ".join(lost[part] for part in missing if part in lost)

@@ -39,7 +39,6 @@ from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
 from trainer.plan.data_sources import cache_dir
-from trainer.plan.describe import describe, describe_head
 from trainer.plan.remedies import in_words, never
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
@@ -129,7 +128,8 @@ def build(config: Config, source: ModelSource, context: RunContext, launch: Laun
     several = f", {peers.count} processes" if peers.count > 1 else ""
     peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{which}")
     begun = begin(config, source, there, launch, processes=peers.count, phases=phases, say=peers.say)
-    peers.say(describe_head(begun.plan.config, on_cpu=False) + "\n" + describe(begun.plan, sizes=False))
+    if ports.summary is not None:
+        peers.say(ports.summary.described(begun.plan))
     plan = replace(begun.plan, model=fetched(begun.plan.model, peers, phases))
     pieces, saved = begun.pieces, begun.saved
     refuse_unlike_data(peers, plan, pieces)

@@ -14,7 +14,6 @@ from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
 from trainer.engine.encoding import report_captions
 from trainer.monitoring.metrics import is_line, read_lines
-from trainer.plan.describe import data_lines
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.context import RunContext
@@ -23,6 +22,7 @@ from workbench.pages.before_after import write_before_after
 from workbench.pages.data_report import sections
 from workbench.pages.diagnosis import judge
 from workbench.pages.model_card import write_card
+from workbench.summary.data import data_lines
 
 __all__ = ["RunPage", "first_page", "page_of"]
 

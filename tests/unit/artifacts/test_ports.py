@@ -31,7 +31,7 @@ ASKING = {
     "step.compile": {"step": {"compile": "auto"}},
 }
 # Where a part's files are, and keys that are read only beside one that the table has.
-FOLDERS = {part: part for part in ("adapter_files", "planning", "pages", "trackers", "mirror")}
+FOLDERS = {part: part for part in ("adapter_files", "planning", "pages", "summary", "trackers", "mirror")}
 BESIDE = {"memory.fit_by": "memory.fit", "checkpoint.mirror_wait": "checkpoint.mirror"}
 
 
@@ -71,4 +71,6 @@ def test_what_is_asked_of_a_part_that_is_not_there_is_refused_by_its_key(key: st
 
 
 def test_what_nobody_asked_for_is_said_and_not_refused() -> None:
-    assert refuse_unserved(configs.parse(MINIMAL), Ports()) == "report, verdict, model card, TensorBoard files"
+    assert refuse_unserved(configs.parse(MINIMAL), Ports()) == (
+        "report, verdict, model card, summary of the plan, with its warnings, TensorBoard files"
+    )
