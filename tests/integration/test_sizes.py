@@ -52,7 +52,8 @@ def test_what_is_cropped_and_what_is_stretched_is_told(bench: Workbench, tmp_pat
     assert {e.sample: e.bucket for e in longer.data.examples}["0/b.png"] == (128, 32)
     whole = told(data__max_aspect=4.0, data__crop="none").data
     assert [example.bucket for example in whole.examples] == [example.bucket for example in longer.data.examples]
-    assert "nothing is cut (data.crop = 'none'); aspect ratios change by up to 33.3%" in "\n".join(data_account(whole).lines())
+    lines = "\n".join(data_account(whole).lines())
+    assert "nothing is cut (data.crop = 'none'); aspect ratios change by up to 33.3%" in lines
     for other in ({"data__crop_jitter": 0.1}, {"data__short_batches": "merge", "data__batch_size": 2}):
         with pytest.raises(UserError, match=next(iter(other)).replace("__", ".") + ".*data.crop = 'none'"):
             told(data__max_aspect=4.0, data__crop="none", **other)

@@ -6,7 +6,7 @@ What a config asks of a part that is not there is refused by its key. A module m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +20,7 @@ from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
 from trainer.checkpoint.state import Progress
 from trainer.config import Config, flatten, tree
+from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.monitoring.metrics import Tracker
 from trainer.plan.run_plan import RunPlan
@@ -37,18 +38,15 @@ class Page(AbstractContextManager[Any], Protocol):
     def stopped(self, check: Callable[[], None]) -> Path:
         """Write the page of a run that stopped before its end; returns its place. check: may raise, now and then."""
 
-    def finished(self, outcome: Mapping[str, Any], blocks: Mapping[str, float], check: Callable[[], None]) -> Path:
-        """Write the page of a whole run; returns its place. outcome: tables by title. blocks: each one's change."""
+    def judge(self, state: TrainState, written: Mapping[str, Path]) -> None:
+        """Measure what a whole run changed, and say what became of it. written: the adapter files, by format."""
 
-    def verdict(self, blocks: Mapping[str, float]) -> tuple[str, str, bool]:
-        """(a word, a sentence, whether it is a warning): what became of the training. blocks: each one's change."""
-        ...
+    def end(self) -> None:
+        """Write the page of a whole run that was judged, and say where it is, and what was changed."""
 
     def write_card(self, about: About, written: Mapping[str, Path], files: FileGroup) -> str:
         """Write the model card beside the adapter files; returns what is to be said about it, or "". written: by format."""
-
-    def before_after(self, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
-        """Write a picture of samples before and after the training; returns its place, None where there are none."""
+        ...
 
 
 class Pages(Protocol):
@@ -183,7 +181,7 @@ def refuse_unserved(config: Config, ports: Ports) -> str:
                     f"(ports=...), or leave the key out"
                 )
     lost = {
-        "pages": "report, verdict, model card", "summary": "summary of the plan, with its warnings",
+        "pages": "report, verdict, model card, tables of what changed", "summary": "summary of the plan, with its warnings",
         "trackers": "TensorBoard files",
     }  # fmt: skip
     return ", ".join(lost[part] for part in missing if part in lost)
