@@ -33,7 +33,6 @@ from trainer.checkpoint import state, store
 from trainer.data.batches import loader
 from trainer.data.cache import entries
 from trainer.engine.components import Components
-from trainer.engine.policies import what_would_fit
 from trainer.engine.step import Losses, Step, StepResult
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.run import run as runs
@@ -41,6 +40,7 @@ from trainer.run.checkpointing import Saves
 from trainer.runtime.jobs import Job, Position
 from workbench.commands import launch
 from workbench.commands import main as cli
+from workbench.planning.remedies import what_would_fit
 from workbench.summary.plan import describe
 
 LENGTH = 6  # two updates an epoch

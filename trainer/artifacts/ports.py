@@ -65,7 +65,7 @@ class Pages(Protocol):
 
 
 class Planning(Protocol):
-    """Chooses keys by the memory and the time there are."""
+    """Chooses keys by the memory and the time there are, and tells what takes less."""
 
     def fitted(
         self, plan: RunPlan, kernels: Kernels, memory: int,
@@ -76,6 +76,10 @@ class Planning(Protocol):
 
     def compiling(self, plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
         """The plan with what `step.compile` chooses, alike in all processes."""
+        ...
+
+    def what_would_fit(self, plan: RunPlan, *, on_cpu: bool) -> str:
+        """What lowers a step's need of memory, in words, for a run whose step ran out of it."""
         ...
 
 
@@ -181,7 +185,7 @@ def refuse_unserved(config: Config, ports: Ports) -> str:
                     f"(ports=...), or leave the key out"
                 )
     lost = {
-        "pages": "report, verdict, model card, tables of what changed", "summary": "summary of the plan, with its warnings",
+        "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",
         "trackers": "TensorBoard files",
     }  # fmt: skip
     return ", ".join(lost[part] for part in missing if part in lost)

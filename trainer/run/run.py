@@ -32,14 +32,14 @@ from trainer.engine.components import Components
 from trainer.engine.encoding import encode, report_captions
 from trainer.engine.graphs import beside
 from trainer.engine.held_out_loss import HeldOutLoss
-from trainer.engine.policies import NonFinite, what_would_fit
+from trainer.engine.policies import NonFinite
 from trainer.engine.step import Step
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
+from trainer.plan.changes import in_words, never
 from trainer.plan.data_sources import cache_dir
-from trainer.plan.remedies import in_words, never
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
 from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
@@ -145,6 +145,8 @@ def build(config: Config, source: ModelSource, context: RunContext, launch: Laun
     begun.memo.save()
     reader = encode(plan, components, opened_cache(plan, peers.say), on_non_finite=non_finite.entry)
     state, origin, step = build_state(plan, components, begun, allowed)
+    if ports.planning is not None:
+        step = replace(step, too_large=ports.planning.what_would_fit(plan, on_cpu=peers.device.type == "cpu"))
     warn_of_disk(disk_needs(plan, *written_bytes(plan, state.adapter, step.optimizer)), peers.say)
     pieces.complete()
     refuse_unlike_states(peers, config, pieces)
@@ -201,7 +203,7 @@ def build_state(
     if adapter.kind.magnitudes:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)
-    return state, origin, replace(step, too_large=what_would_fit(plan, on_cpu=components.model.device.type == "cpu"))
+    return state, origin, step
 
 
 # --- what is done between two steps -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from trainer.adapters import Target
 from trainer.base.errors import UserError
 from trainer.config import with_values
 from trainer.config.tables import CheckpointTable
-from trainer.plan.remedies import never
+from trainer.plan.changes import never
 from trainer.plan.run_plan import Length, RunPlan, refuse_idle_steps
 from trainer.plan.samples import requests_of
 from trainer.runtime.jobs import Every, Position
