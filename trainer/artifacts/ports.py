@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.adapters.export import About
+from trainer.adapters.portable import Portable
+from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.files import FileGroup
 from trainer.base.protocols import Kernels
@@ -24,7 +26,7 @@ from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.monitoring.metrics import Tracker
 from trainer.plan.run_plan import RunPlan
-from trainer.resume.initial_adapter import Start, StartReader
+from trainer.resume.initial_adapter import Start
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory
 
@@ -61,6 +63,15 @@ class Pages(Protocol):
         *, contents: Mapping[str, str], environment: Mapping[str, Any],
     ) -> Page:  # fmt: skip
         """The pages of a run that is built. contents: digests of the model's files, by component."""
+        ...
+
+
+class StartReader(Protocol):
+    """Reads what a run starts from: adapter files of all kinds, and checkpoints."""
+
+    def read_start(self, plan: RunPlan) -> tuple[Portable, Account]:
+        """(the adapter that adapter.init_from names, what was assumed of it). Reads headers and scales. Raises UserError for
+        what does not fit the plan."""
         ...
 
 

@@ -3,23 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import Config
+from trainer.config import IntervalTable
+from trainer.config.training_tables import StepTable
 
 Keys = Mapping[str, Any]  # of a config, by their full names, and what they become
 
 
-def keeps(remedy: str, config: Config) -> bool:
+def keeps(remedy: str, step: StepTable) -> bool:
     """Whether what memory.fit changes by this name (memory.fit_by) changes no byte of a run, so that it may be changed in
     mid-run."""
     if remedy == "checkpointing":
-        return config.step.compile == "none"  # a compiler makes other sums of a block that is recomputed
+        return step.compile == "none"  # a compiler makes other sums of a block that is recomputed
     return remedy == "resident_blocks"
 
 
-def never(config: Config, table: str) -> Keys:
-    """What leaves out what a table asks for every so many steps or epochs."""
-    keys = ("every_steps", "every_epochs") if getattr(config, table).every_epochs else ("every_steps",)
-    return {f"{table}.{key}": 0 for key in keys}
+def never(name: str, table: IntervalTable) -> Keys:
+    """What leaves out what the table of that name asks for every so many steps or epochs."""
+    keys = ("every_steps", "every_epochs") if table.every_epochs else ("every_steps",)
+    return {f"{name}.{key}": 0 for key in keys}
 
 
 def in_words(keys: Keys) -> str:

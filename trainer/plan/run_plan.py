@@ -42,9 +42,10 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """What is known of a run's data before anything of it is encoded. table: the resolved one."""
+    """What is known of a run's data before anything of it is encoded. table: the resolved one. seed: of its draws."""
 
     table: DataTable
+    seed: int
     scanned: Scanned
     photos: tuple[Photo, ...]  # that are trained on
     examples: tuple[Example, ...]  # these, at the sizes they are trained at
@@ -273,6 +274,7 @@ def plan_data(
     requests = requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images.size_multiple)
     planned = DataPlan(
         table=data,
+        seed=config.run.seed,
         scanned=scanned,
         photos=photos,
         examples=bucketed,

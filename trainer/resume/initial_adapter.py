@@ -12,7 +12,7 @@ A drawn, B zero.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,16 +26,6 @@ from trainer.base.errors import UserError
 from trainer.base.files import hash_file
 from trainer.checkpoint.pieces import Pieces
 from trainer.kernels.dora_torch import TINY
-from trainer.plan.run_plan import RunPlan
-
-
-class StartReader(Protocol):
-    """Reads what a run starts from: adapter files of all kinds, and checkpoints."""
-
-    def read_start(self, plan: RunPlan) -> tuple[Portable, Account]:
-        """(the adapter that adapter.init_from names, what was assumed of it). Reads headers and scales. Raises UserError for
-        what does not fit the plan."""
-        ...
 
 
 @dataclass
@@ -158,16 +148,14 @@ def _in_fp32(factors: Factors) -> Factors:
     return replace(factors, a=a, b=b)
 
 
-def open_start(plan: RunPlan, reader: StartReader | None, *, resumed: bool = False) -> Start:
-    """What adapter.init_from names, checked against the plan. reader: None in a run that names none. resumed: it is
-    not read, and need not be there. Raises UserError for what does not fit."""
-    path = plan.config.adapter.init_from
+def open_start(path: str | None, read: Callable[[], tuple[Portable, Account]], *, resumed: bool = False) -> Start:
+    """The start of a run. path: adapter.init_from. read: gives the adapter that lies there, checked against the plan, and
+    what was assumed of it. resumed: it is not read, and need not be there."""
     if path is None:
         return Start()
     place = Path(path)
     held = place / (WEIGHTS if is_peft_folder(place) else "adapter.safetensors") if place.is_dir() else place
     if resumed:
         return Start(path, hash_file(held) if held.is_file() else "")
-    assert reader is not None
-    portable, account = reader.read_start(plan)
+    portable, account = read()
     return Start(path, hash_file(held), portable, account=account)

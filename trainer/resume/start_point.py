@@ -80,7 +80,7 @@ def find_start(
 def fixed_levers(config: Config) -> tuple[str, ...]:
     """Names of memory.fit_by whose keys a run which goes on keeps as they were: they change what it
     computes."""
-    return tuple(name for name in config.memory.fit_by if not keeps(name, config))
+    return tuple(name for name in config.memory.fit_by if not keeps(name, config.step))
 
 
 def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:

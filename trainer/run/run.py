@@ -236,7 +236,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         remedy=run.step.too_large,
         fields=("weight_change",),
     )
-    undrawn = in_words(never(config, "validation"))
+    undrawn = in_words(never("validation", config.validation))
     length, export, drawn = run.plan.length, config.export, run.plan.length.every(config.validation)
     saved = saves.job(length.every(config.checkpoint), run.stop_after)
     samples = Job(
@@ -249,7 +249,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         name="adapter files were written",
         due=lambda at: not at.at_end and at.due(length.every(export, export.first)),
         run=artifacts.export_step,
-        remedy=f"{go_on} and {in_words(never(config, 'export'))}",
+        remedy=f"{go_on} and {in_words(never('export', export))}",
     )
     # After the samples, whose first one may be the files' thumbnail. The last step's files are written at the end.
     jobs = [measured, moved, saved, samples, exported]

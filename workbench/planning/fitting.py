@@ -26,8 +26,10 @@ from workbench.planning import step_time
 from workbench.planning.describe import band, step_seconds
 from workbench.planning.dry_run import Rehearsal, without_values
 from workbench.planning.estimate import Forecast, forecast
-from workbench.planning.remedies import remedies
+from workbench.planning.remedies import remedies, what_would_fit
 from workbench.planning.suggestions import changes, lowered, with_keys
+
+__all__ = ["compiling", "fitted", "what_would_fit"]
 
 
 def cheapest(levels: Sequence[Sequence[Any]], fits: Callable[[Sequence[Any]], bool]) -> list[Any] | None:

@@ -107,7 +107,7 @@ REMEDIES = (
     ),
     Remedy(
         "pictures", "no pictures while it trains, or smaller ones; the adapter is the same",
-        ways=lambda plan: [never(plan.config, "validation")] * bool(plan.data.requests),
+        ways=lambda plan: [never("validation", plan.config.validation)] * bool(plan.data.requests),
     ),
     Remedy(
         "resident_blocks", "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
@@ -150,7 +150,7 @@ def remedies(*, on_cpu: bool) -> list[Remedy]:
 
 def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
     """What lowers a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
-    there = [(remedy, keeps(remedy.name, plan.config)) for remedy in remedies(on_cpu=on_cpu)]
+    there = [(remedy, keeps(remedy.name, plan.config.step)) for remedy in remedies(on_cpu=on_cpu)]
     left = [
         in_words(keys).replace(" = ", "=").replace("'", "") for remedy, keeps in there if keeps for keys in remedy.left(plan)
     ]

@@ -32,7 +32,10 @@ ASKING = {
 }
 # Where a part's files are, and keys that are read only beside one that the table has.
 FOLDERS = {part: part for part in ("adapter_files", "planning", "pages", "summary", "trackers", "mirror")}
-BESIDE = {"memory.fit_by": "memory.fit", "checkpoint.mirror_wait": "checkpoint.mirror"}
+BESIDE = {
+    "memory.fit_by": "memory.fit", "checkpoint.mirror_wait": "checkpoint.mirror",
+    "adapter.init_resize": "adapter.init_from",
+}  # fmt: skip
 
 
 def keys_read(folder: str) -> set[str]:

@@ -38,7 +38,7 @@ def test_memory_fit_may_name_what_has_levels(plan: RunPlan) -> None:
 def test_a_price_says_whether_the_run_is_another_one(plan: RunPlan) -> None:
     for remedy in REMEDIES:
         if remedy.price and remedy.name != "pictures":
-            assert remedy.price.endswith("no byte changes" if keeps(remedy.name, plan.config) else "another run")
+            assert remedy.price.endswith("no byte changes" if keeps(remedy.name, plan.config.step) else "another run")
     compiled = with_values(plan.config, {"step.compile": "blocks"})
     assert {*fixed_levers(compiled)} - {*fixed_levers(plan.config)} == {"checkpointing"}
 
