@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import IntervalTable
-from trainer.config.training_tables import StepTable
+from trainer.config import IntervalTable, StepTable
 
 Keys = Mapping[str, Any]  # of a config, by their full names, and what they become
 
