@@ -30,7 +30,7 @@ import torch  # noqa: E402
 
 from trainer.base.files import json_bytes, write_atomic  # noqa: E402
 from trainer.base.tensorfile import Recipe, write_tensors  # noqa: E402
-from trainer.resume.adapter_file import NamedModel, published  # noqa: E402
+from workbench.adapter_files.opening import NamedModel, published  # noqa: E402
 
 GIB = 2**30
 RANK, EXTRACTED, RESIZED, CONVERSIONS = 16, 16, 8, 5

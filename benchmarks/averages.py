@@ -32,7 +32,7 @@ from trainer import config as configs  # noqa: E402
 from trainer.base.progress import Phases  # noqa: E402
 from trainer.base.run_layout import Layout  # noqa: E402
 from trainer.quantization import recognise  # noqa: E402
-from trainer.resume.adapter_file import models_at, open_adapter  # noqa: E402
+from workbench.adapter_files.opening import models_at, open_adapter  # noqa: E402
 from workbench.adapters.average import Averaged, average  # noqa: E402
 from workbench.adapters.base_weights import BaseWeights  # noqa: E402
 from workbench.adapters.measured import HeldOutLosses, plan_losses  # noqa: E402

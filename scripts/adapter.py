@@ -51,7 +51,7 @@ def export(chosen: argparse.Namespace) -> None:
     from trainer.base.files import FileGroup
     from trainer.base.run_layout import AVERAGE
     from trainer.base.tensorfile import TensorFile
-    from trainer.resume.adapter_file import open_checkpoint
+    from workbench.adapter_files.opening import open_checkpoint
 
     opened, made = open_checkpoint(chosen.checkpoint), {}
     averaged = opened.averaged()
@@ -109,7 +109,7 @@ def convert(chosen: argparse.Namespace) -> None:
 def merge(chosen: argparse.Namespace) -> None:
     """Write the model with adapters in its weights."""
     from trainer.base.progress import Phases
-    from trainer.resume.adapter_file import looks_like_an_adapter, open_adapter
+    from workbench.adapter_files.opening import looks_like_an_adapter, open_adapter
     from workbench.adapters.merge import Applied, merge
 
     if looks_like_an_adapter(strength_of(chosen.model)[0]):
@@ -153,7 +153,7 @@ def compare(chosen: argparse.Namespace) -> None:
     """Say how far apart two adapters are."""
     from trainer.adapters.peft_config import is_peft_folder
     from trainer.base.files import hash_file
-    from trainer.resume.adapter_file import open_checkpoint
+    from workbench.adapter_files.opening import open_checkpoint
     from workbench.adapters.base_weights import BaseWeights
     from workbench.adapters.compare import compare
 
@@ -230,7 +230,7 @@ def average(chosen: argparse.Namespace) -> None:
 def to_average(path: Path, share: float, base: str | None, family: str | None):
     """A file or a checkpoint that goes into a mean."""
     from trainer.adapters.peft_config import is_peft_folder
-    from trainer.resume.adapter_file import open_checkpoint
+    from workbench.adapter_files.opening import open_checkpoint
     from workbench.adapters.average import Averaged, base_of
 
     if path.is_dir() and not is_peft_folder(path):
@@ -314,7 +314,7 @@ def base_of_run(path: Path) -> str | None:
 
 
 def opened_at(path: Path, models, family: str | None):
-    from trainer.resume.adapter_file import open_adapter
+    from workbench.adapter_files.opening import open_adapter
 
     return open_adapter(path, models, family=family)
 
@@ -322,7 +322,7 @@ def opened_at(path: Path, models, family: str | None):
 def models_of(path: str):
     """The model there, as every family that it may be of."""
     from trainer.quantization import recognise
-    from trainer.resume.adapter_file import models_at
+    from workbench.adapter_files.opening import models_at
 
     return models_at(path, recognise)
 

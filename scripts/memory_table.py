@@ -36,11 +36,11 @@ from trainer import config as configs
 from trainer import kernels
 from trainer.config import has_graphs
 from trainer.models import FAMILIES
-from trainer.plan.remedies import REMEDIES
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from workbench.planning.describe import band
 from workbench.planning.dry_run import without_values
 from workbench.planning.estimate import SHARE, STEP, Forecast, Forecaster, forecast
+from workbench.planning.remedies import REMEDIES
 from workbench.planning.step_time import Range, on_card
 from workbench.planning.suggestions import with_keys
 

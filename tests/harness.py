@@ -16,6 +16,8 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer import config as configs
 from trainer.base import files
 from trainer.base.signals import Signals
@@ -110,6 +112,20 @@ def take_step(run: runs.Run, step: int, update: Sequence[MicroBatch]) -> StepRes
     """One update of a built run, without the loop's log and checkpoints."""
     occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
     return run.step.run(step, [run.reader[micro_batch] for micro_batch in update], occurrences)
+
+
+def assert_merged_alike(layer: Any) -> None:
+    """An adapted layer computes what its merged weight does, and something else than its base."""
+    shape = layer.get_base_layer().weight_shape
+    x = torch.randn(2, 5, shape[1]) if len(shape) == 2 else torch.randn(2, shape[1], 8, 8)
+    with torch.no_grad():
+        computed = layer(x)
+        layer.merge()
+        merged = layer(x)
+        layer.unmerge()
+        base = layer.get_base_layer()(x)
+    moved = (merged - base).norm()
+    assert moved > 0 and (computed - merged).norm() <= 1e-3 * moved
 
 
 def command_line(*arguments: str, timeout: float = 120, **kwargs: Any) -> subprocess.CompletedProcess:

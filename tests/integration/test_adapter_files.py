@@ -24,8 +24,9 @@ from trainer.base.files import hash_file
 from trainer.base.tensorfile import Recipe, TensorFile, write_tensors
 from trainer.monitoring import measurements, weight_change
 from trainer.plan.run_plan import make_plan, open_source, resolve
-from trainer.resume.adapter_file import models_at, open_adapter, published
 from trainer.resume.initial_adapter import Start, open_start
+from workbench.adapter_files.opening import models_at, open_adapter, published
+from workbench.adapter_files.start import read_start
 from workbench.commands import main as cli
 
 pytestmark = pytest.mark.tool("adapters")
@@ -445,7 +446,8 @@ def test_whatever_reads_a_file_without_an_alpha_says_so(bench: Workbench, capsys
 def started(config) -> Start:
     """What a start with it takes from adapter.init_from, before a weight is read."""
     source = open_source(config)
-    return open_start(make_plan(resolve(config, source), source, processes=1))
+    plan = make_plan(resolve(config, source), source, processes=1)
+    return open_start(config.adapter.init_from, lambda: read_start(plan))
 
 
 def refusal(config) -> str:

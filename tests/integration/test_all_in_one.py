@@ -25,11 +25,11 @@ from trainer.models.config_files import PUBLISHED
 from trainer.models.loading import load_tokenizers
 from trainer.models.names import join_parts
 from trainer.models.opening import open_model
-from trainer.plan.model_account import model_account
 from trainer.plan.run_plan import open_source, resolve
 from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS
 from workbench.commands import main as cli
+from workbench.summary.model import model_account
 
 FLUX = FAMILIES["flux"]
 PREFIXES = {

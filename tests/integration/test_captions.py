@@ -17,9 +17,9 @@ from trainer.base.tensorfile import TensorFile
 from trainer.data.cache.fill import text_key
 from trainer.data.cache.texts import TOGETHER
 from trainer.engine import encoding
-from trainer.plan.describe import describe
 from workbench.commands import main as cli
 from workbench.commands.launch import train
+from workbench.summary.plan import describe
 
 EVERY_KEY = {
     "caption_dropout": 0.2, "caption_lines": True, "wildcards": True, "separator": ",", "keep": 1, "tag_dropout": 0.3,

@@ -19,7 +19,6 @@ from PIL import Image
 from scripts import make_model
 from tests.harness import Workbench, built, metrics_of
 from trainer import config as configs
-from trainer.artifacts.sampling import by_request
 from trainer.base.run_layout import Layout
 from trainer.engine.step import draw_time_and_noise
 from trainer.kernels import dora_torch
@@ -29,6 +28,7 @@ from workbench.compare.page import compare
 from workbench.pages import model_card
 from workbench.planning.estimate import STEP, Forecast, forecast
 from workbench.planning.suggestions import ladder, lowered
+from workbench.summary.outcome import by_request
 from workbench.watch.server import Runs
 
 NAMES = ("a", "b", "c", "d")

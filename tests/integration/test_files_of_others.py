@@ -34,7 +34,7 @@ from trainer.models.config_files import published_config, shards
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.models.tokenizers import load_tokenizer
-from trainer.resume.adapter_file import open_adapter
+from workbench.adapter_files.opening import open_adapter
 from workbench.importing.writing import drafted
 
 ODD: tuple[Any, ...] = (

@@ -22,7 +22,7 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.weights import original_shape
 from trainer.quantization import recognise
-from trainer.resume.adapter_file import NamedModel, open_adapter
+from workbench.adapter_files.opening import NamedModel, open_adapter
 from workbench.adapters import push
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli

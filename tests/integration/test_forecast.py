@@ -37,7 +37,7 @@ from trainer.base.tensorfile import TensorFile
 from trainer.engine.components import Components
 from trainer.kernels import dora_torch, scratch
 from trainer.models.base import SampleRequest
-from trainer.plan.remedies import in_words
+from trainer.plan.changes import in_words
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
 from trainer.run import loop as loops

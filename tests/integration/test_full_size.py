@@ -24,8 +24,8 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import Recipe, TensorFile
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
-from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from workbench.summary.plan import describe
 
 PADDING = "spiece_model"  # of the names that a Flux file may have beside the weights, the first in the file
 GIGABYTE = 10**9

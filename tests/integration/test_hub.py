@@ -21,9 +21,9 @@ from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import Phases, Record
 from trainer.base.tensorfile import TensorFile
 from trainer.models import FAMILIES, hub
-from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from workbench.commands import main as cli
+from workbench.summary.plan import describe
 
 ID = "someone/sdxl"
 UNET, FP16 = "unet/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.fp16.safetensors"

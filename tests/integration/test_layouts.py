@@ -12,11 +12,11 @@ from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.data.identity import fingerprint
-from trainer.plan.describe import describe
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.pins import refuse_changes
 from workbench.commands.main import main
+from workbench.summary.plan import describe
 
 
 def planned(bench: Workbench, **overrides) -> RunPlan:

@@ -14,13 +14,13 @@ import torch
 
 from scripts import adapter as script
 from scripts import make_model, replay, sample
-from tests.harness import Workbench, built, take_step
+from tests.harness import Workbench, assert_merged_alike, built, take_step
 from tests.unit.adapters.test_lokr import read_by_comfyui
 from trainer import config as configs
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
 from trainer.quantization import recognise
-from trainer.resume.adapter_file import open_adapter, open_checkpoint
+from workbench.adapter_files.opening import open_adapter, open_checkpoint
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
 
@@ -93,16 +93,7 @@ def test_its_layers_compute_what_their_merged_weights_do(bench: Workbench, famil
         for step in (1, 2):
             take_step(training, step, next(updates))
             for layer in training.state.adapter.layers.values():
-                shape = layer.get_base_layer().weight_shape
-                x = torch.randn(2, 5, shape[1]) if len(shape) == 2 else torch.randn(2, shape[1], 8, 8)
-                with torch.no_grad():
-                    computed = layer(x)
-                    layer.merge()
-                    merged = layer(x)
-                    layer.unmerge()
-                    base = layer.get_base_layer()(x)
-                moved = (merged - base).norm()
-                assert moved > 0 and (computed - merged).norm() <= 1e-3 * moved
+                assert_merged_alike(layer)
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from tests.integration import test_processes as processes
 from tests.integration.test_errors import refused
 from tests.proofs.forks import Server
 from trainer.config import Config, parse
-from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from workbench.commands.launch import train as train_one
+from workbench.summary.plan import describe
 
 COMMON = {"loss": "huber", "huber_c": 0.2, "t_range": [0.1, 0.95], "stratified": True, "input_perturbation": 0.1}
 EVERYTHING = {

@@ -19,7 +19,7 @@ from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint.state import Saved
 from trainer.optim import OPTIMIZERS
 from trainer.optim.libraries import Finds
-from trainer.resume.adapter_file import open_checkpoint
+from workbench.adapter_files.opening import open_checkpoint
 from workbench.commands import launch
 
 LENGTH = 4

@@ -62,7 +62,7 @@ def test_the_core_trains_saves_resumes_and_exports_alone(bench: Workbench) -> No
     path.write_text(configs.dumps(configs.parse(tree)).replace("tensorboard = false\n", ""))
     done = run("-c", ALONE, str(path), folder=bench.tmp)
     assert done.returncode == 0, done.stderr
-    assert "no report, verdict, model card, TensorBoard files" in done.stdout
+    assert "no advice on memory, report, verdict, model card, summary, TensorBoard files" in done.stdout
     assert launch.train(configs.parse(tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "all")}}), resume_from=None)
     for file in ("adapter.safetensors", "optimizer.safetensors"):
         alone, everything = (bench.tmp / folder / "checkpoints" / "step-00000003" / file for folder in ("alone", "all"))

@@ -33,15 +33,15 @@ from trainer.checkpoint import state, store
 from trainer.data.batches import loader
 from trainer.data.cache import entries
 from trainer.engine.components import Components
-from trainer.engine.policies import what_would_fit
 from trainer.engine.step import Losses, Step, StepResult
-from trainer.plan.describe import describe
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.run import run as runs
 from trainer.run.checkpointing import Saves
 from trainer.runtime.jobs import Job, Position
 from workbench.commands import launch
 from workbench.commands import main as cli
+from workbench.planning.remedies import what_would_fit
+from workbench.summary.plan import describe
 
 LENGTH = 6  # two updates an epoch
 TARGETS = ["up_blocks.1.attentions.*attn1.to_q"]  # late layers: what is before them needs no backward pass

@@ -12,8 +12,9 @@ from PIL import Image
 from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
 from trainer.base.errors import UserError
-from trainer.plan.describe import describe
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
+from workbench.summary.data import data_account
+from workbench.summary.plan import describe
 
 
 def planned(bench: Workbench, **overrides) -> RunPlan:
@@ -43,15 +44,16 @@ def test_what_is_cropped_and_what_is_stretched_is_told(bench: Workbench, tmp_pat
     for name, size in {"a": (300, 100), "b": (400, 100), "c": (200, 100), "d": (150, 100)}.items():
         Image.effect_noise(size, 50).convert("RGB").save(tmp_path / f"{name}.png")
     told = partial(planned, bench, data__sources=[{"path": str(tmp_path)}], data__bucket_step=16)
-    plain = "\n".join(told().data.account.lines())
+    plain = "\n".join(data_account(told().data).lines())
     assert f"1 photo: its shape is beyond data.max_aspect = 2, to which it is cropped ({tmp_path}/a.png)" in plain
     assert f"1 photo: the crop keeps less than half of it ({tmp_path}/b.png: 42%)" in plain
     longer = told(data__max_aspect=4.0)
-    assert "max_aspect" not in "".join(longer.data.account.lines())
+    assert "max_aspect" not in "".join(data_account(longer.data).lines())
     assert {e.sample: e.bucket for e in longer.data.examples}["0/b.png"] == (128, 32)
     whole = told(data__max_aspect=4.0, data__crop="none").data
     assert [example.bucket for example in whole.examples] == [example.bucket for example in longer.data.examples]
-    assert "nothing is cut (data.crop = 'none'); aspect ratios change by up to 33.3%" in "\n".join(whole.account.lines())
+    lines = "\n".join(data_account(whole).lines())
+    assert "nothing is cut (data.crop = 'none'); aspect ratios change by up to 33.3%" in lines
     for other in ({"data__crop_jitter": 0.1}, {"data__short_batches": "merge", "data__batch_size": 2}):
         with pytest.raises(UserError, match=next(iter(other)).replace("__", ".") + ".*data.crop = 'none'"):
             told(data__max_aspect=4.0, data__crop="none", **other)

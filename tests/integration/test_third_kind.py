@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts import adapter as script
-from tests.harness import Workbench, built, metrics_of, take_step
+from tests.harness import Workbench, assert_merged_alike, built, metrics_of, take_step
 from trainer import config as configs
 from trainer.adapters import kinds
 from trainer.adapters.kinds import A, AdapterKind, B, LayerState, low_rank
@@ -18,7 +18,7 @@ from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
 from trainer.plan.requirements import check_kind
-from trainer.resume.adapter_file import open_checkpoint
+from workbench.adapter_files.opening import open_checkpoint
 from workbench.commands import main as cli
 
 SCALE = "lora_scale"
@@ -104,15 +104,7 @@ def test_its_layers_compute_what_their_merged_weights_do(bench: Workbench, kind:
         updates = training.updates()
         for step in (1, 2):
             take_step(training, step, next(updates))
-            x = torch.randn(2, layer.get_base_layer().weight_shape[1], 8, 8)
-            with torch.no_grad():
-                computed = layer(x)
-                layer.merge()
-                merged = layer(x)
-                layer.unmerge()
-                base = layer.get_base_layer()(x)
-            moved = (merged - base).norm()
-            assert moved > 0 and (computed - merged).norm() <= 1e-3 * moved
+            assert_merged_alike(layer)
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ tensors of all others without a word. Which layers these are says the model fami
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from trainer.adapters.keys import some
 from trainer.adapters.portable import Factors, Portable
+from trainer.base.console import some
 
 ENTRY = "not_in_sd_scripts"  # of the header, of a LoRA that has such layers
 

@@ -1,22 +1,8 @@
-"""One adapter of a fused module (Flux's qkv, linear1) as the adapters of its layers. Exact in every case.
-
-The module's rows are its layers' rows, one layer after another. Two forms are told apart by the zeros of B [sum N, R]:
-
-    block-diagonal   each column of B belongs to the rows of one layer: that layer gets these columns, and these rows of A.
-                     So this program and other converters put separate adapters into one; the ranks add up.
-    shared           any other B: each layer gets its rows of B, and all of A. Rank R each; so a fused layer is trained.
-
-Layers of block-diagonal ones may have different ranks, and none at all where only some had an adapter. A column of zeros
-belongs to no rows: with as many columns for each layer as it would take to be even, they go there; else to the layer before.
-"""
+"""Modules that hold several layers in the original layout (Flux's qkv, linear1): their rows are their layers' rows, one
+layer after another."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 
-import torch
-
-from trainer.adapters.portable import Factors, derived
 from trainer.base.types import Link
 
 
@@ -41,69 +27,3 @@ def fused_with(adapted: Mapping[str, object], fused: Mapping[str, Sequence[Link]
             absent = [name for name in parts if name not in adapted]
             names += absent if len(absent) < len(parts) else []
     return names
-
-
-def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple[list[Factors | None], str]:
-    """(the adapter of each layer, None where it has none; which form it was: "block-diagonal", "shared" or "").
-
-    rows: of each layer. swap: the two halves of the module's rows are the layer's in the other order.
-    Reads B. A magnitude of the output axis is split by rows; of the input axis each layer gets it whole.
-    """
-    if swap:
-        swapped = derived(factors.b, factors.b.shape, _swapped)
-        factors = replace(factors, b=swapped, magnitude=_swapped_m(factors), matrices={})
-    if len(rows) == 1:
-        return [factors], ""
-    owners = _owners(factors.b.make(), rows)
-    parts: list[Factors | None] = []
-    for index, (start, count) in enumerate(zip(_starts(rows), rows, strict=True)):
-        columns = None if owners is None else [column for column, owner in enumerate(owners) if owner == index]
-        parts.append(None if columns == [] else _part(factors, start, count, columns))
-    return parts, "shared" if owners is None else "block-diagonal"
-
-
-def _starts(rows: Sequence[int]) -> list[int]:
-    return [0, *accumulate(rows)][:-1]
-
-
-def _part(factors: Factors, start: int, count: int, columns: list[int] | None) -> Factors:
-    """columns: the layer's, which follow one another; None: all."""
-    a, b, m = factors.a, factors.b, factors.magnitude
-    if m is not None and factors.axis == "output":
-        m = derived(m, (count,), lambda t: t[start : start + count])
-    first, last = (0, factors.rank) if columns is None else (columns[0], columns[-1] + 1)
-    rank = last - first
-    b = derived(b, (count, rank, *b.shape[2:]), lambda t: t[start : start + count, first:last].contiguous())
-    # The very same recipe where all have one A, which tells a writer that they can be one again.
-    a = a if rank == factors.rank else derived(a, (rank, *a.shape[1:]), lambda t: t[first:last])
-    # The scale stays. Of a power of two, alpha * rank / R / rank has no rounding; of others it may have one.
-    scaling = factors.scaling
-    return replace(factors, a=a, b=b, magnitude=m, alpha=scaling * rank, rslora=False, matrices={})
-
-
-def _owners(b: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
-    """Of each column of B, the index of the layer whose rows it is in; None where B is not block-diagonal."""
-    rank, flat = b.shape[1], b.flatten(1)
-    held = [(part != 0).any(0) if part.dtype.itemsize > 1 else (part.float() != 0).any(0) for part in flat.split(list(rows))]
-    inside = torch.stack(held)  # [layers, R]
-    counts = inside.sum(0)
-    if bool((counts > 1).any()):
-        return None
-    owners = [int(inside[:, column].to(torch.uint8).argmax()) if counts[column] else -1 for column in range(rank)]
-    if -1 in owners and rank % len(rows) == 0:
-        even = [column * len(rows) // rank for column in range(rank)]
-        if all(owner in (-1, wanted) for owner, wanted in zip(owners, even, strict=True)):
-            return even
-    for column in range(rank):  # a column of zeros goes with the one before, the first ones with the one behind
-        if owners[column] == -1:
-            owners[column] = owners[column - 1] if column else next((owner for owner in owners if owner >= 0), 0)
-    return owners if owners == sorted(owners) else None
-
-
-def _swapped(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat(tensor.chunk(2)[::-1])
-
-
-def _swapped_m(factors: Factors):
-    m = factors.magnitude
-    return m if m is None or factors.axis == "input" else derived(m, m.shape, _swapped)

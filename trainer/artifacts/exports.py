@@ -1,22 +1,16 @@
-"""What a run leaves for people: samples, adapter files, the "did it take?" table and the report."""
+"""What a run leaves for people: samples, adapter files and the report."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from trainer import quantization
 from trainer.adapters import export, sd_scripts
 from trainer.adapters.kinds import kind_named
 from trainer.adapters.portable import of_adapter
 from trainer.artifacts import sampling
 from trainer.artifacts.ports import Page
 from trainer.artifacts.provenance import Origin
-from trainer.base.console import width
 from trainer.base.errors import NotTrained
 from trainer.base.files import FileGroup, Write, write_atomic
 from trainer.base.memory import give_back
@@ -28,7 +22,6 @@ from trainer.ema import described
 from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.engine.encoding import prompt_conditioning
-from trainer.monitoring import weight_change
 from trainer.plan.run_plan import RunPlan
 from trainer.runtime.context import RunContext
 from trainer.runtime.jobs import Position
@@ -209,11 +202,11 @@ class Artifacts:
             say(f"note: {sentence}")
 
     def finish(self) -> None:
-        """Leave what a whole training leaves: the adapter files, the "did it take?" table and the report.
+        """Leave what a whole training leaves: the adapter files, what it changed and the report.
 
         Raises NotTrained, after all else is done, for an adapter that no update has reached.
         """
-        say, phases, page = self.context.processes.say, self.context.phases, self.page
+        say, page = self.context.processes.say, self.page
         if not self.context.processes.is_main:
             return
         written, nothing = {}, None
@@ -221,74 +214,12 @@ class Artifacts:
             written = self.export_newest()
         except NotTrained as error:
             nothing = error
-        with self.state.evaluating():
-            moved = weight_change.weight_change(self.state.adapter, self.origin.start.weights, phases)
-        largest = {block: change.largest for block, change in moved.items()}
-        verdict, sentence, bad = ("", "", False) if page is None else page.verdict(largest)
-        sections = {
-            "Did it take?": weight_change.change_table(moved, drifts=self.state.adapter.kind.magnitudes),
-            "Effect": {"columns": ["what", "value"], "rows": self._effects(written)},
-        }
-        if verdict:
-            sections["Did it take?"]["notes"] = [f"{'Warning' if bad else verdict.capitalize()}: {sentence}."]
-            sections["Effect"]["rows"].insert(0, ["verdict", verdict])
-        if self.state.progress.changes:
-            changes = [
-                [change["step"], "-" if change["epoch"] is None else change["epoch"] + 1, line]
-                for change in self.state.progress.changes
-                for line in change["what"]
-            ]
-            sections["Changed in mid-run"] = {"columns": ["after step", "new epoch", "what"], "rows": changes}
-        if self.components.storage:
-            sections["Frozen weights"] = {
-                "columns": ["component", *quantization.REPORT_COLUMNS],
-                "rows": [[component, *stored.row()] for component, stored in self.components.storage.items()],
-            }
-        if verdict:  # before what may fail: a full disk, say
-            say(f"warning: {sentence}" if bad else f"verdict: {verdict}: {sentence}")
+        if page is not None:
+            page.judge(self.state, written)  # before what may fail: a full disk, say
         self._say_where(written)
         if (samples := self.context.layout.samples_of(self.state.progress.step)).exists():
             say(f"samples: {samples}", whole=True)
         if page is not None:
-            if picture := page.before_after(self._compared(), self.state.progress.step):
-                say(f"before and after: {picture}", whole=True)
-            with phases("writing the report") as phase:
-                report = page.finished(sections, largest, phase.check)
-            say(f"report: {report}", whole=True)
-        say(weight_change.render(sections, width(sys.stdout)))
+            page.end()
         if nothing is not None:
             raise nothing
-
-    def _compared(self) -> list[tuple[Path, Path, Path | None]]:
-        layout = self.context.layout
-        return sampling.compared(layout.samples_of(0), layout.samples_of(self.state.progress.step), layout.truths)
-
-    def _effects(self, written: Mapping[str, Path]) -> list[list[Any]]:
-        """What changed besides the weights. written: as `export` gives it."""
-        step, rows = self.state.progress.step, []
-        for before, after, _ in self._compared():
-            moved = sampling.image_distance(before, after)
-            rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{moved:.3%}"])
-        for ending, used in self.state.weights_for_use().items():
-            of_average = ", average" if ending else ""
-            file = written.get(f"diffusers{of_average}")
-            if file is None:
-                continue
-            with self.context.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
-                whole = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
-                layers = whole.rounded(dtype := COMPUTE_DTYPES[self.plan.config.export.dtype])
-                if dtype != torch.float32:
-                    loss, name = whole.distance(layers)
-                    what = f"export.dtype = {self.plan.config.export.dtype!r} takes of a layer's change{of_average}, at most"
-                    rows.append([what, f"{loss:.3%} ({name})"])
-                layers, _ = layers.parted(self.plan.model.family.adapters.peft)
-                live = {name: tensor.make() for name, tensor in export.diffusers_tensors(layers).items()}
-                read = weight_change.read_back(file, live, phase.advance)
-            magnitudes = " (magnitudes: as made for the file's base)" if self.state.adapter.kind.magnitudes else ""
-            rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])
-        if self.origin.start.path:
-            rows.append(["changes are measured from the weights of adapter.init_from", self.origin.start.name])
-        if self.state.progress.non_finite:
-            skipped = f"{self.state.progress.non_finite} of {step}"
-            rows.append(["updates skipped because a value was not finite (see metrics.jsonl)", skipped])
-        return rows

@@ -6,13 +6,15 @@ What a config asks of a part that is not there is refused by its key. A module m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.adapters.export import About
+from trainer.adapters.portable import Portable
+from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.files import FileGroup
 from trainer.base.protocols import Kernels
@@ -20,6 +22,7 @@ from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
 from trainer.checkpoint.state import Progress
 from trainer.config import Config, flatten, tree
+from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.monitoring.metrics import Tracker
 from trainer.plan.run_plan import RunPlan
@@ -37,18 +40,15 @@ class Page(AbstractContextManager[Any], Protocol):
     def stopped(self, check: Callable[[], None]) -> Path:
         """Write the page of a run that stopped before its end; returns its place. check: may raise, now and then."""
 
-    def finished(self, outcome: Mapping[str, Any], blocks: Mapping[str, float], check: Callable[[], None]) -> Path:
-        """Write the page of a whole run; returns its place. outcome: tables by title. blocks: each one's change."""
+    def judge(self, state: TrainState, written: Mapping[str, Path]) -> None:
+        """Measure what a whole run changed, and say what became of it. written: the adapter files, by format."""
 
-    def verdict(self, blocks: Mapping[str, float]) -> tuple[str, str, bool]:
-        """(a word, a sentence, whether it is a warning): what became of the training. blocks: each one's change."""
-        ...
+    def end(self) -> None:
+        """Write the page of a whole run that was judged, and say where it is, and what was changed."""
 
     def write_card(self, about: About, written: Mapping[str, Path], files: FileGroup) -> str:
         """Write the model card beside the adapter files; returns what is to be said about it, or "". written: by format."""
-
-    def before_after(self, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
-        """Write a picture of samples before and after the training; returns its place, None where there are none."""
+        ...
 
 
 class Pages(Protocol):
@@ -66,8 +66,17 @@ class Pages(Protocol):
         ...
 
 
+class StartReader(Protocol):
+    """Reads what a run starts from: adapter files of all kinds, and checkpoints."""
+
+    def read_start(self, plan: RunPlan) -> tuple[Portable, Account]:
+        """(the adapter that adapter.init_from names, what was assumed of it). Reads headers and scales. Raises UserError for
+        what does not fit the plan."""
+        ...
+
+
 class Planning(Protocol):
-    """Chooses keys by the memory and the time there are."""
+    """Chooses keys by the memory and the time there are, and tells what takes less."""
 
     def fitted(
         self, plan: RunPlan, kernels: Kernels, memory: int,
@@ -78,6 +87,18 @@ class Planning(Protocol):
 
     def compiling(self, plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
         """The plan with what `step.compile` chooses, alike in all processes."""
+        ...
+
+    def what_would_fit(self, plan: RunPlan, *, on_cpu: bool) -> str:
+        """What lowers a step's need of memory, in words, for a run whose step ran out of it."""
+        ...
+
+
+class Summary(Protocol):
+    """Tells people of a plan."""
+
+    def described(self, plan: RunPlan) -> str:
+        """What a run says at its start: what it will do, and what of it looks unintended."""
         ...
 
 
@@ -130,8 +151,10 @@ class Attached:
 class Ports:
     """The parts that a run is given; None: it has none of that kind."""
 
+    adapter_files: StartReader | None = None
     planning: Planning | None = None
     pages: Pages | None = None
+    summary: Summary | None = None
     trackers: Trackers | None = None
     mirror: Mirrors | None = None
 
@@ -139,12 +162,14 @@ class Ports:
 # By part the keys that it alone reads, and whether a config asks for something there. TensorBoard's files are a default: a
 # run without trackers says that there are none.
 ASKED: dict[str, dict[str, Callable[[Config], bool]]] = {
+    "adapter_files": {"adapter.init_from": lambda config: config.adapter.init_from is not None},
     "planning": {
         "memory.fit": lambda config: config.memory.fit is not None,
         "memory.resident_blocks": lambda config: (config.memory.offload, config.memory.resident_blocks) == ("blocks", "auto"),
         "step.compile": lambda config: config.step.compile == "auto",
     },
     "pages": {"export.base_model": lambda config: bool(config.export.base_model)},
+    "summary": {},
     "trackers": {
         "logging.tensorboard": lambda config: config.logging.tensorboard and _is_written(config, "logging.tensorboard"),
         "logging.wandb": lambda config: config.logging.wandb,
@@ -170,5 +195,8 @@ def refuse_unserved(config: Config, ports: Ports) -> str:
                     f"{key} = {flat.get(key)!r} is read by {part!r}, a part that this run was opened without; give it "
                     f"(ports=...), or leave the key out"
                 )
-    lost = {"pages": "report, verdict, model card", "trackers": "TensorBoard files"}
+    lost = {
+        "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",
+        "trackers": "TensorBoard files",
+    }  # fmt: skip
     return ", ".join(lost[part] for part in missing if part in lost)

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.base.files import appearing, write_atomic
-from trainer.base.pictures import is_sound, pngs
-from trainer.base.run_layout import plain_request
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,37 +86,3 @@ def _keep(request: Any, picture: Image, folder: Path, ending: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(json.dumps(_asked(request), sort_keys=True).encode()).hexdigest()[:16]
     write_atomic(folder / f"{name}{ending}.png", [_png(picture, request)])
-
-
-def by_request(folder: Path) -> dict[str, Path]:
-    """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order. Damaged ones are none."""
-    from PIL import Image
-
-    files = {}
-    for path in filter(is_sound, pngs(folder)):
-        with Image.open(path) as image:
-            if "request" in image.info:
-                files[image.info["request"]] = path
-    return files
-
-
-def compared(before: Path, after: Path, truths: Path) -> list[tuple[Path, Path, Path | None]]:
-    """The files in the three folders of every sample that was asked for in the same words, size, seed and all else.
-
-    One of an average has the same before and truth as that of the weights themselves.
-    """
-    first, known = by_request(before), by_request(truths)
-    drawn = [(plain_request(asked), path) for asked, path in by_request(after).items()]
-    return [(first[asked], path, known.get(asked)) for asked, path in drawn if asked in first]
-
-
-def image_distance(before: Path, after: Path) -> float:
-    """How far the adapter moved an image: the relative L2 distance of the pixels in [0, 1]."""
-    from PIL import Image
-
-    def pixels(path: Path) -> torch.Tensor:
-        image = Image.open(path).convert("RGB")
-        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).float() / 255
-
-    a, b = pixels(before), pixels(after)
-    return float((b - a).norm() / a.norm().clamp_min(1e-12))

@@ -27,6 +27,7 @@ REST = "\x1b[K"  # deletes from the cursor to the end of the line
 NUMBER = re.compile(r"(?<![^\s(])([\d.,]{1,8}) ([KMGT]iB|[GT]FLOP|ms|s|min|h|%)(?!\w)")  # and its unit: one word of a line
 LEVEL = re.compile(r"(?:(warning|error|critical): )?(.*)", re.DOTALL)  # and what is said
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING")  # in names of the environment
+NAMED = 6  # names that a refusal lists
 PIPE_SECONDS = 0.1  # that a program at the other end of a pipe (tee) has to write to the same terminal
 
 
@@ -166,6 +167,11 @@ def shortlist(names: Sequence[str], most: int) -> str:
     """The first `most` of the names in one line, printable, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(printable, names[:most])) + more
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of them in quotes, for a refusal, and how many more there are."""
+    return shortlist([repr(name[:200]) for name in names], NAMED)
 
 
 def _plain(character: str) -> bool:

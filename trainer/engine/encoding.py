@@ -37,7 +37,7 @@ class Encodings:
     @staticmethod
     def of(plan: RunPlan, latents: str, texts: str | None) -> Encodings:
         """The encodings of a run. latents, texts: fingerprints of the encoders; None where captions are encoded live."""
-        seed = plan.config.run.seed
+        seed = plan.data.seed
         return Encodings(
             fill.latents_wanted(plan.data.encoded, seed=seed, fingerprint=latents),
             fill.masks_wanted(plan.data.examples, seed=seed, side=plan.model.family.images.latent_side),
@@ -89,11 +89,11 @@ def encode(
         processes.say(f"cache: {counts[0]} latents{masks} and {counts[1]} texts encoded, the rest was there")
         components.let_go(() if plan.data.requests else (family.vae,))
     if isinstance(cache, Cache) and cache.limit is not None:
-        _keep_limit(components.processes, cache, plan.config.data.cache_limit)
+        _keep_limit(components.processes, cache, plan.data.table.cache_limit)
     return Reader(
         examples={example.sample: example for example in plan.data.examples},
         cache=cache,
-        seed=plan.config.run.seed,
+        seed=plan.data.seed,
         latent_side=family.images.latent_side,
         latent_fingerprint=latents,
         text_fingerprint=texts,
@@ -165,7 +165,7 @@ def captions_at_once(plan: RunPlan) -> int:
     # T5 in fp16 clamps all captions of a batch once one of them overflows; captions of fewer chunks than others are repeated
     # beside them.
     half = precision.needs_scaling(plan.model.storage[name].compute for name in plan.model.family.text_encoders)
-    return 1 if plan.config.data.clip_chunks > 1 or half else TOGETHER
+    return 1 if plan.data.table.clip_chunks > 1 or half else TOGETHER
 
 
 def captions_of(plan: RunPlan) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run does about a value that is not finite, and about too little memory."""
+"""What a run does about a value that is not finite."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from typing import Literal
 
 from trainer.base.errors import NonFiniteError
 from trainer.checkpoint.state import Progress
-from trainer.plan.remedies import in_words, remedies
-from trainer.plan.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,3 @@ class NonFinite:
             )
         self.say(f"warning: {what}; the update is skipped ({done + 1} of at most {self.max_skipped})")
         self.progress.non_finite += 1
-
-
-def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
-    """What lowers a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
-    there = [(remedy, remedy.keeps(plan.config)) for remedy in remedies(on_cpu=on_cpu)]
-    left = [
-        in_words(keys).replace(" = ", "=").replace("'", "") for remedy, keeps in there if keeps for keys in remedy.left(plan)
-    ]
-    ways = [f"go on with --resume_from auto --set {change}" for change in left]
-    anew = [words for remedy, keeps in there if not keeps and (words := remedy.anew(plan))]
-    return "\nor ".join([*ways, f"start a new run (another run.output_dir) with {', '.join(anew)}"])

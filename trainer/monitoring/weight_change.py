@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch
 from trainer.adapters import Adapter
 from trainer.adapters.change import LayerChange, StartFactors, change
 from trainer.base.console import broken
-from trainer.base.files import Advance, unheard
 from trainer.base.progress import QUIET, Phases
-from trainer.base.tensorfile import TensorFile
 from trainer.kernels.dora_torch import TINY
 
 # Of the median layer's root mean square: a layer of smaller weights is measured against this share of it. Else a layer that
@@ -66,16 +63,6 @@ def weight_change(
     return changes
 
 
-def change_table(changes: Mapping[str, BlockChange], *, drifts: bool) -> dict[str, Any]:
-    """The section "Did it take?". drifts: whether the adapter has magnitudes."""
-    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["drift of a row's magnitude"] if drifts else [])
-    rows = [
-        [block, c.layers, f"{c.largest:.3%}", f"{c.median:.3%}"] + ([f"{c.drift:.3%}"] if drifts else [])
-        for block, c in changes.items()
-    ]
-    return {"columns": columns, "rows": rows}
-
-
 def block_of(layer: str) -> str:
     """The layer's name up to the first index that follows a container of blocks: 'unet.down_blocks.1'."""
     match = re.match(r"(.*?(?:blocks|layers|block)\.\d+|.*?mid_block)\.", layer)
@@ -86,20 +73,6 @@ def largest(numbers: Iterable[float]) -> float:
     """The largest of some numbers, NaN where one of them is that, for `max` would depend on their order; of none 0."""
     numbers = list(numbers)
     return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)
-
-
-def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = unheard) -> str:
-    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference.
-
-    advance: gets every number of bytes that was read; may raise.
-    """
-    file = TensorFile(path)
-    if file.entries.keys() != live.keys():
-        return f"keys differ: {sorted(file.entries.keys() ^ live.keys())[0]}"
-    for name, tensor in live.items():
-        if not torch.equal(file.read(name, advance), tensor.cpu()):
-            return f"{name} differs"
-    return "equal"
 
 
 def render(sections: Mapping[str, Mapping[str, Any]], columns: int) -> str:

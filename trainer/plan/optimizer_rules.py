@@ -1,9 +1,7 @@
-"""The keys of [optimizer] and [schedule] together: what is left to the library, what is refused, what is warned of."""
+"""The keys of [optimizer] and [schedule] together: what is left to the library, and what is refused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-import torch
 
 from trainer.base.errors import UserError
 from trainer.config import Config, OptimizerTable
@@ -21,11 +19,6 @@ def resolve(table: OptimizerTable) -> OptimizerTable:
             "options": {**entry.presets, **table.options},
         }
     )
-
-
-# In fewer steps an optimizer that finds its rate may not come to it: from Prodigy's default the pocket SDXL learned next to
-# nothing in 30 (docs/optimizers.md). This one is a guess.
-SHORT = 300
 
 
 @dataclass(frozen=True)
@@ -175,38 +168,3 @@ def _other_rates(config: Config) -> Iterator[str]:
     for index, rule in enumerate(config.adapter.rules):
         if rule.lr is not None and rule.lr != table.lr:
             yield f"adapter.rules[{index}].lr = {rule.lr:g}"
-
-
-def start_lines(config: Config, steps: int) -> list[str]:
-    """Sentences for the start of a run: rates and options beyond the usual, and warnings. config: the resolved one. steps:
-    in all."""
-    table = config.optimizer
-    rates = [f"{key} {rate:g}" for key in ("text_encoder_lr", "magnitude_lr") if (rate := getattr(table, key)) is not None]
-    rates += [f"lora_plus {table.lora_plus:g} (B's rate over A's)"] if table.lora_plus != 1 else []
-    options = [f"{key} = {value!r}" for key, value in table.options.items()]
-    return [
-        *(", ".join(each) for each in (rates, options) if each),
-        *(f"warning: {line}" for line in warnings(config, steps)),
-    ]
-
-
-def warnings(config: Config, steps: int) -> list[str]:
-    """Sentences about what works together, and badly. config: the resolved one."""
-    table, entry = config.optimizer, optimizer_named(config.optimizer.name)
-    lines, finds = [], entry.finds
-    if finds and not table.options.get(finds.guard):
-        low = "schedule.warmup" if config.schedule.warmup else ""
-        low = low or ("schedule.name = 'cosine_restarts'" if config.schedule.name == "cosine_restarts" else "")
-        if low:
-            lines.append(
-                f"{low} with optimizer.options.{finds.guard} = false: the estimate of {table.name} divides by the low "
-                "rates and grows too far; set it to true"
-            )
-    if finds and finds.start not in table.options and steps < SHORT:
-        lines.append(
-            f"a run of {steps} steps: {table.name} finds its rate from optimizer.options.{finds.start} on, whose default is "
-            "so low that it may hardly have grown by the end; raise it, for example to 1e-4"
-        )
-    if entry.paged and (config.run.device == "cpu" or not torch.cuda.is_available()):
-        lines.append(f"{table.name} pages its state only on CUDA; on a CPU it is {table.name.removeprefix('paged_')}")
-    return lines

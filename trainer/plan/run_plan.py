@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -12,7 +12,6 @@ from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
 from trainer.adapters.splitting import fused_modules
 from trainer.base import patterns
-from trainer.base.account import Account, Entry, Heading
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
@@ -20,7 +19,7 @@ from trainer.config import Config, DataTable, IntervalTable, with_values
 from trainer.data import buckets, held_out
 from trainer.data.batches import sampler, short_batches
 from trainer.data.examples import Example, examples
-from trainer.data.images import near_duplicates, views
+from trainer.data.images import near_duplicates
 from trainer.data.memo import Memo
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo, Scanned
@@ -43,9 +42,10 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """What is known of a run's data before anything of it is encoded. table: the resolved one."""
+    """What is known of a run's data before anything of it is encoded. table: the resolved one. seed: of its draws."""
 
     table: DataTable
+    seed: int
     scanned: Scanned
     photos: tuple[Photo, ...]  # that are trained on
     examples: tuple[Example, ...]  # these, at the sizes they are trained at
@@ -58,32 +58,6 @@ class DataPlan:
     def encoded(self) -> tuple[Example, ...]:
         """Every example whose latents and captions a run reads."""
         return (*self.examples, *(example for examples in self.measured.values() for example in examples))
-
-    @cached_property
-    def account(self) -> Account:
-        """What became of all files, of which photos the crop cuts most away, and how far the others are stretched."""
-        least, beyond, stretch = dict[str, float](), dict[str, None](), 0.0
-        for example in (*self.examples, *self.held_out):
-            photo, (width, height) = example.photo, example.bucket
-            share = buckets.share_kept(*photo.size, example.bucket, crop=views.plain(example).crop)
-            if share < 0.5:
-                least[str(photo.image)] = min(share, least.get(str(photo.image), share))
-            elif share < 1 and photo.aspect > self.table.max_aspect:
-                beyond[str(photo.image)] = None
-            change = photo.width * height / (photo.height * width)
-            stretch = max(stretch, change - 1, 1 / change - 1)
-        names = [f"{name}: {share:.0%}" for name, share in sorted(least.items(), key=lambda item: item[1])]
-        why, remedy = "the crop keeps less than half of it", "cut it into several photos, or raise data.max_aspect"
-        account = self.scanned.account + Account(
-            [Entry(Heading.WARNING, why, names, len(names), remedy, "photo")] * bool(names)
-        )
-        if beyond:
-            why = f"its shape is beyond data.max_aspect = {self.table.max_aspect:g}, to which it is cropped"
-            account.add(Heading.NOTE, why, list(beyond), noun="photo")
-        if self.table.crop == "none":
-            why = f"nothing is cut (data.crop = 'none'); aspect ratios change by up to {stretch:.1%}"
-            account.add(Heading.NOTE, f"{why}, and by less with a smaller data.bucket_step")
-        return account
 
     @property
     def resolution(self) -> int:
@@ -300,6 +274,7 @@ def plan_data(
     requests = requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images.size_multiple)
     planned = DataPlan(
         table=data,
+        seed=config.run.seed,
         scanned=scanned,
         photos=photos,
         examples=bucketed,

@@ -12,7 +12,6 @@ from trainer.base.errors import UserError
 from trainer.base.text import visible
 from trainer.config import ValidationTable
 from trainer.data import buckets
-from trainer.data.captions import prompts
 from trainer.data.examples import Example
 from trainer.data.images.decode import decode, load_rgb
 from trainer.data.sources import Photo
@@ -27,7 +26,7 @@ def requests_of(wanted: ValidationTable, trained: Sequence[Example], side: int, 
     size = wanted.resolution or side
     default = {"negative": "", "width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
     if isinstance(wanted.prompts, str):
-        requests = [_of_example(example, default) for example in prompts.of_captions(trained)]
+        requests = [_of_example(example, default) for example in of_captions(trained)]
     else:
         requests = [SampleRequest(**default | {"prompt": prompt}) for prompt in wanted.prompts]
     for index, sample in enumerate(wanted.samples):
@@ -36,6 +35,14 @@ def requests_of(wanted: ValidationTable, trained: Sequence[Example], side: int, 
         requests.append(SampleRequest(**default | given, images=references(sample.references, key)))
     check_sizes(requests, multiple)
     return tuple(replace(each, prompt=visible(each.prompt), negative=visible(each.negative)) for each in requests)
+
+
+def of_captions(examples: Sequence[Example]) -> list[Example]:
+    """Two examples whose captions are prompts: the first and one of the middle, fewer where there are no other captions, and
+    none of regularisation images."""
+    subjects = [e for e in examples if not e.photo.source.regularisation and e.captions[0]]
+    picks = [subjects[0], subjects[len(subjects) // 2]] if subjects else []
+    return picks[: len({e.captions[0] for e in picks})]
 
 
 def _of_example(example: Example, default: Mapping[str, Any]) -> SampleRequest:
@@ -73,7 +80,7 @@ def truths_of(
         return ()
     truths: list[Image.Image | None] = [None] * (len(requests) - len(wanted.samples))
     if isinstance(wanted.prompts, str):
-        truths = [_pixels(e.photo) if e.references else None for e in prompts.of_captions(trained)]
+        truths = [_pixels(e.photo) if e.references else None for e in of_captions(trained)]
     for index, sample in enumerate(wanted.samples):
         key = f"validation.samples[{index}].truth"
         truths.append(None if sample.truth is None else _picture(load_rgb, sample.truth, key))

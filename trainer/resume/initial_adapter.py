@@ -1,7 +1,8 @@
 """adapter.init_from: a run that starts from the weights of another adapter, with a fresh optimizer.
 
-The file or checkpoint is checked against the plan by its header. Its weights come in after the run's own first draw, so what
-it does not have (layers, ranks beyond its own) starts as in any run: A drawn, B zero.
+A part on top of the core (artifacts/ports.py) reads the file or checkpoint, and checks it against the plan by its header. Its
+weights come in after the run's own first draw, so what it does not have (layers, ranks beyond its own) starts as in any run:
+A drawn, B zero.
 
     LoRA      s B A is the file's: B is multiplied by the quotient of the scales, which is 1 where they agree
     DoRA      m gives the file's g (W + s B A) over this run's W, by what the file's magnitudes mean (norms.py, inverted)
@@ -10,29 +11,21 @@ it does not have (layers, ranks beyond its own) starts as in any run: A drawn, B
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.adapters import ADAPTER_NAME, Adapter
-from trainer.adapters.keys import some
-from trainer.adapters.kinds import KINDS, kind_named
 from trainer.adapters.norms import Norms, RowNorms, magnitude
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import Factors, Portable, is_finite, recipe
 from trainer.adapters.ranks import shrunk
-from trainer.base.account import Account, Heading
+from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file
 from trainer.checkpoint.pieces import Pieces
 from trainer.kernels.dora_torch import TINY
-from trainer.plan.run_plan import RunPlan
-from trainer.resume.adapter_file import NamedModel, open_adapter, open_checkpoint
-
-READ_BEFORE = "the model reads the encoder before these layers, so they change no picture, and nothing trains them"
-UNTRAINED = "their B is zero, so they change nothing, and this run does not adapt them"
 
 
 @dataclass
@@ -155,93 +148,14 @@ def _in_fp32(factors: Factors) -> Factors:
     return replace(factors, a=a, b=b)
 
 
-def open_start(plan: RunPlan, *, resumed: bool = False) -> Start:
-    """What adapter.init_from names, checked against the plan. Reads headers and scales. resumed: it is not read, and need not
-    be there. Raises UserError for what does not fit."""
-    path = plan.config.adapter.init_from
+def open_start(path: str | None, read: Callable[[], tuple[Portable, Account]], *, resumed: bool = False) -> Start:
+    """The start of a run. path: adapter.init_from. read: gives the adapter that lies there, checked against the plan, and
+    what was assumed of it. resumed: it is not read, and need not be there."""
     if path is None:
         return Start()
     place = Path(path)
-    peft = is_peft_folder(place)
-    held = place / (WEIGHTS if peft else "adapter.safetensors") if place.is_dir() else place
+    held = place / (WEIGHTS if is_peft_folder(place) else "adapter.safetensors") if place.is_dir() else place
     if resumed:
         return Start(path, hash_file(held) if held.is_file() else "")
-    key = f"adapter.init_from = {path!r}"
-    if not place.exists():
-        raise UserError(f"{key} does not exist; give an adapter file, a folder that PEFT saved, or a checkpoint's folder")
-    try:
-        if place.is_dir() and not peft:
-            portable, account = open_checkpoint(place).portable("magnitude"), Account()
-        else:
-            model = NamedModel(plan.model.family, plan.config.model.path, plan.model.source.config, plan.model.source)
-            opened = open_adapter(place, [model])
-            portable, account = opened.portable, opened.account
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from error
-    portable = with_effect(portable, plan, account)
-    check_fits(key, portable, plan)
+    portable, account = read()
     return Start(path, hash_file(held), portable, account=account)
-
-
-def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable:
-    """The adapter without layers that this run does not adapt and that change nothing: they are entered in the account. Reads
-    B of the layers that are not adapted."""
-    family, adapted = plan.model.family, {f"{target.component}.{target.name}" for target in plan.model.targets}
-    unread = {name: family.adapters.no_gradient(name, plan.model.source.config(name)) for name in family.text_encoders}
-    effective = {}
-    for name, factors in portable.layers.items():
-        component, _, layer = name.partition(".")
-        dead = any(fnmatchcase(layer, pattern) for pattern in unread.get(component, ()))
-        if name in adapted or not (dead or factors.magnitude is None and not factors.b.make().any()):
-            effective[name] = factors
-        else:
-            account.add(Heading.LEFT_OUT, READ_BEFORE if dead else UNTRAINED, [name], noun="layer")
-    return portable.with_layers(effective)
-
-
-def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
-    """Raises UserError where an adapter cannot be put into a run's. key: how the message names it."""
-    kind, resize = kind_named(plan.config.adapter.type, vars(plan.config.adapter)), plan.config.adapter.init_resize
-    targets = {f"{target.component}.{target.name}": target for target in plan.model.targets}
-    if beyond := [name for name in portable.layers if name not in targets]:
-        lost = f"layers that this run does not adapt, and they would be lost: {some(beyond)}"
-        raise UserError(f"{key} has {lost}; take them with {' and '.join(_lines_for(beyond, portable, plan))}")
-    if not portable.layers:
-        raise UserError(f"{key} has no layer that changes anything in this run; leave it out, or take another file")
-    as_lora = "make a LoRA of it: python scripts/adapter.py convert --to lora"
-    if (start_kind := portable.kind).name not in kind.starts_from:
-        taken = " or ".join(f"adapter.type = {each.name!r}" for each in KINDS.values() if start_kind.name in each.starts_from)
-        remedy = f"{taken}, or {as_lora}" if "lora" in kind.starts_from else taken
-        raise UserError(f"{key} is a {start_kind.word} and adapter.type = {kind.name!r}; set {remedy}")
-    for name, factors in portable.layers.items():
-        target = targets[name]
-        shape = plan.shapes[target.component, target.name]
-        if factors.weight_shape != tuple(shape):
-            sizes = f"{list(factors.weight_shape)}, the model's is {list(shape)}"
-            raise UserError(f"{key}: {name} is for a weight {sizes}; it was trained over another model")
-        if kind.form is not None:
-            wanted = kind.shapes(shape, target.rank)
-            if (held := {end: tensor.shape for end, tensor in factors.matrices.items()}) != wanted:
-                keys = ", ".join(f"adapter.{option}" for option in ("rank", *kind.form.options))
-                raise UserError(f"{key}: {name} has {held}, this run's has {wanted}; set {keys} as it was made with")
-            continue
-        if factors.axis == "input" and factors.magnitude is not None:
-            axes = f"the magnitude of {name} is of the input axis, here it is of the output axis"
-            raise UserError(f"{key}: {axes}; {as_lora}")
-        if factors.rank != target.rank and not resize:
-            ranks = f"{key}: {name} has rank {factors.rank}, this run {target.rank}; set adapter.rank (or a rule's) to it"
-            way = "adapter.init_resize = true to grow it without a change, or to shrink it to the nearest of that rank"
-            raise UserError(f"{ranks}, or {way}")
-
-
-def _lines_for(beyond: list[str], portable: Portable, plan: RunPlan) -> list[str]:
-    """The lines of the config that adapt the layers `beyond`, by full name, beside the others of the file."""
-    names, family = dict.fromkeys(name.partition(".")[0] for name in beyond), plan.model.family
-    layers = [target.name for target in portable.targets if target.component == family.denoiser]
-    fit = {
-        preset: all(any(fnmatchcase(n, p) for p in globs) for n in layers)
-        for preset, globs in family.adapters.presets.items()
-    }
-    wide = next((preset for preset, fits in fit.items() if fits), "all")
-    rule = '[[adapter.rules]] component = "{}", match = "*" (a line each)'
-    return [f'adapter.targets = "{wide}"' if name == family.denoiser else rule.format(name) for name in names]

@@ -18,7 +18,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.state import PIECES, Piece, Progress, Saved
 from trainer.config import Config, ScheduleTable, with_values
 from trainer.data.batches import sampler
-from trainer.plan.remedies import REMEDIES
+from trainer.plan.changes import keeps
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.pins import MAY_CHANGE, PLACES, pin_config, refuse_changes
@@ -78,9 +78,9 @@ def find_start(
 
 
 def fixed_levers(config: Config) -> tuple[str, ...]:
-    """Names of remedies, as memory.fit_by has them, that a run which goes on keeps as they were: they change what it
+    """Names of memory.fit_by whose keys a run which goes on keeps as they were: they change what it
     computes."""
-    return tuple(remedy.name for remedy in REMEDIES if not remedy.keeps(config))
+    return tuple(name for name in config.memory.fit_by if not keeps(name, config.step))
 
 
 def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
@@ -91,7 +91,7 @@ def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
         config = with_values(config, {"step.compile": was.get("step.compile", "none")})  # "none" before there was the key
     if memory.fit is None:
         return config
-    fixed, keys = {*memory.fit_by} & {*fixed_levers(config)}, {}
+    fixed, keys = fixed_levers(config), {}
     if "checkpointing" in fixed and (every := was.get("memory.gradient_checkpointing")) is not None:
         keys["memory.gradient_checkpointing"] = every
     if "optimizer_bits" in fixed and was.get("optimizer.name") == (name := optim.in_8_bits(config.optimizer.name)):

@@ -13,24 +13,20 @@ from trainer.base.errors import cause
 from trainer.base.progress import START, STOP
 from trainer.base.run_layout import Layout, folder_name, step_of
 from trainer.checkpoint import store
-from trainer.checkpoint.pieces import Pieces
-from trainer.config import Config
 from trainer.monitoring import metrics
 from trainer.resume import start_point
-from trainer.runtime.context import RunContext
+from trainer.run.run import Run
 
 
 @contextmanager
-def opened(
-    config: Config, pieces: Pieces, context: RunContext, *, step: int, total: int, resumed: Path | None, changed: bool
-) -> Iterator[None]:
+def opened(run: Run) -> Iterator[None]:
     """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
 
-    After all that can refuse the run: a refused one leaves the output as it was. step: where the run stands. total: its
-    length. resumed: the checkpoint that it goes on from. changed: with other values than are pinned there: a checkpoint that
-    pins these takes its place, so that the next start needs no --allow.
+    After all that can refuse the run: a refused one leaves the output as it was. A checkpoint with other values than this run
+    is pinned to (--allow) gives its place to one that pins these, so that the next start needs no --allow.
     """
-    processes, phases, layout = context.processes, context.phases, context.layout
+    config, step, resumed = run.plan.config, run.progress.step, run.resumed
+    processes, phases, layout = run.context.processes, run.context.phases, run.context.layout
     processes.wait(obey=True)  # all have read what may get another name now
     if not processes.is_main:
         processes.wait(obey=True)
@@ -40,7 +36,7 @@ def opened(
         _bring(resumed, layout)  # first: by it a start that is killed before its first checkpoint is known as a fork
         if phases.record is not None:
             phases.record.open(layout.phases)
-            phases.record.add(_moment(START, step) | {"total": total})
+            phases.record.add(_moment(START, step) | {"total": run.plan.length.max_steps})
         files.make_folder(layout.checkpoints, "run.output_dir")
         files.remove_leftovers(layout.leftovers())
         for folder in layout.samples.glob(".step-*.tmp"):
@@ -51,8 +47,8 @@ def opened(
         # becomes the run's own, then what later steps left goes aside, then later checkpoints lose their names, by which
         # the next start would know of them, then the log loses their lines.
         own = layout.checkpoints / folder_name(step)
-        if resumed is not None and (changed or named.get(resumed, resumed).resolve() != own.resolve()):
-            store.save(layout.checkpoints, step, pieces.pack(), instead=True)
+        if resumed is not None and (run.changed or named.get(resumed, resumed).resolve() != own.resolve()):
+            store.save(layout.checkpoints, step, run.pieces.pack(), instead=True)
         if store.steps(layout.checkpoints)[-1:] > [step]:
             aside = start_point.set_aside_results(layout, name=config.run.name, after=step)
             if aside is not None:

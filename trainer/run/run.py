@@ -32,15 +32,14 @@ from trainer.engine.components import Components
 from trainer.engine.encoding import encode, report_captions
 from trainer.engine.graphs import beside
 from trainer.engine.held_out_loss import HeldOutLoss
-from trainer.engine.policies import NonFinite, what_would_fit
+from trainer.engine.policies import NonFinite
 from trainer.engine.step import Step
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
+from trainer.plan.changes import in_words, never
 from trainer.plan.data_sources import cache_dir
-from trainer.plan.describe import describe, describe_head
-from trainer.plan.remedies import in_words, never
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
 from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
@@ -129,7 +128,8 @@ def build(config: Config, source: ModelSource, context: RunContext, launch: Laun
     several = f", {peers.count} processes" if peers.count > 1 else ""
     peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{which}")
     begun = begin(config, source, there, launch, processes=peers.count, phases=phases, say=peers.say)
-    peers.say(describe_head(begun.plan.config, on_cpu=False) + "\n" + describe(begun.plan, sizes=False))
+    if ports.summary is not None:
+        peers.say(ports.summary.described(begun.plan))
     plan = replace(begun.plan, model=fetched(begun.plan.model, peers, phases))
     pieces, saved = begun.pieces, begun.saved
     refuse_unlike_data(peers, plan, pieces)
@@ -145,6 +145,8 @@ def build(config: Config, source: ModelSource, context: RunContext, launch: Laun
     begun.memo.save()
     reader = encode(plan, components, opened_cache(plan, peers.say), on_non_finite=non_finite.entry)
     state, origin, step = build_state(plan, components, begun, allowed)
+    if ports.planning is not None:
+        step = replace(step, too_large=ports.planning.what_would_fit(plan, on_cpu=peers.device.type == "cpu"))
     warn_of_disk(disk_needs(plan, *written_bytes(plan, state.adapter, step.optimizer)), peers.say)
     pieces.complete()
     refuse_unlike_states(peers, config, pieces)
@@ -201,7 +203,7 @@ def build_state(
     if adapter.kind.magnitudes:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)
-    return state, origin, replace(step, too_large=what_would_fit(plan, on_cpu=components.model.device.type == "cpu"))
+    return state, origin, step
 
 
 # --- what is done between two steps -----------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         remedy=run.step.too_large,
         fields=("weight_change",),
     )
-    undrawn = in_words(never(config, "validation"))
+    undrawn = in_words(never("validation", config.validation))
     length, export, drawn = run.plan.length, config.export, run.plan.length.every(config.validation)
     saved = saves.job(length.every(config.checkpoint), run.stop_after)
     samples = Job(
@@ -247,7 +249,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         name="adapter files were written",
         due=lambda at: not at.at_end and at.due(length.every(export, export.first)),
         run=artifacts.export_step,
-        remedy=f"{go_on} and {in_words(never(config, 'export'))}",
+        remedy=f"{go_on} and {in_words(never('export', export))}",
     )
     # After the samples, whose first one may be the files' thumbnail. The last step's files are written at the end.
     jobs = [measured, moved, saved, samples, exported]

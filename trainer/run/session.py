@@ -281,10 +281,6 @@ def _prepared(session: Session) -> Iterator[tuple[Run, Signals]]:
             run = build(config, session.source, context, launch)
             run = replace(run, attached=replace(run.attached, mirror=mirror))
         gc.enable()  # off since the process started (main.py)
-        step, about = run.progress.step, {"resumed": run.resumed, "changed": run.changed}
-        with (
-            opened(run.plan.config, run.pieces, context, step=step, total=run.plan.length.max_steps, **about),
-            nullcontext() if mirror is None else mirror.running(signals, step),
-        ):
+        with opened(run), nullcontext() if mirror is None else mirror.running(signals, run.progress.step):
             yield run, signals
         peers.leave_together()

@@ -98,7 +98,8 @@ def begin(
     config = config if saved is None else pins.share_out(config, saved, processes, allowed, say)
     memo = open_memo(config, trusted=not asked.verify)
     plan = make_plan(config, source, processes=processes, phases=phases, scanned=memo)
-    start = open_start(plan, resumed=saved is not None)
+    reader = asked.ports.adapter_files  # there, where it is asked
+    start = open_start(config.adapter.init_from, lambda: reader.read_start(plan), resumed=saved is not None)
     plan = _chosen(plan, there, asked.ports, kept=() if saved is None else start_point.fixed_levers(config), say=say)
     config = plan.config
     doubts = (*warnings, *container.doubts(Path(config.run.output_dir), "run.output_dir"))

@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 
 from trainer.adapters.portable import Factors, Portable, recipe
-from trainer.adapters.ranks import blank, product_norm, shrunk, with_factors
-from trainer.adapters.reading import ReadAdapter
+from trainer.adapters.ranks import shrunk, with_factors
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file, read_json
 from trainer.base.progress import QUIET, Phases
 from trainer.base.run_layout import Layout
 from trainer.checkpoint import store
 from trainer.checkpoint.state import QUANTIZATION
-from trainer.resume.adapter_file import HINTS, NamedModel, OpenedAdapter
+from workbench.adapter_files.opening import HINTS, NamedModel, OpenedAdapter
+from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters.convert import Converted, WeightOf, gain, write_as
+from workbench.adapters.ranks import blank, product_norm
 from workbench.adapters.resize import check_rank
 
 # Entries of a file's header that tell its base apart from others. The hashes are those that kohya's trainers write.

@@ -9,7 +9,7 @@ from trainer.base.files import Advance, unheard
 from trainer.base.types import Recognised
 from trainer.models.loading import ModelSource
 from trainer.models.weights import Read
-from trainer.resume.adapter_file import NamedModel, models_at
+from workbench.adapter_files.opening import NamedModel, models_at
 
 
 class BaseWeights:

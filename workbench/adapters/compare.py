@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.adapters.portable import Factors, Portable
-from trainer.adapters.ranks import product_norm
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.monitoring.weight_change import block_of
 from workbench.adapters.convert import WeightOf, change_of
+from workbench.adapters.ranks import product_norm
 
 SHOWN = 12  # lines of a list
 

@@ -10,16 +10,17 @@ import torch
 from trainer.adapters import export, sd_scripts, splitting
 from trainer.adapters.export import DORA_SCALE_MEANING, METADATA_OF_KEYS
 from trainer.adapters.hashes import with_hash
-from trainer.adapters.keys import some
 from trainer.adapters.norms import RowNorms
 from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
-from trainer.adapters.ranks import nearest, relative_error, shrunk, with_factors
-from trainer.adapters.reading import network_args
+from trainer.adapters.ranks import shrunk, with_factors
 from trainer.adapters.targets import lora_config
+from trainer.base.console import some
 from trainer.base.errors import UserError
 from trainer.base.files import FileGroup
 from trainer.base.tensorfile import Tensors, write_tensors
-from trainer.resume.adapter_file import NamedModel, OpenedAdapter
+from workbench.adapter_files.opening import NamedModel, OpenedAdapter
+from workbench.adapter_files.reading import network_args
+from workbench.adapters.ranks import nearest, relative_error
 
 # What each format's readers divide a magnitude by; of ComfyUI's it can be chosen.
 MEANINGS: Mapping[str, DoraScale] = {

@@ -24,15 +24,16 @@ from trainer.engine.assembly import build_adapter
 from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.monitoring.course import COPIES, COUNT
-from trainer.plan.describe import too_few
 from trainer.plan.run_plan import RunPlan, fetched
-from trainer.resume.initial_adapter import Start, check_fits
+from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session, measuring
 from trainer.run.setup import choose_attention
 from trainer.runtime.device import Memory
 from trainer.runtime.jobs import Fields
+from workbench.adapter_files.start import check_fits
 from workbench.adapters.average import Averaged, check_digests, digests_in
 from workbench.planning.fitting import fitted
+from workbench.summary.data import too_few
 
 KINDS = ("held_out_loss", "trained_loss")
 

@@ -20,16 +20,16 @@ from pathlib import Path
 
 import torch
 
-from trainer.adapters.keys import some
 from trainer.adapters.portable import Factors, is_finite, recipe
+from trainer.base.console import some
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.files import appearing, hash_file, leftovers_of, refuse_taken, remove_leftovers, write_atomic
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import Recipe, Tensors, size_text, write_tensors
 from trainer.models.names import join_parts
 from trainer.quantization import scaled_file
-from trainer.resume.adapter_file import NamedModel, OpenedAdapter
 from trainer.runtime import precision
+from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapters.base_weights import BaseWeights
 from workbench.adapters.convert import change_of
 from workbench.adapters.whole_files import Placed, WholeFile, folder_files, single_file

@@ -14,7 +14,7 @@ from trainer.adapters.portable import is_finite
 from trainer.base.errors import NonFiniteError, UserError, one_line
 from trainer.base.progress import QUIET, Phases
 from trainer.models.hub import git_blob, transport_error
-from trainer.resume.adapter_file import NamedModel, open_adapter
+from workbench.adapter_files.opening import NamedModel, open_adapter
 
 CARD = "README.md"
 

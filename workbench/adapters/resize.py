@@ -8,15 +8,16 @@ from pathlib import Path
 import torch
 
 from trainer.adapters.portable import Factors, Portable
-from trainer.adapters.ranks import blank, nearest, relative_error, shrunk, with_factors
-from trainer.adapters.reading import ReadAdapter
+from trainer.adapters.ranks import shrunk, with_factors
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.base.files import refuse_taken
 from trainer.base.progress import QUIET, Phases
-from trainer.resume.adapter_file import NamedModel, OpenedAdapter
+from workbench.adapter_files.opening import NamedModel, OpenedAdapter
+from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters.base_weights import BaseWeights
 from workbench.adapters.convert import Converted, WeightOf, write_as
+from workbench.adapters.ranks import blank, nearest, relative_error
 
 DIFFUSERS = ("diffusers", "PEFT")  # conventions whose files `resize` writes as diffusers'
 

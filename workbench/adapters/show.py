@@ -11,7 +11,7 @@ from trainer.adapters.export import DORA_SCALE_MEANING
 from trainer.adapters.portable import DoraScale, Factors, is_finite
 from trainer.base.console import shortlist
 from trainer.monitoring.weight_change import block_of
-from trainer.resume.adapter_file import OpenedAdapter
+from workbench.adapter_files.opening import OpenedAdapter
 from workbench.adapters.convert import WeightOf, gain
 
 SHOWN = 12  # lines of a list

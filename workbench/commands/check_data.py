@@ -11,11 +11,11 @@ from trainer.data.scan import refuse_damaged
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
 from trainer.plan.data_sources import read_sources
-from trainer.plan.describe import data_lines
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import plan_data
 from trainer.run.session import Session
 from workbench.pages import data_report, write_data_report
+from workbench.summary.data import data_lines
 
 
 def data_page(config: Config, out: Path | None = None) -> Path:

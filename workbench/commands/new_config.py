@@ -31,10 +31,10 @@ from trainer.models.weight_sets import Wanted
 from trainer.plan.data_sources import read_sources
 from trainer.plan.fixed_draws import ENOUGH
 from trainer.plan.run_plan import DataPlan, Length, plan_data
-from trainer.resume.adapter_file import NamedModel, models_at
 from trainer.run.session import Session
 from trainer.runtime.device import Memory, check_device
 from trainer.runtime.precision import COMPUTE_DTYPES
+from workbench.adapter_files.opening import NamedModel, models_at
 from workbench.planning.step_time import slow_in
 
 Show = Callable[[Config, str | None], bool]

@@ -7,7 +7,6 @@ from trainer.base.errors import UserError, number_in
 from trainer.base.progress import Phases
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
-from trainer.plan.describe import describe, describe_head
 from trainer.run.session import Session
 from trainer.run.setup import Launch, begin, disk_needs, shortages, warn_of_disk
 from trainer.runtime.device import Memory, accelerator_of, check_device
@@ -15,6 +14,7 @@ from workbench.commands.launch import asked
 from workbench.planning.describe import describe_memory, describe_time
 from workbench.planning.estimate import forecast
 from workbench.planning.suggestions import changes
+from workbench.summary.plan import describe, describe_head
 
 
 def preview(

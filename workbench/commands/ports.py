@@ -15,8 +15,10 @@ def _part(folder: str, module: str) -> Any:
 
 
 PORTS = Ports(
+    adapter_files=_part("adapter_files", "start"),
     planning=_part("planning", "fitting"),
     pages=_part("pages", "run_report"),
+    summary=_part("summary", "plan"),
     trackers=_part("trackers", "trackers"),
     mirror=_part("mirror", "mirroring"),
 )

@@ -33,6 +33,7 @@ from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
 from trainer.resume.initial_adapter import open_start
 from trainer.run.session import Session
+from workbench.adapter_files.start import read_start
 from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen
 from workbench.compare.paired import before_the_runs
 from workbench.compare.variations import Variation, Variations
@@ -186,7 +187,7 @@ def mark(plan: RunPlan, digests: FileDigests) -> str:
         "config": settings,
         "photos": [identity.parts(plan.data.examples), identity.parts(plan.data.held_out)],
         "model": plan.model.source.contents(components, digests.of),
-        "start": open_start(plan).sha256,
+        "start": open_start(plan.config.adapter.init_from, lambda: read_start(plan)).sha256,
         "versions": {"trainer": __version__, **pins.versions(plan.config.optimizer.name)},
     }
     return hashlib.sha256(json_bytes(parts)).hexdigest()[:12]

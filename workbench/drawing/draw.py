@@ -22,7 +22,6 @@ from trainer.base.run_layout import Layout
 from trainer.base.text import visible
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import Config, with_values
-from trainer.data.captions import prompts
 from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
 from trainer.engine.encoding import conditionings
@@ -33,10 +32,11 @@ from trainer.plan.data_sources import resolutions
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import ModelPlan, fetched, find_objective
 from trainer.plan.samples import check_sizes, references
-from trainer.resume.adapter_file import NamedModel, OpenedAdapter, open_adapter
 from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session
+from workbench.adapter_files.opening import NamedModel, OpenedAdapter, open_adapter
 from workbench.pages.before_after import scaled, table
+from workbench.summary import prompts
 
 
 @dataclass(frozen=True)

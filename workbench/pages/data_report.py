@@ -23,6 +23,7 @@ from trainer.data.scan import strict_problem
 from trainer.data.sources import Photo
 from trainer.data.threads import in_threads
 from trainer.plan.run_plan import DataPlan
+from workbench.summary.data import data_account
 
 Sections = dict[str, dict[str, Any]]  # as report/page.py takes them
 
@@ -55,7 +56,8 @@ def text(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport) -
 def sections(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
     """The sections of the page. lines: as `data_lines` gives. report: of the same data. Reads the pictured photos again."""
     photos = {photo.sample: photo for photo in data.scanned.photos}
-    notes, warnings = ([e for e in data.account.entries(kind) if e.names] for kind in (Heading.NOTE, Heading.WARNING))
+    account = data_account(data)
+    notes, warnings = ([e for e in account.entries(kind) if e.names] for kind in (Heading.NOTE, Heading.WARNING))
     held_out = dict.fromkeys(example.photo.sample for example in data.held_out)
     parts: Sections = {
         "Damaged": {

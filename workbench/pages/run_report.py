@@ -1,7 +1,8 @@
 """The report of a run that is built: what its page shows besides the files of the run."""
 
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from trainer import __version__, optim
 from trainer.adapters.export import About
 from trainer.adapters.kinds import kind_named
+from trainer.base.console import width
 from trainer.base.files import FileGroup
 from trainer.checkpoint.state import Progress
+from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.engine.encoding import report_captions
 from trainer.monitoring.metrics import is_line, read_lines
-from trainer.plan.describe import data_lines
+from trainer.monitoring.weight_change import render, weight_change
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.context import RunContext
@@ -23,6 +26,8 @@ from workbench.pages.before_after import write_before_after
 from workbench.pages.data_report import sections
 from workbench.pages.diagnosis import judge
 from workbench.pages.model_card import write_card
+from workbench.summary.data import data_lines
+from workbench.summary.outcome import Outcome, compared
 
 __all__ = ["RunPage", "first_page", "page_of"]
 
@@ -30,24 +35,39 @@ __all__ = ["RunPage", "first_page", "page_of"]
 class RunPage(LiveReport):
     """The pages of a run that is built: its report, its model card, and its samples before and after."""
 
-    def __init__(self, plan: RunPlan, *given: Any, **named: Any) -> None:
+    def __init__(self, outcome: Outcome, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.plan = plan
+        self.whole, self.plan = outcome, outcome.plan
+        self.tables: dict[str, dict[str, Any]] = {}
+        self.moved: dict[str, float] = {}
 
-    def verdict(self, blocks: Mapping[str, float]) -> tuple[str, str, bool]:
-        """(a word, a sentence, whether it is a warning): what became of the training, by its log. blocks: the change of each
-        block of the adapter."""
+    def judge(self, state: TrainState, written: Mapping[str, Path]) -> None:
+        """Measure what the whole run changed, and say what became of it, by its log. written: the adapter files, by
+        format."""
+        with state.evaluating():
+            moved = weight_change(state.adapter, self.whole.start.weights, self.whole.context.phases)
+        self.moved = {block: change.largest for block, change in moved.items()}
         rows = list(filter(is_line, read_lines(self.layout.metrics)))
-        verdict = judge(rows, blocks, self.run.levers, self.layout.adapter_steps(self.run.name))
-        return verdict.kind, verdict.sentence, verdict.bad
+        verdict = judge(rows, self.moved, self.run.levers, self.layout.adapter_steps(self.run.name))
+        word, sentence = verdict.kind, verdict.sentence
+        self.tables = self.whole.tables(state, moved, written)
+        self.tables["Did it take?"]["notes"] = [f"{'Warning' if verdict.bad else word.capitalize()}: {sentence}."]
+        self.tables["Effect"]["rows"].insert(0, ["verdict", word])
+        self.say(f"warning: {sentence}" if verdict.bad else f"verdict: {word}: {sentence}")
+
+    def end(self) -> None:
+        """Write before_after.png and the page of the whole run; say where they are, and what was changed."""
+        say, context, step = self.whole.context.processes.say, self.whole.context, self.whole.progress.step
+        if picture := write_before_after(self.layout, compared(self.layout, step), step):
+            say(f"before and after: {picture}", whole=True)
+        with context.phases("writing the report") as phase:
+            report = self.finished(self.tables, self.moved, phase.check)
+        say(f"report: {report}", whole=True)
+        say(render(self.tables, width(sys.stdout)))
 
     def write_card(self, about: About, written: Mapping[str, Path], files: FileGroup) -> str:
         """Write README.md beside the adapter files; returns what is to be said about it, or "". written: by format."""
         return write_card(self.plan, about, self.layout, written, files)
-
-    def before_after(self, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
-        """Write before_after.png; returns its place, None where there is nothing to show."""
-        return write_before_after(self.layout, samples, step)
 
 
 def page_of(
@@ -83,7 +103,8 @@ def page_of(
         changes=progress.changes,
     )
     data_of = partial(_data, plan, components)
-    return RunPage(plan, run, data_of=data_of, say=processes.say, enabled=processes.is_main)
+    outcome = Outcome(plan, components, context, progress, start)
+    return RunPage(outcome, run, data_of=data_of, say=processes.say, enabled=processes.is_main)
 
 
 def _data(plan: RunPlan, components: Components) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from trainer.base.files import parse_size
 from trainer.base.protocols import Kernels
 from trainer.base.tensorfile import size_text
 from trainer.data.batches import short_batches
-from trainer.plan.remedies import Keys, in_words, remedies
+from trainer.plan.changes import Keys, in_words
 from trainer.plan.requirements import COMPOSED
 from trainer.plan.run_plan import RunPlan
 from trainer.runtime.compilation import RECOMPUTES, check_compiler
@@ -26,7 +26,10 @@ from workbench.planning import step_time
 from workbench.planning.describe import band, step_seconds
 from workbench.planning.dry_run import Rehearsal, without_values
 from workbench.planning.estimate import Forecast, forecast
+from workbench.planning.remedies import remedies, what_would_fit
 from workbench.planning.suggestions import changes, lowered, with_keys
+
+__all__ = ["compiling", "fitted", "what_would_fit"]
 
 
 def cheapest(levels: Sequence[Sequence[Any]], fits: Callable[[Sequence[Any]], bool]) -> list[Any] | None:

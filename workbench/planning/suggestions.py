@@ -10,10 +10,11 @@ from trainer.base.protocols import Kernels
 from trainer.config import with_values
 from trainer.data.buckets import Bucket
 from trainer.data.examples import extremes
-from trainer.plan.remedies import SMALL, Keys, Remedy, in_words, remedies
+from trainer.plan.changes import Keys, in_words
 from trainer.plan.run_plan import DataPlan, RunPlan, with_config
 from trainer.plan.storage import resident_blocks, weight_bytes
 from workbench.planning.estimate import PARTS, PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
+from workbench.planning.remedies import SMALL, Remedy, remedies
 
 ACTIVATIONS = ("saved", "transient")  # parts of a phase
 # A change counts that saves so many bytes, and such a share of what is missing.

@@ -14,7 +14,7 @@ from trainer.adapters.portable import Portable, made_of, recipe
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import write_tensors
 from trainer.models import FAMILIES
-from trainer.resume.adapter_file import OpenedAdapter, open_adapter, published
+from workbench.adapter_files.opening import OpenedAdapter, open_adapter, published
 
 Q, CONV = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q", "unet.conv_in"
 FLUX_Q = "transformer.transformer_blocks.0.attn.to_q"

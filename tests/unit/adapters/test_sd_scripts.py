@@ -15,7 +15,7 @@ from trainer.adapters.portable import Factors, Portable, recipe
 from trainer.artifacts.exports import Artifacts
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.models.building import build
-from trainer.resume.adapter_file import published
+from workbench.adapter_files.opening import published
 
 # networks/lora.py and lora_flux.py, create_modules: the classes within which every Linear and Conv2d gets a module. The
 # library's classes and names for the same: FluxTransformerBlock is DoubleStreamBlock, and so on; the embedders are named.

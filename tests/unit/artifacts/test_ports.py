@@ -21,6 +21,7 @@ MINIMAL = {
 }
 # A value with which each key asks its part for something.
 ASKING = {
+    "adapter.init_from": {"adapter": {"init_from": "bear.safetensors"}},
     "memory.fit": {"memory": {"fit": "auto"}},
     "memory.resident_blocks": {"memory": {"offload": "blocks"}},
     "export.base_model": {"export": {"base_model": "a/b"}},
@@ -30,8 +31,11 @@ ASKING = {
     "step.compile": {"step": {"compile": "auto"}},
 }
 # Where a part's files are, and keys that are read only beside one that the table has.
-FOLDERS = {"planning": "planning", "pages": "pages", "trackers": "trackers", "mirror": "mirror"}
-BESIDE = {"memory.fit_by": "memory.fit", "checkpoint.mirror_wait": "checkpoint.mirror"}
+FOLDERS = {part: part for part in ("adapter_files", "planning", "pages", "summary", "trackers", "mirror")}
+BESIDE = {
+    "memory.fit_by": "memory.fit", "checkpoint.mirror_wait": "checkpoint.mirror",
+    "adapter.init_resize": "adapter.init_from",
+}  # fmt: skip
 
 
 def keys_read(folder: str) -> set[str]:
@@ -70,4 +74,5 @@ def test_what_is_asked_of_a_part_that_is_not_there_is_refused_by_its_key(key: st
 
 
 def test_what_nobody_asked_for_is_said_and_not_refused() -> None:
-    assert refuse_unserved(configs.parse(MINIMAL), Ports()) == "report, verdict, model card, TensorBoard files"
+    lost = "advice on memory, report, verdict, model card, summary, TensorBoard files"
+    assert refuse_unserved(configs.parse(MINIMAL), Ports()) == lost

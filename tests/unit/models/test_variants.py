@@ -21,7 +21,7 @@ from trainer.models.flux import distillation, metadata, t5_length
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.models.weight_sets import Wanted
-from trainer.plan.model_account import model_account
+from workbench.summary.model import model_account
 
 FLUX = FAMILIES["flux"]
 DEV = shapes_of("flux", "transformer")

@@ -23,6 +23,7 @@ from trainer.monitoring.measurements import change_fields
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear
 from workbench.commands import main as cli
 from workbench.pages.diagnosis import judge
+from workbench.summary.outcome import change_table
 
 TOLERANCE = 1e-6  # of ||W||
 
@@ -197,7 +198,7 @@ def test_nothing_dense_is_made() -> None:
     assert n * k > 4 * decode.PIECE
     assert 0 < allocations.largest <= decode.PIECE
     (found,) = changes.values()
-    (row,) = weight_change.change_table(changes, drifts=True)["rows"]
+    (row,) = change_table(changes, drifts=True)["rows"]
     assert row[1:] == [1, f"{found.largest:.3%}", f"{found.largest:.3%}", f"{found.drift:.3%}"]
 
 

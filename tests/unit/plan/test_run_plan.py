@@ -14,7 +14,7 @@ from trainer.adapters import Target
 from trainer.base.errors import UserError
 from trainer.config import with_values
 from trainer.config.tables import CheckpointTable
-from trainer.plan.remedies import never
+from trainer.plan.changes import never
 from trainer.plan.run_plan import Length, RunPlan, refuse_idle_steps
 from trainer.plan.samples import requests_of
 from trainer.runtime.jobs import Every, Position
@@ -81,5 +81,5 @@ def test_an_interval_in_epochs_takes_the_place_of_the_default_alone() -> None:
         config({"max_steps": 9}, export={"every_epochs": 1, "every_steps": 5})
     lack = configs.unread(config({"max_steps": 9}, export={"from": 3}))["export.from"]
     assert lack == "without every_steps or every_epochs; leave it out, or set one of them"
-    assert never(asked, "validation") == {"validation.every_steps": 0, "validation.every_epochs": 0}
-    assert not requests_of(with_values(asked, never(asked, "validation")).validation, [], 64, 8)
+    assert never("validation", asked.validation) == {"validation.every_steps": 0, "validation.every_epochs": 0}
+    assert not requests_of(with_values(asked, never("validation", asked.validation)).validation, [], 64, 8)

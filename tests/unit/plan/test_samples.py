@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
+from tests.unit.data.captions.test_captions import SOURCE, example
 from trainer.base.errors import UserError
 from trainer.config import SampleTable
-from trainer.plan.samples import check_sizes, references
+from trainer.data.examples import Example
+from trainer.plan.samples import check_sizes, of_captions, references
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,17 @@ def test_a_sample_finds_its_pictures_in_the_home_folder(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     sample = SampleTable(prompt="a", references=("~/a.png",), truth="~/b.png")
     assert (sample.references, sample.truth) == (("/home/someone/a.png",), "/home/someone/b.png")
+
+
+def test_prompts_out_of_captions_are_as_they_are_trained_on() -> None:
+    """Two that differ, of the subject's photos, with what is put before them."""
+
+    def texts(examples: list[Example]) -> list[str]:
+        return [each.captions[0] for each in of_captions(examples)]
+
+    told = [example("a.jpg", "a log"), example("b.jpg", ""), example("c.jpg", "grass"), example("d.jpg", "a wall")]
+    assert texts(told) == ["a log", "grass"]
+    assert texts([example("a.jpg", "a log"), example("b.jpg", "a log")]) == ["a log"]
+    assert texts([example("a.jpg", "")]) == []
+    prior = example("p.jpg", "a dog", source=replace(SOURCE, regularisation=True))
+    assert texts([prior, example("b.jpg", "a log")]) == ["a log"]

@@ -29,7 +29,9 @@ def held(root: Path, step: int, **more: Any) -> Any:
     """The folder of a run at that step. Nothing of it is saved yet, so that nothing is set aside."""
     processes = SimpleNamespace(is_main=True, wait=lambda **_: None, say=pytest.fail)
     context: Any = SimpleNamespace(processes=processes, phases=QUIET, layout=Layout(root))
-    return opened(CONFIG, SimpleNamespace(), context, step=step, total=9, resumed=None, changed=False, **more)  # type: ignore[arg-type]
+    plan = SimpleNamespace(config=CONFIG, length=SimpleNamespace(max_steps=9))
+    known = {"plan": plan, "context": context, "progress": SimpleNamespace(step=step), "pieces": SimpleNamespace()}
+    return opened(SimpleNamespace(**{"resumed": None, "changed": False} | known | more))  # type: ignore[arg-type]
 
 
 def left_by_a_killed_start(root: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from scripts import adapter
 from trainer.adapters.portable import Factors, Portable, recipe
 from trainer.base.errors import UserError
-from trainer.resume.adapter_file import open_adapter, published
+from workbench.adapter_files.opening import open_adapter, published
 from workbench.adapters.average import Averaged, average, check_bases, shares_of
 
 NAME = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"

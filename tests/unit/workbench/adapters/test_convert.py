@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from trainer.adapters.portable import Factors, Portable, recipe
-from trainer.adapters.reading import ReadAdapter
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
-from trainer.resume.adapter_file import OpenedAdapter, open_adapter, published
+from workbench.adapter_files.opening import OpenedAdapter, open_adapter, published
+from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters.convert import Conversion, Converted, change_of, convert
 
 BLOCK = "transformer.transformer_blocks.0.attn"

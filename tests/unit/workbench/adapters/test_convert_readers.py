@@ -21,7 +21,7 @@ import torch
 
 from tests.harness import ROOT
 from trainer.base.tensorfile import TensorFile, write_tensors
-from trainer.resume.adapter_file import open_adapter
+from workbench.adapter_files.opening import open_adapter
 from workbench.adapters.convert import Conversion, convert
 
 LAYER = "unet.mid_block.attentions.0.transformer_blocks.0.ff.net.2"  # [1280, 5120]: no square

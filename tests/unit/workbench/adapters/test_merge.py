@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
-from trainer.adapters.reading import ReadAdapter
-from trainer.resume.adapter_file import OpenedAdapter, published
+from workbench.adapter_files.opening import OpenedAdapter, published
+from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters import merge
 from workbench.adapters.merge import Applied, merged_rows
 

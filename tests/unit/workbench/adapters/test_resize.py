@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trainer.adapters.portable import Factors, Portable, recipe
-from trainer.adapters.reading import ReadAdapter
 from trainer.base.errors import UserError
-from trainer.resume.adapter_file import OpenedAdapter, open_adapter, published
+from workbench.adapter_files.opening import OpenedAdapter, open_adapter, published
+from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters.resize import resize
 
 BLOCK = "unet.mid_block.attentions.0.transformer_blocks.0.attn1"

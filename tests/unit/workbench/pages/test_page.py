@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from PIL import Image, PngImagePlugin
 
-from trainer.artifacts import sampling
 from trainer.base.run_layout import Layout
 from workbench.pages import LiveReport, ReportedRun, curves, history, live, thumbnails
 from workbench.pages.page import render_data
 from workbench.pages.samples import read_samples
+from workbench.summary.outcome import compared
 
 NASTY = '<script>alert("x")</script> & co'
 OUTCOME = {
@@ -188,7 +188,7 @@ def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
         ("a bear", "8 x 8 px, seed 1, 20 steps", [(0, "samples/step-00000000/00.png")]),
     ]  # fmt: skip
     before, after = tmp_path / "samples/step-00000000", tmp_path / "samples/step-00000002"
-    assert sampling.compared(before, after, tmp_path) == [(before / "01.png", after / "00.png", None)]
+    assert compared(Layout(tmp_path), 2) == [(before / "01.png", after / "00.png", None)]
     text, page = read(write_report(Layout(tmp_path)))
     present, _, gone = page.text.partition("1 prompt of earlier steps, not asked for any more")
     assert present.count("a bear") == 3 and gone.count("a bear") == 1 and "8 x 8 px, seed 2, 20 steps" in present

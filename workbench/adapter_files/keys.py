@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.adapters import lokr
-from trainer.base.console import shortlist
+from trainer.base.console import some
 from trainer.base.errors import UserError
 from trainer.base.types import KeyStyle, Link
 
@@ -49,7 +49,6 @@ INSTEAD = (
     "merge it into its model with a program that reads it (ComfyUI: Load LoRA, then Save Checkpoint), and make a LoRA of the "
     "difference, whose error is printed: python scripts/adapter.py extract MERGED MODEL OUT --rank 32"
 )
-NAMED = 6  # keys that a refusal lists
 # Of diffusers before 0.22: the attention's processor had the adapter.
 _PROCESSOR = re.compile(r"\.processor\.(to_out|to_q|to_k|to_v|to_add_out|add_\w_proj)$")
 
@@ -136,8 +135,3 @@ def _modern(stem: str) -> str:
     if found is None:
         return stem
     return f"{stem[: found.start()]}.{found[1]}{'.0' if found[1] == 'to_out' else ''}"
-
-
-def some(names: Sequence[str]) -> str:
-    """The first of them, and how many there are."""
-    return shortlist([repr(name[:200]) for name in names], NAMED)

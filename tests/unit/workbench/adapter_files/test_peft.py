@@ -15,7 +15,7 @@ from torch import nn
 from scripts import adapter as script
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
-from trainer.resume.adapter_file import open_adapter
+from workbench.adapter_files.opening import open_adapter
 from workbench.adapters.convert import Conversion, change_of, convert
 
 ATTENTION = "mid_block.attentions.0.transformer_blocks.{}.attn1.to_q"

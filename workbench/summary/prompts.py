@@ -1,4 +1,4 @@
-"""Prompts of samples: two out of the captions, and a look at those that no caption is like."""
+"""Prompts of samples, looked at: those that no caption is like, and those with what other programs read as settings."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -50,14 +50,6 @@ def unread(prompts: Iterable[str], *, weighted: bool = False) -> list[str]:
         for prompt, marks in by_prompt.items()
         if marks
     ]
-
-
-def of_captions(examples: Sequence[Example]) -> list[Example]:
-    """Two examples whose captions are prompts: the first and one of the middle, fewer where there are no other captions, and
-    none of regularisation images."""
-    subjects = [e for e in examples if not e.photo.source.regularisation and e.captions[0]]
-    picks = [subjects[0], subjects[len(subjects) // 2]] if subjects else []
-    return picks[: len({e.captions[0] for e in picks})]
 
 
 def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:

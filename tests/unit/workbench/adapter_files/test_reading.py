@@ -15,7 +15,7 @@ from tests.integration.test_mutated_files import hostile_files, put, tensor_muta
 from trainer.adapters.portable import is_finite
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import Recipe, TensorFile, serialize, write_tensors
-from trainer.resume.adapter_file import OpenedAdapter, open_adapter
+from workbench.adapter_files.opening import OpenedAdapter, open_adapter
 
 Q, PROJ = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q", "unet.conv_in"
 A, B = torch.arange(2 * 1280.0).view(2, 1280), torch.arange(1280 * 2.0).view(1280, 2)

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 
 from trainer.adapters import lokr
-from trainer.adapters.keys import KeyTable, Module, embeddings_in, some, taken_apart
-from trainer.adapters.peft_config import CONFIG, PeftConfig, config_beside
+from trainer.adapters.peft_config import CONFIG
 from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived, made_of
-from trainer.adapters.splitting import split
 from trainer.base.account import Account, Heading
+from trainer.base.console import some
 from trainer.base.errors import UserError, reading, shown
 from trainer.base.tensorfile import Recipe, TensorFile
+from workbench.adapter_files.keys import KeyTable, Module, embeddings_in, taken_apart
+from workbench.adapter_files.peft import PeftConfig, config_beside
+from workbench.adapter_files.splitting import split
 
 Shapes = Mapping[str, tuple[int, ...]]
 Stems = Mapping[str, Mapping[str, str]]  # stem -> role -> key

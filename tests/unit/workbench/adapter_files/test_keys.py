@@ -13,12 +13,12 @@ import torch
 from diffusers.loaders import lora_conversion_utils as theirs
 from diffusers.utils import convert_unet_state_dict_to_peft
 
-from trainer.adapters.keys import key_table, taken_apart
 from trainer.adapters.portable import Factors, Portable, recipe
 from trainer.base.tensorfile import Recipe, write_tensors
 from trainer.base.types import KeyStyle
 from trainer.models.building import build
-from trainer.resume.adapter_file import NamedModel, open_adapter, published
+from workbench.adapter_files.keys import key_table, taken_apart
+from workbench.adapter_files.opening import NamedModel, open_adapter, published
 from workbench.adapters.convert import FORMATS, tensors_of
 
 LABELS = {"sdxl": "sdxl", "flux-dev": "flux", "flux-schnell": "flux"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.adapters import ranks
 from trainer.adapters.portable import Factors, recipe
+from trainer.adapters.ranks import shrunk
+from workbench.adapters import ranks
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,7 +38,7 @@ def test_the_error_is_that_of_what_is_stored(monkeypatch, scaling: float) -> Non
 def test_a_shrunk_adapter_keeps_its_scale_and_tells_what_it_lost() -> None:
     a, b = drawn(4, 6, seed=1).float(), drawn(8, 4, seed=2).float()
     factors = Factors(recipe(a), recipe(b), alpha=2.0)
-    made, lost = ranks.shrunk(factors, 2)
+    made, lost = shrunk(factors, 2)
     values = torch.linalg.svdvals(b.double() @ a.double())
     assert made.rank == 2 and made.scaling == factors.scaling == 0.5
     assert lost == pytest.approx(float(values[2:].norm() / values.norm()), rel=1e-6)
@@ -50,6 +51,6 @@ def test_a_shrunk_adapter_keeps_its_scale_and_tells_what_it_lost() -> None:
 def test_a_layer_that_is_narrower_than_the_rank_loses_nothing(sides: tuple[int, int]) -> None:
     """A file may hold a rank that its narrowest layer has no room for."""
     a, b = drawn(8, sides[1], seed=1), drawn(sides[0], 8, seed=2)
-    made, lost = ranks.shrunk(Factors(recipe(a), recipe(b), alpha=4.0), 5)
+    made, lost = shrunk(Factors(recipe(a), recipe(b), alpha=4.0), 5)
     assert made.rank == 3 and made.scaling == 0.5 and lost == pytest.approx(0, abs=1e-12)
     assert torch.allclose(made.b.make() @ made.a.make(), b @ a)

@@ -15,14 +15,13 @@ import torch
 from trainer import ema
 from trainer.adapters import export, splitting
 from trainer.adapters.export import About
-from trainer.adapters.keys import Module, key_table, some
 from trainer.adapters.kinds import AdapterKind, kind_named
 from trainer.adapters.norms import read_norms
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
-from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
 from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, grouped, with_rates
 from trainer.base.account import Account
+from trainer.base.console import some
 from trainer.base.errors import UserError
 from trainer.base.files import Write
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
@@ -41,6 +40,8 @@ from trainer.models.opening import open_model
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
 from trainer.runtime.precision import COMPUTE_DTYPES
+from workbench.adapter_files.keys import Module, key_table
+from workbench.adapter_files.reading import ReadAdapter, read_adapter, stems_of
 
 HINTS = ("modelspec.architecture", "ss_base_model_version")
 

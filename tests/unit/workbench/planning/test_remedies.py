@@ -10,9 +10,10 @@ from tests.harness import Workbench
 from trainer import config as configs
 from trainer.config import with_values
 from trainer.config.training_tables import MayChange
-from trainer.plan.remedies import REMEDIES, in_words, remedies
+from trainer.plan.changes import in_words, keeps
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.resume.start_point import fixed_levers
+from workbench.planning.remedies import REMEDIES, remedies
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_memory_fit_may_name_what_has_levels(plan: RunPlan) -> None:
 def test_a_price_says_whether_the_run_is_another_one(plan: RunPlan) -> None:
     for remedy in REMEDIES:
         if remedy.price and remedy.name != "pictures":
-            assert remedy.price.endswith("no byte changes" if remedy.keeps(plan.config) else "another run")
+            assert remedy.price.endswith("no byte changes" if keeps(remedy.name, plan.config.step) else "another run")
     compiled = with_values(plan.config, {"step.compile": "blocks"})
     assert {*fixed_levers(compiled)} - {*fixed_levers(plan.config)} == {"checkpointing"}
 

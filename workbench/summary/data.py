@@ -1,119 +1,51 @@
-"""How a plan is printed: at the start of a run, and by --plan."""
+"""The data of a run in lines for people: photos, buckets, batches, captions, and what of them looks unintended."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import isqrt, prod
+from math import isqrt
 
 from trainer import config as configs
-from trainer.adapters.kinds import kind_named
-from trainer.base.account import counted
+from trainer.base.account import Account, Entry, Heading, counted
 from trainer.base.console import printable, shortlist
-from trainer.base.tensorfile import size_text
 from trainer.base.text import invisible
-from trainer.config import Config, IntervalTable
+from trainer.config import Config
+from trainer.data import buckets
 from trainer.data.batches import sampler, short_batches
 from trainer.data.buckets import REFERENCE_AREA, named, reference_bucket
-from trainer.data.captions import prompts
 from trainer.data.examples import Example
+from trainer.data.images import views
 from trainer.data.sources import Photo, Source
-from trainer.plan import fixed_draws, optimizer_rules
+from trainer.plan import fixed_draws
 from trainer.plan.data_sources import sources_of
-from trainer.plan.model_account import model_account
-from trainer.plan.run_plan import DataPlan, Length, RunPlan
-from trainer.plan.storage import weight_bytes
+from trainer.plan.run_plan import DataPlan, Length
+from workbench.summary import prompts
 
 SHOWN = 20  # names in one line
 TEXTS = {"prompt", "prompts", "negative", "trigger", "prefix", "suffix"}  # keys, or parts of them
 
 
-def describe_head(config: Config, *, on_cpu: bool) -> str:
-    """The first lines of a start print and of a plan, of the config alone. on_cpu: whether a plan is for the CPU."""
-    lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {config.model.family} from {config.model.path}"]
-    if on_cpu:
-        why = "run.device = 'cpu'" if config.run.device == "cpu" else "no GPU was found"
-        lines.append(f"{why}: this would train on the CPU; the time that it takes is estimated below")
-    return "\n".join(lines)
-
-
-def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
-    """The start print below its head. sizes: also build every component on the meta device to count its bytes. data: with
-    the photos."""
-    config = plan.config
-    lines = ["parts of the model"]
-    total, width = 0, max(len(component.format.name) for component in plan.model.storage.values())
-    for name, component in plan.model.storage.items():
-        compute = str(component.compute).removeprefix("torch.")
-        line = f"  {name:<15} stored {component.format.name:<{width}} computes {compute}"
-        if sizes:
-            count = weight_bytes(plan.model.source, component, held=plan.model.source.held(name))
-            total += count
-            line += f"  {size_text(count)}"
-        lines.append(line)
-    if sizes:
-        lines.append(f"  weights in all   {size_text(total)}")
-    lines += [f"  {line}" for line in model_account(plan.model.source, plan.model.options).lines()]
-    lines += [*_adapter_lines(plan), f"objective {plan.model.objective.describe()}"]
-    doubts = plan.model.objective.doubts()
-    if plan.model.objective.stratified and config.data.batch_size * config.step.accumulation * plan.length.processes == 1:
-        remedy = "raise data.batch_size or step.accumulation"
-        doubts.append(f"objective.stratified has no effect on updates of one photo; {remedy}")
-    lines += [f"warning: {doubt}" for doubt in doubts]
-    lines += data_lines(config, plan.data, plan.length, text=_text(plan)) if data else []
-    group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
-    lines.append(
-        f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
-        f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
-    )
-    lines += [f"  {line}" for line in optimizer_rules.start_lines(config, plan.length.max_steps)]
-    if config.step.compile == "blocks":
-        size, fill = config.data.batch_size, config.data.short_batches == "merge"
-        kinds = short_batches.shapes(plan.data.examples, batch_size=size, fill=fill)
-        each = ", and for each length of captions" if config.data.clip_chunks > 1 else ""
-        lines.append(f"blocks are compiled: each kind for {counted(len(kinds), 'shape')} of micro-batches{each}")
-    checkpoint = config.checkpoint
-    if checkpoint.mirror is not None:
-        copied = f"checkpoints are copied there ({checkpoint.keep_last} are kept)"
-        lines.append(f"mirror {checkpoint.mirror}: {copied}, and at the end the adapter files and the report")
-    if plan.length.max_steps > 1 and not plan.saves_before_the_end:
-        keys = f"{_interval(checkpoint, 'checkpoint')}, checkpoint.every_minutes = {checkpoint.every_minutes:g}"
-        lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
-    length, drawn = plan.length, "samples are drawn before the first step and"
-    for table, name, first, what in (
-        (config.export, "export", config.export.first, "files are written"),
-        (config.validation, "validation", 0, drawn if plan.data.requests else ""),
-    ):
-        asked, every = _interval(table, name) + (f", {name}.from = {first}" if first else ""), length.every(table, first)
-        if what and every.every and not every.steps(length.max_steps):
-            lines.append(f"note: {asked}, and the run has {length.max_steps} steps: {what} at the end alone")
-    return "\n".join(lines)
-
-
-def _interval(table: IntervalTable, name: str) -> str:
-    key = "every_epochs" if table.every_epochs else "every_steps"
-    return f"{name}.{key} = {getattr(table, key)}"
-
-
-def _adapter_lines(plan: RunPlan) -> list[str]:
-    adapter, lines = plan.config.adapter, []
-    kind = kind_named(adapter.type, vars(adapter))
-    formula = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
-    for component in plan.model.adapted:
-        mine = [t for t in plan.model.targets if t.component == component]
-        shapes = [kind.shapes(plan.shapes[t.component, t.name], t.rank) for t in mine]
-        count = sum(prod(size) for sizes in shapes for size in sizes.values())
-        wholes = map(kind.unscaled, shapes)
-        kinds = Counter((t.rank, t.alpha, whole, t.lr, t.stop_step) for whole, t in zip(wholes, mine, strict=True))
-        lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
-        for (rank, alpha, whole, lr, stop), layers in sorted(kinds.items(), key=str):
-            rate = f", lr {lr:g}" if lr is not None else ""
-            stops = f", trained up to step {stop}" if stop is not None else ""
-            ranked = f"rank {rank}, alpha {alpha:g}, {formula} = {kind.scaling((), rank, alpha, adapter.rslora):g}"
-            lines.append(f"  {layers} layers: {'whole matrices, scale 1' if whole else ranked}{rate}{stops}")
-    if absent := {*plan.config.export.formats} - {*plan.model.family.file_formats(kind.in_files, plan.config.export.formats)}:
-        lines.append(f"  no file for {', '.join(absent)}: its loader of {plan.model.family.name} takes no {kind.word}")
-    if plan.skipped:
-        lines.append(f"  skipped, without a gradient path: {len(plan.skipped)} layers ({plan.skipped[0]}, ...)")
-    return lines
+def data_account(data: DataPlan) -> Account:
+    """What became of all files, of which photos the crop cuts most away, and how far the others are stretched."""
+    least, beyond, stretch = dict[str, float](), dict[str, None](), 0.0
+    for example in (*data.examples, *data.held_out):
+        photo, (width, height) = example.photo, example.bucket
+        share = buckets.share_kept(*photo.size, example.bucket, crop=views.plain(example).crop)
+        if share < 0.5:
+            least[str(photo.image)] = min(share, least.get(str(photo.image), share))
+        elif share < 1 and photo.aspect > data.table.max_aspect:
+            beyond[str(photo.image)] = None
+        change = photo.width * height / (photo.height * width)
+        stretch = max(stretch, change - 1, 1 / change - 1)
+    names = [f"{name}: {share:.0%}" for name, share in sorted(least.items(), key=lambda item: item[1])]
+    why, remedy = "the crop keeps less than half of it", "cut it into several photos, or raise data.max_aspect"
+    account = data.scanned.account + Account([Entry(Heading.WARNING, why, names, len(names), remedy, "photo")] * bool(names))
+    if beyond:
+        why = f"its shape is beyond data.max_aspect = {data.table.max_aspect:g}, to which it is cropped"
+        account.add(Heading.NOTE, why, list(beyond), noun="photo")
+    if data.table.crop == "none":
+        why = f"nothing is cut (data.crop = 'none'); aspect ratios change by up to {stretch:.1%}"
+        account.add(Heading.NOTE, f"{why}, and by less with a smaller data.bucket_step")
+    return account
 
 
 def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = "") -> list[str]:
@@ -147,7 +79,7 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
         *(f"  warning: {line}" for line in _doubts(config, data, subject)),
         *_weight_lines(data),
         *_view_lines(sources),
-        *(f"  {line}" for line in data.account.lines()),
+        *(f"  {line}" for line in data_account(data).lines()),
         *_held_out(config, data),
         *_alike_lines(data),
     ]
@@ -274,9 +206,3 @@ def _view_lines(sources: Sequence[Source]) -> list[str]:
     jitters = f"crop jitter {one.crop_jitter:g} and colour jitter {one.colour_jitter:g}"
     line = f"  image variants: {one.image_variants} of each photo, the first unchanged, the others with {jitters}"
     return [line] if one.jitters else []
-
-
-def _text(plan: RunPlan) -> str:
-    if not plan.model.cache_text:
-        return "encoded live"
-    return "encoded when it is drawn" if plan.config.data.cache == "none" else "cached"

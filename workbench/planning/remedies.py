@@ -1,19 +1,18 @@
 """What saves memory: one ladder, from which memory.fit, a plan's advice and the words after memory ran out are made."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from trainer import optim
 from trainer.base.errors import UserError
-from trainer.config import Config, with_values
+from trainer.config import with_values
 from trainer.plan import optimizer_rules
+from trainer.plan.changes import Keys, in_words, keeps, never
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as
 from trainer.runtime.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
 
-Keys = Mapping[str, Any]  # of a config, by their full names, and what they become
 SMALL = 512  # px: no smaller photos are advised
 
 
@@ -23,8 +22,8 @@ class Remedy:
 
     name: as memory.fit_by has it, where there are levels. price: in words. levels: what memory.fit chooses from, the
     cheapest first; the first is a run without this remedy. least: the last of them, in words. ways: what is advised; None:
-    the last level. keeps: whether no byte of a run changes, so that it may be changed in mid-run. anew: what a new run may
-    have after a step ran out of memory, in words. on_cpu: whether it helps where a CPU computes.
+    the last level. anew: what a new run may have after a step ran out of memory, in words. on_cpu: whether it helps where a
+    CPU computes.
     """
 
     name: str
@@ -32,7 +31,6 @@ class Remedy:
     levels: Callable[[RunPlan], Sequence[Keys]] = lambda plan: ()
     least: str = ""
     ways: Callable[[RunPlan], Iterable[Keys]] | None = None
-    keeps: Callable[[Config], bool] = lambda config: False
     anew: Callable[[RunPlan], str] = lambda plan: ""
     on_cpu: bool = True
 
@@ -100,27 +98,20 @@ def _smaller_denoiser(plan: RunPlan) -> str:
     return "" if held.dtype_name == SMALLER_DTYPES[-1] else f"a smaller model.components.{name}.dtype than {held.name}"
 
 
-def never(config: Config, table: str) -> Keys:
-    """What leaves out what a table asks for every so many steps or epochs."""
-    keys = ("every_steps", "every_epochs") if getattr(config, table).every_epochs else ("every_steps",)
-    return {f"{table}.{key}": 0 for key in keys}
-
-
 # The cheapest first.
 REMEDIES = (
     Remedy(
         "checkpointing", "every step takes up to a third longer; no byte changes",
         levels=_checkpointing, least="every block recomputed",
-        keeps=lambda config: config.step.compile == "none",  # a compiler makes other sums of a block that is recomputed
         anew=lambda plan: "memory.gradient_checkpointing = true" * (plan.config.memory.gradient_checkpointing is not True),
     ),
     Remedy(
         "pictures", "no pictures while it trains, or smaller ones; the adapter is the same",
-        ways=lambda plan: [never(plan.config, "validation")] * bool(plan.data.requests),
+        ways=lambda plan: [never("validation", plan.config.validation)] * bool(plan.data.requests),
     ),
     Remedy(
         "resident_blocks", "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
-        levels=_streaming, least="every block streamed", ways=_more_streaming, keeps=lambda config: True,
+        levels=_streaming, least="every block streamed", ways=_more_streaming,
         on_cpu=False,  # what streams lies in the same memory
     ),
     Remedy(
@@ -157,6 +148,12 @@ def remedies(*, on_cpu: bool) -> list[Remedy]:
     return [remedy for remedy in REMEDIES if remedy.on_cpu or not on_cpu]
 
 
-def in_words(keys: Keys) -> str:
-    """Keys as they stand in a config, side by side."""
-    return ", ".join(f"{key} = {v!r}" if isinstance(v, str) else f"{key} = {v}".lower() for key, v in keys.items())
+def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
+    """What lowers a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
+    there = [(remedy, keeps(remedy.name, plan.config.step)) for remedy in remedies(on_cpu=on_cpu)]
+    left = [
+        in_words(keys).replace(" = ", "=").replace("'", "") for remedy, keeps in there if keeps for keys in remedy.left(plan)
+    ]
+    ways = [f"go on with --resume_from auto --set {change}" for change in left]
+    anew = [words for remedy, keeps in there if not keeps and (words := remedy.anew(plan))]
+    return "\nor ".join([*ways, f"start a new run (another run.output_dir) with {', '.join(anew)}"])

@@ -1,0 +1,145 @@
+"""What a whole run changed, in tables for people: whether it took, and what differs besides the weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import quantization
+from trainer.adapters import export
+from trainer.adapters.portable import of_adapter
+from trainer.base.files import Advance, unheard
+from trainer.base.pictures import is_sound, pngs
+from trainer.base.run_layout import Layout, plain_request
+from trainer.base.tensorfile import TensorFile
+from trainer.checkpoint.state import Progress
+from trainer.engine.assembly import TrainState
+from trainer.engine.components import Components
+from trainer.monitoring.weight_change import BlockChange
+from trainer.plan.run_plan import RunPlan
+from trainer.resume.initial_adapter import Start
+from trainer.runtime.context import RunContext
+from trainer.runtime.precision import COMPUTE_DTYPES
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one start of a run came to. start: what the run began with."""
+
+    plan: RunPlan
+    components: Components
+    context: RunContext
+    progress: Progress
+    start: Start
+
+    def tables(
+        self, state: TrainState, moved: Mapping[str, BlockChange], written: Mapping[str, Path]
+    ) -> dict[str, dict[str, Any]]:
+        """The sections of a page, by title. moved: the change of each block. written: the adapter files, by format."""
+        sections: dict[str, dict[str, Any]] = {
+            "Did it take?": change_table(moved, drifts=state.adapter.kind.magnitudes),
+            "Effect": {"columns": ["what", "value"], "rows": self.effects(state, written)},
+        }
+        if self.progress.changes:
+            changes = [
+                [change["step"], "-" if change["epoch"] is None else change["epoch"] + 1, line]
+                for change in self.progress.changes
+                for line in change["what"]
+            ]
+            sections["Changed in mid-run"] = {"columns": ["after step", "new epoch", "what"], "rows": changes}
+        if self.components.storage:
+            sections["Frozen weights"] = {
+                "columns": ["component", *quantization.REPORT_COLUMNS],
+                "rows": [[component, *stored.row()] for component, stored in self.components.storage.items()],
+            }
+        return sections
+
+    def effects(self, state: TrainState, written: Mapping[str, Path]) -> list[list[Any]]:
+        """What changed besides the weights. written: the adapter files, by format."""
+        phases, rows = self.context.phases, []
+        for before, after, _ in compared(self.context.layout, self.progress.step):
+            rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{image_distance(before, after):.3%}"])
+        for ending, used in state.weights_for_use().items():
+            of_average = ", average" if ending else ""
+            file = written.get(f"diffusers{of_average}")
+            if file is None:
+                continue
+            with phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
+                whole = of_adapter(state.adapter, state.norms.now(), "magnitude", lambda count: phase.check())
+                layers = whole.rounded(dtype := COMPUTE_DTYPES[self.plan.config.export.dtype])
+                if dtype != torch.float32:
+                    loss, name = whole.distance(layers)
+                    what = f"export.dtype = {self.plan.config.export.dtype!r} takes of a layer's change{of_average}, at most"
+                    rows.append([what, f"{loss:.3%} ({name})"])
+                layers, _ = layers.parted(self.plan.model.family.adapters.peft)
+                live = {name: tensor.make() for name, tensor in export.diffusers_tensors(layers).items()}
+                read = read_back(file, live, phase.advance)
+            magnitudes = " (magnitudes: as made for the file's base)" if state.adapter.kind.magnitudes else ""
+            rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])
+        if self.start.path:
+            rows.append(["changes are measured from the weights of adapter.init_from", self.start.name])
+        if self.progress.non_finite:
+            skipped = f"{self.progress.non_finite} of {self.progress.step}"
+            rows.append(["updates skipped because a value was not finite (see metrics.jsonl)", skipped])
+        return rows
+
+
+def change_table(changes: Mapping[str, BlockChange], *, drifts: bool) -> dict[str, Any]:
+    """The section "Did it take?". drifts: whether the adapter has magnitudes."""
+    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["drift of a row's magnitude"] if drifts else [])
+    rows = [
+        [block, c.layers, f"{c.largest:.3%}", f"{c.median:.3%}"] + ([f"{c.drift:.3%}"] if drifts else [])
+        for block, c in changes.items()
+    ]
+    return {"columns": columns, "rows": rows}
+
+
+def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = unheard) -> str:
+    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference.
+
+    advance: gets every number of bytes that was read; may raise.
+    """
+    file = TensorFile(path)
+    if file.entries.keys() != live.keys():
+        return f"keys differ: {sorted(file.entries.keys() ^ live.keys())[0]}"
+    for name, tensor in live.items():
+        if not torch.equal(file.read(name, advance), tensor.cpu()):
+            return f"{name} differs"
+    return "equal"
+
+
+def compared(layout: Layout, step: int) -> list[tuple[Path, Path, Path | None]]:
+    """(before training, after `step`, the truth where it is known): the files of every sample that was asked for in the same
+    words, size, seed and all else.
+
+    One of an average has the same before and truth as that of the weights themselves.
+    """
+    first, known = by_request(layout.samples_of(0)), by_request(layout.truths)
+    drawn = [(plain_request(asked), path) for asked, path in by_request(layout.samples_of(step)).items()]
+    return [(first[asked], path, known.get(asked)) for asked, path in drawn if asked in first]
+
+
+def by_request(folder: Path) -> dict[str, Path]:
+    """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order. Damaged ones are none."""
+    from PIL import Image
+
+    files = {}
+    for path in filter(is_sound, pngs(folder)):
+        with Image.open(path) as image:
+            if "request" in image.info:
+                files[image.info["request"]] = path
+    return files
+
+
+def image_distance(before: Path, after: Path) -> float:
+    """How far the adapter moved an image: the relative L2 distance of the pixels in [0, 1]."""
+    from PIL import Image
+
+    def pixels(path: Path) -> torch.Tensor:
+        image = Image.open(path).convert("RGB")
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).float() / 255
+
+    a, b = pixels(before), pixels(after)
+    return float((b - a).norm() / a.norm().clamp_min(1e-12))

@@ -1,0 +1,116 @@
+"""How a plan is printed: at the start of a run, and by --plan."""
+
+from collections import Counter
+from math import prod
+
+from trainer.adapters.kinds import kind_named
+from trainer.base.account import counted
+from trainer.base.tensorfile import size_text
+from trainer.config import Config, IntervalTable
+from trainer.data.batches import short_batches
+from trainer.plan.run_plan import RunPlan
+from trainer.plan.storage import weight_bytes
+from workbench.summary.data import data_lines
+from workbench.summary.model import model_account
+from workbench.summary.optimizer import optimizer_lines
+
+
+def described(plan: RunPlan) -> str:
+    """What a run says at its start."""
+    return describe_head(plan.config, on_cpu=False) + "\n" + describe(plan, sizes=False)
+
+
+def describe_head(config: Config, *, on_cpu: bool) -> str:
+    """The first lines of a start print and of a plan, of the config alone. on_cpu: whether a plan is for the CPU."""
+    lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {config.model.family} from {config.model.path}"]
+    if on_cpu:
+        why = "run.device = 'cpu'" if config.run.device == "cpu" else "no GPU was found"
+        lines.append(f"{why}: this would train on the CPU; the time that it takes is estimated below")
+    return "\n".join(lines)
+
+
+def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
+    """The start print below its head. sizes: also build every component on the meta device to count its bytes. data: with
+    the photos."""
+    config = plan.config
+    lines = ["parts of the model"]
+    total, width = 0, max(len(component.format.name) for component in plan.model.storage.values())
+    for name, component in plan.model.storage.items():
+        compute = str(component.compute).removeprefix("torch.")
+        line = f"  {name:<15} stored {component.format.name:<{width}} computes {compute}"
+        if sizes:
+            count = weight_bytes(plan.model.source, component, held=plan.model.source.held(name))
+            total += count
+            line += f"  {size_text(count)}"
+        lines.append(line)
+    if sizes:
+        lines.append(f"  weights in all   {size_text(total)}")
+    lines += [f"  {line}" for line in model_account(plan.model.source, plan.model.options).lines()]
+    lines += [*_adapter_lines(plan), f"objective {plan.model.objective.describe()}"]
+    doubts = plan.model.objective.doubts()
+    if plan.model.objective.stratified and config.data.batch_size * config.step.accumulation * plan.length.processes == 1:
+        remedy = "raise data.batch_size or step.accumulation"
+        doubts.append(f"objective.stratified has no effect on updates of one photo; {remedy}")
+    lines += [f"warning: {doubt}" for doubt in doubts]
+    lines += data_lines(config, plan.data, plan.length, text=_text(plan)) if data else []
+    group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
+    lines.append(
+        f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
+        f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
+    )
+    lines += [f"  {line}" for line in optimizer_lines(config, plan.length.max_steps)]
+    if config.step.compile == "blocks":
+        size, fill = config.data.batch_size, config.data.short_batches == "merge"
+        kinds = short_batches.shapes(plan.data.examples, batch_size=size, fill=fill)
+        each = ", and for each length of captions" if config.data.clip_chunks > 1 else ""
+        lines.append(f"blocks are compiled: each kind for {counted(len(kinds), 'shape')} of micro-batches{each}")
+    checkpoint = config.checkpoint
+    if checkpoint.mirror is not None:
+        copied = f"checkpoints are copied there ({checkpoint.keep_last} are kept)"
+        lines.append(f"mirror {checkpoint.mirror}: {copied}, and at the end the adapter files and the report")
+    if plan.length.max_steps > 1 and not plan.saves_before_the_end:
+        keys = f"{_interval(checkpoint, 'checkpoint')}, checkpoint.every_minutes = {checkpoint.every_minutes:g}"
+        lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
+    length, drawn = plan.length, "samples are drawn before the first step and"
+    for table, name, first, what in (
+        (config.export, "export", config.export.first, "files are written"),
+        (config.validation, "validation", 0, drawn if plan.data.requests else ""),
+    ):
+        asked, every = _interval(table, name) + (f", {name}.from = {first}" if first else ""), length.every(table, first)
+        if what and every.every and not every.steps(length.max_steps):
+            lines.append(f"note: {asked}, and the run has {length.max_steps} steps: {what} at the end alone")
+    return "\n".join(lines)
+
+
+def _interval(table: IntervalTable, name: str) -> str:
+    key = "every_epochs" if table.every_epochs else "every_steps"
+    return f"{name}.{key} = {getattr(table, key)}"
+
+
+def _adapter_lines(plan: RunPlan) -> list[str]:
+    adapter, lines = plan.config.adapter, []
+    kind = kind_named(adapter.type, vars(adapter))
+    formula = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
+    for component in plan.model.adapted:
+        mine = [t for t in plan.model.targets if t.component == component]
+        shapes = [kind.shapes(plan.shapes[t.component, t.name], t.rank) for t in mine]
+        count = sum(prod(size) for sizes in shapes for size in sizes.values())
+        wholes = map(kind.unscaled, shapes)
+        kinds = Counter((t.rank, t.alpha, whole, t.lr, t.stop_step) for whole, t in zip(wholes, mine, strict=True))
+        lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
+        for (rank, alpha, whole, lr, stop), layers in sorted(kinds.items(), key=str):
+            rate = f", lr {lr:g}" if lr is not None else ""
+            stops = f", trained up to step {stop}" if stop is not None else ""
+            ranked = f"rank {rank}, alpha {alpha:g}, {formula} = {kind.scaling((), rank, alpha, adapter.rslora):g}"
+            lines.append(f"  {layers} layers: {'whole matrices, scale 1' if whole else ranked}{rate}{stops}")
+    if absent := {*plan.config.export.formats} - {*plan.model.family.file_formats(kind.in_files, plan.config.export.formats)}:
+        lines.append(f"  no file for {', '.join(absent)}: its loader of {plan.model.family.name} takes no {kind.word}")
+    if plan.skipped:
+        lines.append(f"  skipped, without a gradient path: {len(plan.skipped)} layers ({plan.skipped[0]}, ...)")
+    return lines
+
+
+def _text(plan: RunPlan) -> str:
+    if not plan.model.cache_text:
+        return "encoded live"
+    return "encoded when it is drawn" if plan.config.data.cache == "none" else "cached"
