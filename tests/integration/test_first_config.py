@@ -79,9 +79,15 @@ def test_its_config_trains_to_the_end_unchanged(bench: Workbench, monkeypatch, c
     assert said.splitlines()[-1] == f"start: python train.py --config {name}.toml --resume_from auto"
     assert "captions of 5 photos: " in said and "\nfits: " in said
     assert len(re.findall(r"^data \d", said, re.MULTILINE)) == 1, "what it trains on is told once"
+    assert len(re.findall(r"\d (?:missing|empty)", said)) == 2 and "missing or empty" not in said, (
+        "one count of blank captions"
+    )
+    assert "no caption for it" not in said, "each is named once"
     assert (bench.tmp / "outputs" / name / "data_report.html").is_file()
     config = tomllib.loads((bench.tmp / f"{name}.toml").read_text())
-    assert config["data"]["sources"][0].get("trigger") == trigger or trigger is None
+    given = config["data"]["sources"][0].get("trigger")
+    assert given == trigger or trigger is None
+    assert f'\ntrigger "{given}": name it in your prompts; a caption without it gets it\n' in said
     assert config["data"]["resolution"] == 64 and config["validation"]["prompts"]
     trained = layout is captions_beside
     assert cli.main(["--config", f"{name}.toml", *(["--resume_from", "auto"] if trained else ["--plan"])]) == 0
@@ -194,7 +200,8 @@ def test_the_plan_begins_before_a_part_of_the_model_is_built_or_a_tokenizer(
     ended = new(bench, monkeypatch, photos) if command == "--new" else cli.main(["--config", str(config), command])
     assert ended == 130
     assert not (bench.tmp / "outputs").exists()
-    run, model, cpu = capsys.readouterr().out.splitlines()
+    run, model, cpu, *trigger = capsys.readouterr().out.splitlines()
+    assert len(trigger) == (command == "--new") and all(line.startswith('trigger "') for line in trigger)
     assert run.startswith("run ") and model.startswith("model sdxl from ")
     assert cpu == "no GPU was found: this would train on the CPU; the time that it takes is estimated below"
 

@@ -23,8 +23,9 @@ def data_page(config: Config, out: Path | None = None) -> Path:
     return (out or Path(config.run.output_dir)) / "data_report.html"
 
 
-def report_data(config: Config, out: Path | None = None) -> int:
-    """Print it, and write data_report.html to `out`, else to run.output_dir.
+def report_data(config: Config, out: Path | None = None, *, strict: bool = True) -> int:
+    """Print it, and write data_report.html to `out`, else to run.output_dir. strict: print each caption that strict mode
+    would refuse, too; the page has them anyway.
 
     Returns how many captions strict mode would refuse. Reads photos and tokenizers, no weights. If files are damaged, the
     page names them and is about the other photos. Then raises the same UserError as a run.
@@ -45,8 +46,8 @@ def report_data(config: Config, out: Path | None = None) -> int:
         refuse_damaged(scanned)
         raise
     report = report_captions(data, source.family, tokenizers_alone(source, family_options(config, source.family)))
-    lines = data_lines(config, data, length)
-    write(data_report.text(data, lines, report))
+    lines = data_lines(config, data, length, reported=True)
+    write(data_report.text(data, lines, report, strict=strict))
     folder = out or Path(config.run.output_dir)
     make_folder(folder, "--out" if out else "run.output_dir")
     page = data_page(config, out)

@@ -95,7 +95,7 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
     from trainer.base.errors import UserError
     from trainer.base.files import make_folder
     from workbench.commands.check_data import data_page, report_data
-    from workbench.commands.new_config import write_first_config
+    from workbench.commands.new_config import trigger_line, write_first_config
     from workbench.commands.plan_command import preview, write_head
 
     begun = told = False
@@ -111,10 +111,11 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
             undo.callback(page.unlink, missing_ok=True)
         if not begun:
             write_head(loaded, memory)
+            write(trigger_line(loaded))
         begun = True
         try:
             if not told:
-                report_data(loaded)
+                report_data(loaded, strict=False)
             told = True
         except UserError as error:  # its photos were read already: what is missing is of the model, perhaps not here yet
             write(f"warning: no data report: {error}", sys.stderr)

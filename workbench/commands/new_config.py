@@ -282,6 +282,14 @@ def common_phrase(captions: Sequence[str]) -> str:
     return ""
 
 
+def trigger_line(config: Config) -> str:
+    """What `--new` says of the trigger that it found, or was given by --set."""
+    trigger = config.data.sources[0].trigger
+    if not trigger:
+        return "no trigger: no words are in nearly all captions; name the subject in your prompts as the captions do"
+    return f'trigger "{printable(trigger)}": name it in your prompts; a caption without it gets it'
+
+
 def prompts(captions: Sequence[str], trigger: str) -> list[str]:
     """Two that the samples are drawn from: the first caption and one of the middle; without captions the trigger."""
     if not captions:

@@ -34,7 +34,7 @@ from trainer.resume import pins
 from trainer.resume.initial_adapter import open_start
 from trainer.run.session import Session
 from workbench.adapter_files.start import read_start
-from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen
+from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen, without_samples
 from workbench.compare.paired import before_the_runs
 from workbench.compare.variations import Variation, Variations
 
@@ -91,6 +91,8 @@ def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan
     make_folder(Path(asked.output_dir), "output_dir")
     write_page(asked, runs)
     write(_power(asked))
+    if said := without_samples([configs.flatten(configs.tree(run.config)) for run in runs]):
+        write(said)
     for number, run in enumerate(runs, 1):
         name = f"run {number} of {len(runs)}: {run.variant}, seed {run.seed}"
         if run.state:

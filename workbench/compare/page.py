@@ -16,6 +16,7 @@ from urllib.parse import quote
 from trainer.base.errors import CAUSES, NonFiniteError
 from trainer.base.progress import Sign, last_sign
 from trainer.base.run_layout import Layout
+from trainer.config.tables import ValidationTable
 from trainer.monitoring.course import PHOTOS, moved_by
 from workbench.compare.paired import BySeed, Difference, Pair, corrected
 from workbench.pages import curves
@@ -132,10 +133,22 @@ def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None =
         notes=notes,
         several=[card for card in cards.items() if len(card[1]) > 1],
         alone=[card for card in cards.items() if len(card[1]) == 1],
+        unsampled=without_samples([run.config for run in runs]),
         differences=_differences(runs),
         # It is made anew whenever it is asked for: also a run that starts later comes to be seen.
         watched=(now, ALL),
     )
+
+
+def without_samples(configs: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence where none of these configs asks for samples, else "". configs: of each run, by full key."""
+    default = {"validation.every_steps": ValidationTable().every_steps}
+    for config in configs:
+        texts = [value for key, value in config.items() if re.match(r"validation\.(prompts|samples)", key) and value]
+        if texts and any((default | dict(config)).get(f"validation.every_{unit}") for unit in ("steps", "epochs")):
+            return ""
+    why = "There are no samples to compare: validation.prompts is empty, or validation.every_steps is 0."
+    return why if all(configs) else ""  # a run without a config may have had them
 
 
 def grouped(runs: Sequence[Seen]) -> list[list[Seen]]:

@@ -44,12 +44,12 @@ def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tupl
     ]
 
 
-def text(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport) -> str:
-    """`lines`, and what strict mode would refuse."""
-    problems = strict_problems(data, report)
-    strict = [f"  {sample}: {why}" for sample, why in problems[:ROWS]] + [f"  {line}" for line in _more(problems)]
+def text(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport, *, strict: bool) -> str:
+    """`lines`, the report on the captions, and with `strict` each caption that strict mode would refuse."""
+    problems = strict_problems(data, report) if strict else []
+    named = [f"  {sample}: {why}" for sample, why in problems[:ROWS]] + [f"  {line}" for line in _more(problems)]
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
-    refused = [f"data.strict_captions = true would refuse these captions: {count}", *strict] if problems else []
+    refused = [f"data.strict_captions = true would refuse these captions: {count}", *named] if problems else []
     return "\n".join([*lines, str(report), *refused])
 
 

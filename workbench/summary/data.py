@@ -48,8 +48,9 @@ def data_account(data: DataPlan) -> Account:
     return account
 
 
-def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = "") -> list[str]:
-    """The lines about the data. text: how the captions are encoded, if known."""
+def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = "", reported: bool = False) -> list[str]:
+    """The lines about the data. text: how the captions are encoded, if known. reported: a report on the captions follows,
+    which counts those that are missing or empty."""
     batch_size, accumulation = data.table.batch_size, config.step.accumulation
     per_step = f"up to {batch_size} images of one shape" if batch_size > 1 else "1 image"
     per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
@@ -58,7 +59,8 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     subject = [photo for photo in data.photos if not photo.source.regularisation]
     prior = [photo for photo in data.photos if photo.source.regularisation]
     more = f" + {counted(len(prior), 'regularisation image')}{_times(prior)}" if prior else ""
-    captions = sum(not photo.caption for photo in data.photos)
+    blank = sum(not photo.caption for photo in data.photos)
+    count = "" if reported else f"{blank} missing or empty; "
     too_small = sum(example.small for example in data.examples)
     instead = "enlarged" if data.table.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
     small = f"; {too_small} smaller than the bucket of their shape: {instead}" if too_small else ""
@@ -74,8 +76,7 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
         f"a step has {per_step}; {lengths}",
         f"  buckets (images an epoch) {counts}{small}",
         f"  short batches: {_short_batches(data)}",
-        f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
-        + (f"; text {text}" if text else ""),
+        f"  captions: {count}{varied}dropped with probability {dropout}; flip {flip}" + (f"; text {text}" if text else ""),
         *(f"  warning: {line}" for line in _doubts(config, data, subject)),
         *_weight_lines(data),
         *_view_lines(sources),
@@ -129,10 +130,10 @@ def _short_batches(data: DataPlan) -> str:
         return f"none of an epoch's {count} batches; merged: {moved} moved to another bucket, {again} more appearances"
     if not left:
         return f"none of an epoch's {count} batches"
-    which = ", ".join(f"{named(layout)}: {counted(size, 'photo')} in place of {batch_size}" for layout, size in left.items())
+    which = ", ".join(f"{named(layout)}: {counted(size, 'photo')}" for layout, size in left.items())
     below, factor = short_batches.would_fill(examples, batch_size=batch_size)
-    remedy = f"data.batch_size = {below}, by {factor} x the repeats, or by data.short_batches = 'merge'"
-    return f"{len(left)} of an epoch's {count} batches ({which}); filled by {remedy}"
+    remedy = f"data.batch_size = {below}, {factor} x the repeats, or data.short_batches = 'merge'"
+    return f"{len(left)} of an epoch's {count} batches have fewer than {batch_size} photos ({which}); to fill them: {remedy}"
 
 
 def _held_out(config: Config, data: DataPlan) -> list[str]:

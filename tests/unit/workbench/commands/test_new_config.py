@@ -104,3 +104,14 @@ def test_the_verdict_can_tell_by_the_photos_that_are_held_out(count: int) -> Non
         for step, loss in ((1, 1.0), (50, 0.97), (100, 0.95))
     ]
     assert not held_out or judge(rows).kind == "learned"
+
+
+@pytest.mark.parametrize(
+    ("trigger", "said"),
+    [("blue toy bear", 'trigger "blue toy bear": name it in your prompts; a caption without it gets it'),
+     ("", "no trigger: no words are in nearly all captions; name the subject in your prompts as the captions do")],
+)  # fmt: skip
+def test_the_trigger_that_new_found_is_said(trigger: str, said: str) -> None:
+    tree = {"path": "photos"} | ({"trigger": trigger} if trigger else {})
+    config = new_config.configs.parse(new_config._minimal("bear", "photos", "m") | {"data": {"sources": [tree]}})
+    assert new_config.trigger_line(config) == said

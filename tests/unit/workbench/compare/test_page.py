@@ -10,7 +10,7 @@ import pytest
 
 from trainer.base.progress import Sign
 from trainer.base.run_layout import Layout
-from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen
+from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen, without_samples
 from workbench.pages.history import Standing
 
 
@@ -80,3 +80,33 @@ def test_the_data_are_those_of_the_page(tmp_path: Path) -> None:
     (pair,) = found["pairs"]
     assert [(at["step"], at["seeds"]) for at in pair["by_step"]] == [(1, [1, 2]), (2, [1, 2])]
     assert pair["by_step"][1]["differences"] == pytest.approx([0.1, 0.1]) and pair["interval"] == list(pairs[0].interval)
+
+
+ASKED = '[validation]\nprompts = ["a bear"]\n'
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [("", True), (ASKED, False), ('[validation]\nprompts = "captions"\n', False), (ASKED + "every_steps = 0\n", True),
+     (ASKED + "every_steps = 0\nevery_epochs = 2\n", False), ('[[validation.samples]]\nprompt = "a bear"\n', False)],
+)  # fmt: skip
+def test_a_comparison_without_samples_says_so(tmp_path: Path, keys: str, said: bool) -> None:
+    """One whose runs were asked for some, and drew none yet, says that."""
+    runs = [run(tmp_path, name, 1, [0.9], keys) for name in "ab"]
+    text = "There are no samples to compare: validation.prompts is empty, or validation.every_steps is 0."
+    assert without_samples([each.config for each in runs]) == text * said
+    page = compare(runs, {})
+    assert (text in page) == said and ("No sample is drawn yet." in page) == (not said)
+    assert without_samples([{}]) == "", "a run whose config is gone may have had them"
+
+
+def test_a_narrow_page_begins_with_the_held_out_loss_and_its_interval(tmp_path: Path) -> None:
+    """What a window of 400 px shows without scrolling: the first sentence, and the first two columns of a table."""
+    runs = [run(tmp_path, name, seed, [0.9, loss + seed / 9]) for name, loss in (("a", 0.5), ("b", 0.6)) for seed in (1, 2)]
+    body = compare(runs, {}, asked="2 seeds tell apart what is far apart").partition("<main>")[2]
+    first = body.partition("<p>")[2].partition("</p>")[0]
+    assert "on these held-out photos the loss of a is lower by" in first and "95 % interval" in first
+    assert body.index("2 seeds tell") > body.index(first) and body.index("<table") > body.index(first)
+    table = body.partition("<thead>")[2]
+    assert table.index(">Run<") < table.index(">Held-out loss<") < table.index(">State<")
+    assert "0.6111, lowest 0.6111" in table.partition("a-1/report.html")[2].split("</td>")[1]
