@@ -1,14 +1,15 @@
-"""The tables of docs/memory.md: what runs need, by family, dtype, adapter, resolution and batch, and which cards have that;
-and what the presets choose on their cards.
+"""The tables of docs/memory_tables.md: what the presets need and take on their cards; and what runs need, by family, dtype,
+adapter, resolution and batch, and which cards have that.
 
     python scripts/memory_table.py --processes 2
     python scripts/memory_table.py --presets --processes 2
     python scripts/memory_table.py --readme
 
-It plans every cell at the published sizes, for a GPU, and writes the tables between the two markers of docs/memory.md, and
-the README's small table from them. It reads no weights and needs no GPU. It takes 15 minutes of one core, which --processes
-shares out. --presets writes the presets' table alone, in 10 minutes. --readme plans nothing: it writes the README's table
-from the tables that stand in docs/memory.md.
+It plans every cell at the published sizes, for a GPU, and writes the tables between the markers of docs/memory_tables.md, and
+the README's table of cards from that of the presets, which are what `train.py --new` begins with. It reads no weights and
+needs no GPU. It takes 15 minutes of one core, which --processes shares out. --presets writes the presets' table and the
+README's, in 10 minutes. --readme plans nothing: it writes the README's table from the one that stands in
+docs/memory_tables.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,7 +38,7 @@ from trainer import kernels
 from trainer.config import has_graphs
 from trainer.models import FAMILIES
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
-from workbench.planning.describe import band
+from workbench.planning.describe import band, step_seconds
 from workbench.planning.dry_run import without_values
 from workbench.planning.estimate import SHARE, STEP, Forecast, Forecaster, forecast
 from workbench.planning.remedies import REMEDIES
@@ -45,7 +46,7 @@ from workbench.planning.step_time import Range, on_card
 from workbench.planning.suggestions import with_keys
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT, README = ROOT / "docs" / "memory.md", ROOT / "README.md"
+DOCUMENT, README = ROOT / "docs" / "memory_tables.md", ROOT / "README.md"
 BEGIN, END = "<!-- scripts/memory_table.py writes from here -->\n", "<!-- to here -->\n"
 BEGIN_PRESETS = "<!-- scripts/memory_table.py --presets writes from here -->\n"
 PRESETS = tuple(sorted(path.stem for path in (ROOT / "configs").glob("*_*gb.toml")))
@@ -154,40 +155,18 @@ def cell(size: int) -> str:
     return f"{size / 2**30:.1f}: {card}"
 
 
-NAMES = {"sdxl": "SDXL", "flux": "Flux", "flux2": "FLUX.2 klein 4B", "bf16": "bf16", "fp8_e4m3": "float8", "nf4": "4-bit"}
-
-
-def readme_table(document: str) -> Iterator[str]:
-    """Lines of Markdown: what of docs/memory.md's tables (its whole text is `document`) each card has memory for.
-
-    A DoRA at batch 1. The largest photos come first, then the finest dtype of the base, then a step that recomputes nothing.
-    """
-    kinds = [(family, streamed) for family in FAMILIES for streamed in (False, True)]
-    yield f"| card | {' | '.join(NAMES[family] + ', streamed' * streamed for family, streamed in kinds)} |"
-    yield "|---" * (1 + len(kinds)) + "|"
-    for card in CARDS:
-        yield f"| {card} GB | {' | '.join(best(document, family, card, streamed) for family, streamed in kinds)} |"
-
-
-def best(document: str, family: str, card: int, streamed: bool) -> str:
-    """A cell of the README's table. card: GiB. streamed: every block, and all are recomputed."""
-    table = document.partition(f"**{family}**\n")[2].partition("\n**")[0]
-    rows = {tuple(cells[:3]): cells[3:] for line in table.splitlines() if len(cells := re.split(r"\s*\|\s*", line)[1:-1]) > 3}
-    columns = [(1, True, 0)] if streamed else [(1, False, None), (1, True, None)]
-    for side, dtype, column in itertools.product(reversed(RESOLUTIONS), DTYPES, columns):
-        size, _, least = rows[dtype, "dora", str(side)][COLUMNS.index(column)].partition(": ")
-        if least != "none" and int(least.removesuffix(" GB")) <= card:
-            recomputed = column[1] and not streamed
-            return f"{side} px, {NAMES[dtype]} base{', recomputed' * recomputed}: {size} GiB"
-    return "nothing fits"
-
-
 # --- presets ----------------------------------------------------------------------------------------------------------
 
-# Whose time stands for a card of so many GiB: of the table of step_time.py those that come nearest. And seconds of a bare
-# operator of the host beside it: benchmarks/host_time.py has 1.0 to 1.2 us.
+NAMES = {"sdxl": "SDXL", "flux": "Flux", "flux2": "FLUX.2 klein 4B", "bf16": "bf16", "fp8_e4m3": "float8", "nf4": "4-bit"}
+# By whose time the ways of a preset are ordered, for a card of so many GiB: of step_time.CARDS those that come nearest. And
+# seconds of a bare operator of the host beside it: benchmarks/host_time.py has 1.0 to 1.2 us.
 STANDING_FOR = {24: "NVIDIA GeForce RTX 4090", 80: "NVIDIA H100 80GB HBM3"}
 ELSE, OPERATOR = "NVIDIA GeForce RTX 3090", 1.1e-6
+# The cards whose time is shown, by the GiB of the preset that --new takes there: a 5090 has 32 GB.
+SHOWN = {
+    8: ("GeForce RTX 4060",), 10: ("GeForce RTX 3080",), 12: ("GeForce RTX 3060", "GeForce RTX 4070"),
+    16: ("GeForce RTX 4080",), 24: ("GeForce RTX 3090", "GeForce RTX 4090", "GeForce RTX 5090"), 80: ("H100 80GB HBM3",),
+}  # fmt: skip
 RECOMPUTED = {
     False: "nothing", 4: "every fourth block", 3: "every third block", 2: "every second block",
     "selective": "all but attention", True: "all",
@@ -197,13 +176,16 @@ RECOMPUTED = {
 @dataclass(frozen=True)
 class Way:
     """A way for a preset to make its steps. recomputed: memory.gradient_checkpointing. share: of the card, what the run
-    needs. seconds: of a micro-batch, from and to. own: whether the preset recomputes so."""
+    needs. seconds: of a step, from and to, on the card by which ways are ordered. own: whether the preset recomputes so.
+    streamed: how many blocks, of how many; "" of none. shown: seconds of a step by card."""
 
     recomputed: bool | int | str
     graphs: bool
     share: float
     seconds: Range
     own: bool
+    streamed: str = ""
+    shown: Mapping[str, Range] = field(default_factory=dict)
 
     def fits(self, card: int) -> bool:
         """With 5 % to spare, of 8 GB 15 %; with graphs at all, as the steps are eager where they find no room."""
@@ -213,33 +195,58 @@ class Way:
         return f"{RECOMPUTED[self.recomputed]}{', graphs' * self.graphs}"
 
 
+def gib(preset: str) -> int:
+    """Of the card that it is for."""
+    return int(preset.rpartition("_")[2].removesuffix("gb"))
+
+
+def step_on(card: str, plan: RunPlan, needs: Forecast, graphs: bool) -> Range:
+    """Seconds of a step, from and to. By CUDA graphs no time of the host is in them."""
+    machine = on_card(f"NVIDIA {card}", OPERATOR)
+    assert machine is not None
+    if not graphs:
+        return step_seconds(plan, needs, machine)
+    step = next(phase for phase in needs.phases if phase.name.startswith(STEP))
+    batches = plan.config.step.accumulation
+    ends = (
+        batches * end.device_seconds(step.cost, 1) + end.device_seconds(step.once, 1) for end in (machine.best, machine.worst)
+    )
+    return next(ends), next(ends)
+
+
 def ways(preset: str, folder: Path) -> list[Way]:
     """All ways of a preset, the fastest first by the middle of its band. folder: for the photos."""
-    card = int(preset.rpartition("_")[2].removesuffix("gb"))
     config = configs.load(f"{preset}.toml", [f"data.sources.0.path={str(photos_in(folder, 1024))!r}"])
     source, own = open_source(config), config.memory.gradient_checkpointing
-    plan, machine = make_plan(resolve(config, source), source, processes=1), on_card(STANDING_FOR.get(card, ELSE), OPERATOR)
-    assert machine is not None
-    found = []
+    plan, found = make_plan(resolve(config, source), source, processes=1), []
     for keys in REMEDIES[0].levels(plan):
         needs, (recomputed,) = forecast(with_keys(plan, keys), kernels.planned("auto")), keys.values()
-        cost = next(phase for phase in needs.phases if phase.name.startswith(STEP)).cost
-        eager = machine.seconds(cost, copied=needs.streaming.copied if needs.streaming else 0)
-        replayed = machine.best.device_seconds(cost, 1), machine.worst.device_seconds(cost, 1)
-        for graphs, seconds in ((True, replayed), (False, eager))[not has_graphs(config) :]:
+        blocks = needs.streaming and len(needs.streaming.blocks)
+        streamed = f"{blocks - needs.streaming.resident} of {blocks}" if blocks and needs.streaming else ""
+        for graphs in (True, False)[not has_graphs(config) :]:
             size = needs.total + graphs * int((1 + SHARE) * needs.graphs)
-            found.append(Way(recomputed, graphs, size / (card * 2**30), seconds, recomputed == own))
+            time = partial(step_on, plan=plan, needs=needs, graphs=graphs)
+            order = STANDING_FOR.get(gib(preset), ELSE).removeprefix("NVIDIA ")
+            shown = {card: time(card) for card in SHOWN[gib(preset)]}
+            share = size / (gib(preset) * 2**30)
+            found.append(Way(recomputed, graphs, share, time(order), recomputed == own, streamed, shown))
     return sorted(found, key=lambda way: sum(way.seconds))
 
 
 def chosen(preset: str, found: Iterable[Way]) -> tuple[Way, Way | None]:
     """(the fastest that fits its card, what would be next faster; None: nothing)."""
-    card, faster = int(preset.rpartition("_")[2].removesuffix("gb")), None
+    faster = None
     for way in found:
-        if way.fits(card):
+        if way.fits(gib(preset)):
             return way, faster
         faster = way
     raise ValueError(f"{preset}: nothing fits")
+
+
+COLUMNS_OF_PRESETS = (
+    "preset", "base", "photos in a micro-batch", "recomputed, and whether by graphs", "GiB", "of the card",
+    "a step, *estimated*", "next faster, of the card",
+)  # fmt: skip
 
 
 def preset_row(preset: str, folder: Path) -> str:
@@ -248,15 +255,44 @@ def preset_row(preset: str, folder: Path) -> str:
     if not way.own:
         raise ValueError(f"{preset}: its plan allows a faster one: {way}, {way.share:.3f} of the card")
     beyond = f"{faster}: {faster.share:.3f}" if faster else ""
-    return f"| `{preset}` | {way} | {way.share:.3f} | {band(*way.seconds)} | {beyond} |"
+    times = "; ".join(f"{short(card)}: {band(*seconds)}" for card, seconds in way.shown.items())
+    needed = f"{way.share * gib(preset):.1f}"
+    cells = (f"`{preset}`", *own_cells(preset, way.streamed), str(way), needed, f"{way.share:.3f}", f"*{times}*", beyond)
+    return f"| {' | '.join(cells)} |"
+
+
+def own_cells(preset: str, streamed: str) -> tuple[str, str]:
+    """Of its row, what its file says: the base, and photos in a micro-batch. streamed: as in Way."""
+    config = configs.load(f"{preset}.toml", [])
+    dtype = config.model.components[FAMILIES[config.model.family].denoiser].dtype
+    base = f"{NAMES[str(dtype)]}{f', {streamed} blocks streamed' * bool(streamed)}"
+    return base, str(config.data.batch_size)
+
+
+def short(card: str) -> str:
+    """RTX 4090, H100."""
+    return card.removeprefix("GeForce ").partition(" 80GB")[0]
 
 
 def preset_table(rows: Iterable[str]) -> Iterator[str]:
     """Lines of Markdown."""
-    yield "| preset | recomputed, and whether by graphs | of the card | a micro-batch, estimated | next faster, of the card |"
-    yield "|---|---|---|---|---|"
+    yield f"| {' | '.join(COLUMNS_OF_PRESETS)} |"
+    yield "|---" * len(COLUMNS_OF_PRESETS) + "|"
     yield from rows
     yield ""
+
+
+def readme_table(document: str) -> Iterator[str]:
+    """Lines of Markdown, from the table of presets in docs/memory_tables.md (its whole text is `document`): by model and card
+    what `--new` writes there."""
+    table = document.partition(BEGIN_PRESETS)[2].partition(END)[0]
+    rows = {cells[1].strip("`"): cells for line in table.splitlines() if len(cells := re.split(r"\s*\|\s*", line)) > 3}
+    yield "| model | card | base | recomputed | needs | a step, *estimated* |"
+    yield "|---|---|---|---|---|---|"
+    for family in FAMILIES:
+        for card in sorted(SHOWN):
+            _, preset, base, _, way, size, _, times, *_ = rows[f"{family}_{card}gb"]
+            yield f"| {NAMES[family]} | {card} GB | {base} | {way.partition(', graphs')[0]} | {size} GiB | {times.replace('; ', '<br>')} |"
 
 
 def between(text: str, lines: Iterable[str], begin: str = BEGIN) -> str:
@@ -276,8 +312,7 @@ def main() -> int:
             photos_in(folder, 1024)
             rows = [*pool.map(partial(preset_row, folder=folder), PRESETS)]
         DOCUMENT.write_text(between(DOCUMENT.read_text(), preset_table(rows), BEGIN_PRESETS))
-        return 0
-    if not given.readme:
+    elif not given.readme:
         DOCUMENT.write_text(between(DOCUMENT.read_text(), tables(planned(given.processes))))
     README.write_text(between(README.read_text(), (*readme_table(DOCUMENT.read_text()), "")))
     return 0

@@ -198,7 +198,9 @@ def test_the_pages_arithmetic_is_right() -> None:
     seconds = {phase["phase"]: phase["seconds"] for phase in phases}
     assert round(seconds["all before the first step"]) == values["begin"]
     assert round(seconds["saving step 1"], 1) == values["save"]
-    assert f"| 1024 px | fp8_e4m3 | {values['step']} s |" in (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    assert f"| 1024 px | fp8_e4m3 | {values['step']} s |" in (ROOT / "docs" / "benchmarks" / "gpu.md").read_text(
+        encoding="utf-8"
+    )
 
 
 # --- the image --------------------------------------------------------------------------------------------------------

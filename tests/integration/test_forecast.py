@@ -570,7 +570,7 @@ def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "cells",
-    # The tiny Flux misses its limit in some runs (docs/memory.md).
+    # The tiny Flux misses its limit in some runs (docs/benchmarks/forecasts.md).
     [
         pytest.param(cells, marks=pytest.mark.proof)
         for cells in ("tiny SDXL", "pocket*", "tiny Flux", "unseen*", "SDXL*", "Flux*")

@@ -1,4 +1,4 @@
-"""The configs for cards of a size, and the tables of docs/memory.md: what the plan says of them."""
+"""The configs for cards of a size, and the tables of docs/memory_tables.md: what the plan says of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_preset_fits_its_card_with_5_percent_to_spare(tmp_path, monkeypatch, p
 
 @pytest.mark.parametrize(
     ("preset", "recomputed", "optimizer", "most"),
-    # Of Flux with all blocks recomputed 14.5 was wanted: an AdamW in fp32 misses it (docs/figures.md).
+    # Of Flux with all blocks recomputed 14.5 was wanted: an AdamW in fp32 misses it.
     [
         pytest.param("flux_24gb", True, "adamw8bit", 14.5, marks=pytest.mark.proof),
         pytest.param("flux_24gb", True, "adamw", 14.7, marks=pytest.mark.proof),
@@ -105,11 +105,11 @@ def test_a_step_over_a_streamed_base(tmp_path, family: str, most: float) -> None
 
 
 def test_the_presets() -> None:
-    """Each is named in docs/memory.md."""
+    """Each is a row of docs/memory_tables.md."""
     names = {path.stem for path in PRESETS}
     wanted = {f"{family}_{card}gb" for family in FAMILIES for card in (8, 10, 12, 16, 24, 80)}
     assert names == wanted
-    assert all(f"`{name}.toml`" in (ROOT / "docs" / "memory.md").read_text() for name in wanted)
+    assert all(f"\n| `{name}` |" in memory_table.DOCUMENT.read_text() for name in wanted)
     assert all(tomllib.loads(path.read_text())["step"]["compile"] == "auto" for path in PRESETS)
 
 
@@ -149,9 +149,12 @@ def row_of(preset: str) -> str:
 def test_the_table_of_presets_has_their_keys() -> None:
     for preset in memory_table.PRESETS:
         config = configs.load(f"{preset}.toml", [])
-        told = row_of(preset).split(" | ")[1]
+        told = row_of(preset).split(" | ")[3]
         way = memory_table.Way(config.memory.gradient_checkpointing, "graphs" in told, 1.0, (0.0, 0.0), True)
         assert told == str(way), preset
+        streamed = re.search(r", (\d+ of \d+) blocks streamed", row_of(preset))
+        assert row_of(preset).split(" | ")[1:3] == [*memory_table.own_cells(preset, streamed[1] if streamed else "")], preset
+        assert bool(streamed) == (config.memory.offload == "blocks"), preset
         assert has_graphs(config) or not way.graphs, preset
         assert config.step.graphs == "auto", "smaller photos have room for them"
 

@@ -106,7 +106,8 @@ def test_the_share_that_sd_scripts_drops_is_what_the_commands_of_the_page_print(
     assert f"drops of a LoRA ({told[1]} % and {told[2]} % with the pocket models)" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_readmes_figures_of_a_card_are_those_that_were_measured() -> None:
+def test_what_the_readme_says_of_a_card_is_what_was_measured() -> None:
+    """Beside its table, whose figures are compared by tests/unit/test_figures.py."""
     measured = json.loads((ROOT / "docs" / "benchmarks" / "GPU-2026-11-26.json").read_text(encoding="utf-8"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     large, small = (
@@ -117,21 +118,9 @@ def test_the_readmes_figures_of_a_card_are_those_that_were_measured() -> None:
         )
         for pixels in (1024, 512)
     )
-    rows = {
-        "our DoRA, `step.graphs = true`": "DoRA bf16, graphs",
-        "our DoRA, eager": "DoRA bf16, eager",
-        "our LoRA, `step.graphs = true`": "LoRA bf16, graphs",
-        "our LoRA, eager": "LoRA bf16, eager",
-        "DoRA of diffusers + PEFT": "PEFT's DoRA",
-        "LoRA of diffusers + PEFT": "PEFT's LoRA",
-    }
     whole, of_half = (sides["DoRA bf16, graphs"]["ms"] / sides["LoRA bf16, graphs"]["ms"] for sides in (large, small))
     eager, replayed = (100 * small[f"DoRA bf16, {way}"]["host_share"] for way in ("eager", "graphs"))
     for said in (
-        *(
-            f"| {name} | {one['ms']:.0f} ms | {half['ms']:.0f} ms | {one['peak_bytes'] / 2**30:.1f} GiB |"
-            for name, one, half in ((name, large[side], small[side]) for name, side in rows.items())
-        ),
         f"## Measured on an {measured['device'].removeprefix('NVIDIA ')}",
         f"torch {'.'.join(measured['versions']['torch'].split('.')[:2])}, at commit {measured['commit'][:7]}.",
         f"a step of Flux takes {whole:.2f} times a LoRA's at 1024 px and {of_half:.2f} times at 512 px",

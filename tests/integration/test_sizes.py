@@ -87,8 +87,8 @@ def test_one_photo_alone_is_warned_of(bench: Workbench, photos: int) -> None:
 def test_short_batches_are_told_with_what_fills_them(bench: Workbench) -> None:
     kept = describe(planned(bench), sizes=False)
     assert (
-        "\n  short batches: 3 of an epoch's 4 batches have fewer than 2 photos (48x80: 1 photo, 64x64: 1 photo, 80x48: 1 photo); "
-        "to fill them: data.batch_size = 1, 2 x the repeats, or data.short_batches = 'merge'\n"
+        "\n  short batches: 3 of an epoch's 4 batches have fewer than 2 photos (48x80: 1 photo, 64x64: 1 photo, 80x48: 1 "
+        "photo); to fill them: data.batch_size = 1, 2 x the repeats, or data.short_batches = 'merge'\n"
     ) in kept
     filled = planned(bench, data__sources=[{"path": str(PHOTOS), "repeats": 2}])
     assert "\n  short batches: none of an epoch's 5 batches\n" in describe(filled, sizes=False)

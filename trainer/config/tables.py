@@ -349,7 +349,7 @@ def has_graphs(config: Config) -> bool:
     return config.step.graphs is not False and not any(against_graphs(config))
 
 
-STREAMED = "which blocks lie on the card differs as a graph begins (docs/memory.md#graphs-over-streamed-blocks)"
+STREAMED = "which blocks lie on the card differs as a graph begins (docs/streaming.md#why-no-graphs)"
 
 
 def against_graphs(config: Config) -> Iterator[tuple[str, str]]:

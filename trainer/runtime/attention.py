@@ -8,8 +8,8 @@ In blocks that are recomputed but for attention (memory.gradient_checkpointing =
 row sums are kept, and the backward pass begins there. Plain attention and masks keep nothing.
 
 On a CPU, attention over few tokens is computed in fp32, where the denoiser computes in 16 bits. There torch's attention of
-16-bit tensors takes up to 8 times as long as copies in fp32 and attention of these (torch 2.13; docs/precision.md has the
-figures). Over many tokens the copies cost memory and, in bf16, more time than they save.
+16-bit tensors takes up to 8 times as long as copies in fp32 and attention of these (torch 2.13; figures:
+docs/benchmarks/cpu.md). Over many tokens the copies cost memory and, in bf16, more time than they save.
 """
 
 import warnings

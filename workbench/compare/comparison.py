@@ -91,8 +91,8 @@ def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan
     make_folder(Path(asked.output_dir), "output_dir")
     write_page(asked, runs)
     write(_power(asked))
-    if said := without_samples([configs.flatten(configs.tree(run.config)) for run in runs]):
-        write(said)
+    if lack := without_samples([configs.flatten(configs.tree(run.config)) for run in runs]):
+        write(lack)
     for number, run in enumerate(runs, 1):
         name = f"run {number} of {len(runs)}: {run.variant}, seed {run.seed}"
         if run.state:

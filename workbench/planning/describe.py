@@ -93,7 +93,7 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
         line += f"\n  with {copied} of streamed blocks a step, copied beside it at {slow:g} to {fast:g} GB/s: not measured"
     table = plan.config.step
     if needs.graphs or table.compile != "none":
-        line += "\n  of eager steps: step.compile and step.graphs take other time and memory, see docs/figures.md"
+        line += "\n  of eager steps: step.compile and step.graphs take other time and memory, see docs/speed.md"
     if on_cpu and step_time.slow_in(compute):
         line += "\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory"
     return line

@@ -68,7 +68,8 @@ class Card:
 
 
 # By the name that CUDA gives. From NVIDIA's data sheets (H100, H200, A100, L40S, L4, T4, V100, RTX 6000 Ada, HGX B200) and
-# architecture papers (GA102, Ada, RTX Blackwell); of the A10G, which has no sheet, from those who rent it out.
+# architecture papers (GA102, Ada, RTX Blackwell), whose products are tensor cores x 128 FLOPs x boost clock; of the RTX 3060,
+# 4060 and 4070 by the same rule from their cores and clocks; of the A10G, which has no sheet, from those who rent it out.
 CARDS = {
     "NVIDIA B200": Card(2250, 75, 4500, 8000),
     "NVIDIA H200": Card(989, 67, 1979, 4800),
@@ -85,7 +86,12 @@ CARDS = {
     "NVIDIA RTX 6000 Ada Generation": Card(364, 91.1, 729, 960),
     "NVIDIA GeForce RTX 5090": Card(209.5, 104.8, 419, 1792),
     "NVIDIA GeForce RTX 4090": Card(165.2, 82.6, 330.3, 1008),
+    "NVIDIA GeForce RTX 4080": Card(97.5, 48.7, 194.9, 717),
+    "NVIDIA GeForce RTX 4070": Card(58.3, 29.1, 116.6, 504),
+    "NVIDIA GeForce RTX 4060": Card(30.2, 15.1, 60.4, 272),
     "NVIDIA GeForce RTX 3090": Card(71, 35.6, None, 936),
+    "NVIDIA GeForce RTX 3080": Card(59.5, 29.8, None, 760),
+    "NVIDIA GeForce RTX 3060": Card(25.5, 12.7, None, 360),
     "Tesla T4": Card(65, 8.1, None, 320),
     "Tesla V100-SXM2-16GB": Card(125, 15.7, None, 900),
     "Tesla V100-SXM2-32GB": Card(125, 15.7, None, 900),

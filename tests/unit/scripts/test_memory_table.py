@@ -1,62 +1,59 @@
-"""The README's table of cards is what docs/memory.md's tables say."""
+"""The README's table of cards is what docs/memory_tables.md says of the presets, which are what --new takes."""
 
 from __future__ import annotations
 
-from itertools import product
+import re
 
 import pytest
 
 from scripts import memory_table
+from trainer.config.reading import CONFIG_FOLDER
 from trainer.models import FAMILIES
+from workbench.planning import step_time
 
 
-def test_the_readmes_table_is_made_from_the_documents_tables() -> None:
-    """After a change of docs/memory.md: python scripts/memory_table.py --readme"""
+def test_the_readmes_table_is_made_from_the_presets_table() -> None:
+    """After a change of docs/memory_tables.md: python scripts/memory_table.py --readme"""
     document, readme = memory_table.DOCUMENT.read_text(), memory_table.README.read_text()
     assert readme == memory_table.between(readme, (*memory_table.readme_table(document), ""))
 
 
-GIB = 2**30
+def test_it_has_every_preset_that_new_takes() -> None:
+    rows = [line.split(" | ") for line in memory_table.readme_table(memory_table.DOCUMENT.read_text())][2:]
+    shown = {(row[0].removeprefix("| "), row[1]) for row in rows}
+    presets = {re.fullmatch(r"(\w+)_(\d+)gb", path.stem).groups() for path in CONFIG_FOLDER.glob("*_*gb.toml")}
+    assert shown == {(memory_table.NAMES[family], f"{size} GB") for family, size in presets} and len(rows) == len(presets)
 
 
-def document(sizes: dict[tuple, float]) -> str:
-    """Tables in which all needs 100 GiB but `sizes`: (dtype, adapter, resolution, batch, recomputed) -> GiB; with "streamed"
-    as a sixth, those of streamed blocks."""
-
-    def size(model: memory_table.Model, cell: tuple[int, int]) -> int:
-        streamed = ("streamed",) * (model.resident == 0)
-        return int(sizes.get((model.dtype, model.adapter, *cell, model.recomputed, *streamed), 100) * GIB)
-
-    cells = [*product(memory_table.RESOLUTIONS, memory_table.BATCHES)]
-    found = {model: {cell: size(model, cell) for cell in cells} for model in memory_table.MODELS}
-    return "# Memory\n" + "\n".join(memory_table.tables(found))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "cells"),
-    [
-        ({}, {8: "nothing fits", 80: "nothing fits"}),
-        ({("nf4", "dora", 512, 1, True): 7.96}, {8: "512 px, 4-bit base, recomputed: 8.0 GiB"}),
-        ({("nf4", "dora", 512, 1, True): 8.01}, {8: "nothing fits", 12: "512 px, 4-bit base, recomputed: 8.0 GiB"}),
-        # Larger photos, then the finer dtype, then nothing recomputed. Neither a LoRA nor another batch counts.
-        (
-            {("bf16", "dora", 512, 1, False): 5, ("nf4", "dora", 768, 1, True): 6, ("bf16", "lora", 1024, 1, True): 4,
-             ("fp8_e4m3", "dora", 768, 1, True): 9, ("fp8_e4m3", "dora", 768, 1, False): 13,
-             ("bf16", "dora", 1024, 4, True): 7},
-            {8: "768 px, 4-bit base, recomputed: 6.0 GiB", 12: "768 px, float8 base, recomputed: 9.0 GiB",
-             16: "768 px, float8 base: 13.0 GiB", 80: "768 px, float8 base: 13.0 GiB"},
-        ),
-    ],
-)  # fmt: skip
-def test_a_card_gets_the_best_that_fits(sizes, cells: dict[int, str]) -> None:
-    text = document(sizes)
-    for card, cell in cells.items():
-        for family in FAMILIES:
-            assert memory_table.best(text, family, card, False) == cell
-
-
-def test_streamed_blocks_have_a_column_of_their_own() -> None:
-    text = document({("bf16", "dora", 768, 1, True, "streamed"): 7, ("nf4", "dora", 1024, 1, True): 7})
+def test_each_card_that_is_shown_has_an_estimate_as_a_range() -> None:
+    """Its row is that of the largest preset for its memory; nobody measured it, so no file of a GPU's measurements has it."""
+    cells = [line.split(" | ") for line in memory_table.readme_table(memory_table.DOCUMENT.read_text())]
+    assert cells[0][-1] == "a step, *estimated* |"
     for family in FAMILIES:
-        assert memory_table.best(text, family, 8, True) == "768 px, bf16 base: 7.0 GiB"
-        assert memory_table.best(text, family, 8, False) == "1024 px, 4-bit base, recomputed: 7.0 GiB"
+        for size, cards in memory_table.SHOWN.items():
+            (times,) = [row[-1] for row in cells if row[:2] == [f"| {memory_table.NAMES[family]}", f"{size} GB"]]
+            assert re.findall(r"((?:RTX )?\w+): [\d.]+ (?:s |min )?to [\d.]+ (?:s|min)", times) == [
+                *map(memory_table.short, cards)
+            ]
+    named = {f"NVIDIA {card}" for cards in memory_table.SHOWN.values() for card in cards}
+    assert named <= step_time.CARDS.keys()
+    wanted = {"RTX 3060", "RTX 3090", "RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090", "RTX 5090"}
+    assert wanted <= {memory_table.short(card.removeprefix("NVIDIA ")) for card in named}
+    for path in (memory_table.ROOT / "docs" / "benchmarks").glob("GPU-*.json"):
+        assert not re.search("RTX|estimate", path.read_text())
+
+
+@pytest.mark.parametrize("streamed", ["", "49 of 57"])
+def test_a_row_of_a_preset_becomes_one_of_the_readmes(streamed: str) -> None:
+    base = f"float8{f', {streamed} blocks streamed' * bool(streamed)}"
+    rows = [
+        f"| `{family}_{size}gb` | {base} | 2 | all, graphs | 6.6 | 0.825 | *RTX 4060: 5 to 9 s; H100: 1 s* | nothing: 1.1 |"
+        for family in FAMILIES for size in memory_table.SHOWN
+    ]  # fmt: skip
+    text = memory_table.between(
+        memory_table.BEGIN_PRESETS + memory_table.END, memory_table.preset_table(rows), memory_table.BEGIN_PRESETS
+    )
+    made = [*memory_table.readme_table(text)]
+    assert made[2] == f"| SDXL | 8 GB | {base} | all | 6.6 GiB | *RTX 4060: 5 to 9 s<br>H100: 1 s* |" and len(
+        made
+    ) == 2 + len(rows)

@@ -16,7 +16,7 @@ class Sent:
     """A batch on its way from a worker: its large tensors in shared memory, the small ones as bytes.
 
     torch itself shares the memory of each tensor, and the main process asks the worker for each of them. For the small ones
-    that takes longer than to read the batch (docs/figures.md).
+    that takes longer than to read the batch (docs/benchmarks/programs.md).
     """
 
     packed: Any
