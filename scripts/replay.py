@@ -141,7 +141,7 @@ def verdict(span: Span, found: Replay) -> list[str]:
         lines.append(f"adapter, optimizer and any average after them are those of {span.following}, bit for bit")
     elif found.strangers:
         said = f"{len(found.strangers)} tensors differ, {found.strangers[0]} first"
-        lines.append(f"what is there after them is not what {span.following} holds: {said}")
+        lines.append(f"after them adapter, optimizer or average differ from {span.following}: {said}")
     if found.broken is not None:
         why = "the environment is the checkpoint's, where roundings repeat, and the numbers are others than the log's"
         lines.append(f"step {found.broken} is NOT EXPLAINED by rounding: {why}")

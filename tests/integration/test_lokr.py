@@ -130,7 +130,7 @@ def test_its_file_is_merged_converted_shown_and_compared(bench: Workbench, capsy
     assert script.main(["compare", str(file), str(lora), *base]) == 0
     for arguments, words in (
         (["--to", "diffusers"], "is a LoKr, which diffusers' loader of sdxl does not take; --to comfyui keeps it"),
-        (["--to", "lora"], "is a LoKr; say with --rank of which rank the LoRA is to be ("),
+        (["--to", "lora"], "is a LoKr; give the LoRA's rank with --rank ("),
     ):
         assert script.main(["convert", str(file), str(bench.tmp / "no.safetensors"), *arguments, *base]) == 2
         assert words in capsys.readouterr().err

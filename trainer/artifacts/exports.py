@@ -168,7 +168,7 @@ class Artifacts:
         if self.context.processes.is_main and self.page is not None:
             with self.context.phases("writing the report") as phase:
                 path = self.page.stopped(phase.check)
-            self.context.processes.say(f"report as of step {self.state.progress.step}: {path}")
+            self.context.processes.say(f"report of step {self.state.progress.step}: {path}")
 
     def earlier(self) -> list[str]:
         """The names of adapter files and card that are there, without a step in their names."""

@@ -37,9 +37,7 @@ def leave_in_time(artifacts: Artifacts, signals: Signals) -> None:
     if why is not None:
         old = f"{', '.join(earlier)} are still those of an earlier step" if earlier else "there are none"
         left = (
-            f"the adapter files are as of step {step}, the report is not"
-            if files
-            else f"no adapter files of this step, {old}"
+            f"the adapter files are of step {step}, the report is older" if files else f"no adapter files of this step, {old}"
         )
         processes.say(
             f"{left} ({why}); step {step} is saved, and `python scripts/adapter.py export` makes the files of its checkpoint"

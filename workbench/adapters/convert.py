@@ -251,7 +251,7 @@ def of_rank(portable: Portable, opened: OpenedAdapter, rank: int | None, notes: 
     if rank is None:
         whole = max(factors.rank for factors in portable.layers.values())
         raise UserError(
-            f"{opened.path} is a {portable.kind.word}; say with --rank of which rank the LoRA is to be ({whole} is all)"
+            f"{opened.path} is a {portable.kind.word}; give the LoRA's rank with --rank ({whole} keeps all of it)"
         )
     layers, lost, size, worst = {}, 0.0, 0.0, ("", 0.0)
     for name, factors in portable.layers.items():

@@ -57,7 +57,7 @@ def test_whatever_is_in_the_way_is_said_and_ends_nothing(error: Exception, why: 
     assert why in said and "; step 7 is saved, and `python scripts/adapter.py export` makes the files" in said
     (files, said, waited), _ = leaves(report=error)
     assert (files, waited) == ("files", "waited")
-    assert said.startswith("the adapter files are as of step 7, the report is not (") and why in said
+    assert said.startswith("the adapter files are of step 7, the report is older (") and why in said
 
 
 def test_the_end_of_another_process_ends_this_one() -> None:
