@@ -151,6 +151,7 @@ def test_what_people_are_told(bench: Workbench, capfd: pytest.CaptureFixture[str
             assert line in told
     assert "captions of 5 photos: 1 missing, 0 empty, 3 truncated by text_encoder, 3 truncated by text_encoder_2" in told
     assert "  missing: 0/00.jpg\n  truncated by text_encoder: 0/02.jpg, 0/03.jpg, 0/04.jpg\n" in told
+    assert "missing or empty" not in told, "one count of blank captions"
 
 
 @pytest.mark.slow

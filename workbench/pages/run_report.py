@@ -109,7 +109,7 @@ def page_of(
 
 def _data(plan: RunPlan, components: Components) -> dict[str, dict[str, Any]]:
     report = report_captions(plan.data, components.family, components.model)
-    return sections(plan.data, data_lines(plan.config, plan.data, plan.length), report, components.phases)
+    return sections(plan.data, data_lines(plan.config, plan.data, plan.length, reported=True), report, components.phases)
 
 
 def _lineage(plan: RunPlan, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:

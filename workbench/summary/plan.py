@@ -30,8 +30,8 @@ def describe_head(config: Config, *, on_cpu: bool) -> str:
 
 
 def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
-    """The start print below its head. sizes: also build every component on the meta device to count its bytes. data: with
-    the photos."""
+    """The start print below its head. sizes: also build every component on the meta device to count its bytes, as a plan
+    does; at a start the report on the captions follows. data: with the photos."""
     config = plan.config
     lines = ["parts of the model"]
     total, width = 0, max(len(component.format.name) for component in plan.model.storage.values())
@@ -52,7 +52,7 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         remedy = "raise data.batch_size or step.accumulation"
         doubts.append(f"objective.stratified has no effect on updates of one photo; {remedy}")
     lines += [f"warning: {doubt}" for doubt in doubts]
-    lines += data_lines(config, plan.data, plan.length, text=_text(plan)) if data else []
+    lines += data_lines(config, plan.data, plan.length, text=_text(plan), reported=not sizes) if data else []
     group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
     lines.append(
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
