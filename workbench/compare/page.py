@@ -144,7 +144,7 @@ def without_samples(configs: Sequence[Mapping[str, Any]]) -> str:
     """A sentence where none of these configs asks for samples, else "". configs: of each run, by full key."""
     default = {"validation.every_steps": ValidationTable().every_steps}
     for config in configs:
-        texts = [value for key, value in config.items() if re.match(r"validation\.(prompts|samples)", key) and value]
+        texts = any(config[key] for key in config if re.match(r"validation\.(prompts|samples)", key))
         if texts and any((default | dict(config)).get(f"validation.every_{unit}") for unit in ("steps", "epochs")):
             return ""
     why = "There are no samples to compare: validation.prompts is empty, or validation.every_steps is 0."
