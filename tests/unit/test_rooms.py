@@ -84,7 +84,7 @@ KEPT_FROM: dict[str, tuple[str, ...]] = dict.fromkeys(
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "accelerate": ("runtime/processes.py", "models/building.py"),
     "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*"),
-    "datasets": ("data/layouts/hf.py",),
+    "datasets": ("workbench/sources/hf.py",),
     "fsspec": ("workbench/mirror/store.py",),
     "html": (),  # templates escape what is put into them
     "jinja2": ("workbench/pages/rendering.py",),

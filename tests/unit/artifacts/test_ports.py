@@ -21,6 +21,7 @@ MINIMAL = {
 }
 # A value with which each key asks its part for something.
 ASKING = {
+    "data.sources": {"data": {"sources": [{"path": "hf:a/b"}]}},
     "adapter.init_from": {"adapter": {"init_from": "bear.safetensors"}},
     "memory.fit": {"memory": {"fit": "auto"}},
     "memory.resident_blocks": {"memory": {"offload": "blocks"}},
@@ -32,6 +33,7 @@ ASKING = {
 }
 # Where a part's files are, and keys that are read only beside one that the table has.
 FOLDERS = {part: part for part in ("adapter_files", "planning", "pages", "summary", "trackers", "mirror")}
+FOLDERS["layouts"] = "sources"
 BESIDE = {
     "memory.fit_by": "memory.fit", "checkpoint.mirror_wait": "checkpoint.mirror",
     "adapter.init_resize": "adapter.init_from",

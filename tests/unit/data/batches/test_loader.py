@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from tests.photos import scan
 from tests.unit.data.cache.test_fill import fill_latents, fill_text, singly
 from trainer.base import draws
 from trainer.base.errors import DataError
@@ -25,7 +26,6 @@ from trainer.data.cache.fill import latent_key, text_key
 from trainer.data.examples import Example, examples
 from trainer.data.images import views
 from trainer.data.images.views import View
-from trainer.data.scan import scan
 from trainer.data.sources import Source
 from trainer.models.base import collate
 

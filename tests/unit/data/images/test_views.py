@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.photos import scan, survey
 from tests.unit.data.cache.test_fill import fill_latents, fill_text, singly
 from trainer.base import draws
 from trainer.base.errors import UserError
@@ -26,7 +27,7 @@ from trainer.data.examples import Example, examples
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
-from trainer.data.scan import BLACK, scan, survey
+from trainer.data.scan import BLACK
 from trainer.data.sources import Beside, File, Photo, Source
 from trainer.models.base import collate
 from trainer.objectives import sample_losses

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.photos import scan, survey
 from trainer.base.errors import UserError
 from trainer.base.types import Occurrence
 from trainer.data import buckets
@@ -20,7 +21,6 @@ from trainer.data.cache.fill import fill_latents, latents_wanted
 from trainer.data.examples import examples
 from trainer.data.identity import differences, parts, photo_digests
 from trainer.data.images import views
-from trainer.data.scan import scan, survey
 from trainer.data.sources import Source
 
 
