@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.base.types import Occurrence
 from trainer.data import layouts
 from trainer.data import scan as scanning
+from trainer.data.batches import sampler
+from trainer.data.batches.ahead import drawn, numbered
+from trainer.data.buckets import ReferenceLayout
+from trainer.data.examples import Example
 from trainer.data.layouts.apart import Apart
 from trainer.data.layouts.walk import NO_OWNERS
 from trainer.data.memo import Memo
@@ -29,3 +34,17 @@ def scan(sources: Sequence[Source], **keys: Any) -> Scanned:
     scanned = survey(sources, **keys)
     scanning.refuse_damaged(scanned)
     return scanned
+
+
+def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, ReferenceLayout]]:
+    """Every (example, repeat) of an epoch, sorted by its draw, with its layout."""
+    return list(sampler.occurrences(numbered(examples), epoch, drawn(examples, seed, epoch)))
+
+
+def epoch_batches(
+    examples: Sequence[Example], *, seed: int, epoch: int, batch_size: int, fill: bool = False
+) -> list[sampler.MicroBatch]:
+    """An epoch's micro-batches, as many as the sampler says."""
+    batches = list(sampler.epoch_batches(examples, epoch_order(examples, seed=seed, epoch=epoch), batch_size, fill))
+    assert len(batches) == sampler.batches_per_epoch(examples, batch_size=batch_size)
+    return batches

@@ -165,7 +165,7 @@ class Ports:
 # files are a default: a run without trackers says that there are none.
 ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
     "adapter_files": {"adapter.init_from": lambda config: config.adapter.init_from},
-    "layouts": {"data.sources": lambda config: next(filter(_is_no_folder, paths_of(config)), None)},
+    "layouts": {"data.sources": lambda config: _no_folder(config)},
     "planning": {
         "memory.fit": lambda config: config.memory.fit,
         "memory.resident_blocks": lambda config: config.memory.offload == "blocks" and _auto(config.memory.resident_blocks),
@@ -181,13 +181,10 @@ ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
 }
 
 
-def paths_of(config: Config) -> list[str]:
-    """The places of the photos."""
-    return [path for source in config.data.sources for path in (source.path, source.held_out) if path]
-
-
-def _is_no_folder(path: str) -> bool:
-    return path.startswith(HUB) or (ARCHIVE.fullmatch(path) is not None and not Path(path).is_dir())
+def _no_folder(config: Config) -> str | None:
+    """The first place of photos that is no folder and no table."""
+    paths = [path for source in config.data.sources for path in (source.path, source.held_out) if path]
+    return next((p for p in paths if p.startswith(HUB) or (ARCHIVE.fullmatch(p) and not Path(p).is_dir())), None)
 
 
 def _is_written(config: Config, key: str) -> bool:
