@@ -6,7 +6,7 @@ What a config asks of a part that is not there is refused by its key. A module m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,7 +21,8 @@ from trainer.base.protocols import Kernels
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
 from trainer.checkpoint.state import Progress
-from trainer.config import Config, flatten, tree
+from trainer.config import Config
+from trainer.data.sources import ARCHIVE, HUB, SourceReader
 from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.monitoring.metrics import Tracker
@@ -152,6 +153,7 @@ class Ports:
     """The parts that a run is given; None: it has none of that kind."""
 
     adapter_files: StartReader | None = None
+    layouts: Sequence[SourceReader] | None = None
     planning: Planning | None = None
     pages: Pages | None = None
     summary: Summary | None = None
@@ -159,23 +161,30 @@ class Ports:
     mirror: Mirrors | None = None
 
 
-# By part the keys that it alone reads, and whether a config asks for something there. TensorBoard's files are a default: a
-# run without trackers says that there are none.
-ASKED: dict[str, dict[str, Callable[[Config], bool]]] = {
-    "adapter_files": {"adapter.init_from": lambda config: config.adapter.init_from is not None},
+# By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing. TensorBoard's
+# files are a default: a run without trackers says that there are none.
+ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
+    "adapter_files": {"adapter.init_from": lambda config: config.adapter.init_from},
+    "layouts": {"data.sources": lambda config: _no_folder(config)},
     "planning": {
-        "memory.fit": lambda config: config.memory.fit is not None,
-        "memory.resident_blocks": lambda config: (config.memory.offload, config.memory.resident_blocks) == ("blocks", "auto"),
-        "step.compile": lambda config: config.step.compile == "auto",
+        "memory.fit": lambda config: config.memory.fit,
+        "memory.resident_blocks": lambda config: config.memory.offload == "blocks" and _auto(config.memory.resident_blocks),
+        "step.compile": lambda config: _auto(config.step.compile),
     },
-    "pages": {"export.base_model": lambda config: bool(config.export.base_model)},
+    "pages": {"export.base_model": lambda config: config.export.base_model},
     "summary": {},
     "trackers": {
         "logging.tensorboard": lambda config: config.logging.tensorboard and _is_written(config, "logging.tensorboard"),
         "logging.wandb": lambda config: config.logging.wandb,
     },
-    "mirror": {"checkpoint.mirror": lambda config: config.checkpoint.mirror is not None},
+    "mirror": {"checkpoint.mirror": lambda config: config.checkpoint.mirror},
 }
+
+
+def _no_folder(config: Config) -> str | None:
+    """The first place of photos that is no folder and no table."""
+    paths = [path for source in config.data.sources for path in (source.path, source.held_out) if path]
+    return next((p for p in paths if p.startswith(HUB) or (ARCHIVE.fullmatch(p) and not Path(p).is_dir())), None)
 
 
 def _is_written(config: Config, key: str) -> bool:
@@ -183,17 +192,21 @@ def _is_written(config: Config, key: str) -> bool:
     return name in getattr(config, table).model_fields_set
 
 
+def _auto(value: object) -> object:
+    """The value where it leaves the choice to the part."""
+    return value if value == "auto" else None
+
+
 def refuse_unserved(config: Config, ports: Ports) -> str:
     """What the run has not, in words; "" where it has all parts. Raises UserError for a key that asks a part which is not
     there."""
     missing = [each.name for each in fields(ports) if getattr(ports, each.name) is None]
-    flat = flatten(tree(config))
     for part in missing:
         for key, asks in ASKED[part].items():
-            if asks(config):
+            if value := asks(config):
                 raise UserError(
-                    f"{key} = {flat.get(key)!r} is read by {part!r}, a part that this run was opened without; give it "
-                    f"(ports=...), or leave the key out"
+                    f"{key} = {value!r} is read by {part!r}, a part that this run was opened without; give it "
+                    "(ports=...), or leave the key out"
                 )
     lost = {
         "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",

@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from importlib import metadata
@@ -19,7 +19,7 @@ from threading import Lock
 from trainer.base.console import printable
 from trainer.base.digests import Stamp, is_settled
 from trainer.base.files import make_folder, remove_leftovers, write_atomic
-from trainer.data.sources import Place, Source
+from trainer.data.sources import Place, Source, SourceReader
 
 VERSION = 1  # raise it when `Facts` of the same bytes would be others
 DECODERS = ("pillow", "pillow-heif", "pillow-jxl-plugin")
@@ -46,10 +46,11 @@ _Page = dict[str, tuple[Stamp, Facts]]  # by kind and place
 
 class Memo:
     """Facts by file, a page (a file of JSON lines) for each source. folder: of the pages; None: of copies within one start
-    alone. trusted: whether what an earlier start wrote counts. Nothing is written before `save`."""
+    alone. trusted: whether what an earlier start wrote counts. layouts: read the sources that are no folders. Nothing is
+    written before `save`."""
 
-    def __init__(self, folder: Path | None = None, *, trusted: bool = True) -> None:
-        self.folder, self.trusted, self.damaged = folder, trusted, list[str]()
+    def __init__(self, folder: Path | None = None, *, trusted: bool = True, layouts: Sequence[SourceReader] = ()) -> None:
+        self.folder, self.trusted, self.layouts, self.damaged = folder, trusted, layouts, list[str]()
         self.known = self.read = 0  # files
         self._pages: dict[str, tuple[_Page, _Page]] = {}  # what an earlier start knew, and what this one does
         self._copies: dict[tuple[str, str, str], Facts] = {}

@@ -23,20 +23,13 @@ from trainer.data.images.kinds import IMAGES, MASK_ENDINGS
 from trainer.data.layouts import apart
 from trainer.data.layouts.records import JsonCaption, unwrapped
 from trainer.data.memo import Facts, Memo
-from trainer.data.sources import Beside, FoundPhoto, Listing, Mask, Photo, Place, Scanned, Source
+from trainer.data.sources import Beside, FoundPhoto, Listing, Mask, Photo, Place, Scanned, Source, SourceReader
 from trainer.data.threads import in_threads
 
 # No text encoder reads a tenth of it, and a tokenizer takes seconds for a file that is no caption.
 LONGEST_CAPTION = 2**16
 BLACK = "the mask is black all over, so nothing is learnt from it"
 WHITE = "white marks what is learnt, and unmasked_weight lets black count, too"
-
-
-def scan(sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET) -> Scanned:
-    """Every photo of the sources, as `survey` reads them. Raises UserError if any has a problem."""
-    scanned = survey(sources, strict_captions=strict_captions, phases=phases)
-    refuse_damaged(scanned)
-    return scanned
 
 
 def refuse_damaged(scanned: Scanned) -> None:
@@ -60,9 +53,10 @@ def survey(
     masks, references and captions; with `strict_captions` a missing or empty caption is one. outputs: folders in which the
     run writes, which hold no photos.
     """
-    listings = [layouts.listing(source, apart.owned(source, sources, outputs)) for source in sources]
+    memo = memo or Memo()
+    listings = [layouts.listing(source, apart.owned(source, sources, outputs), memo.layouts) for source in sources]
     problems = [problem for each in listings for problem in each.problems]
-    read = partial(_read, memo=memo or Memo(), strict_captions=strict_captions)
+    read = partial(_read, memo=memo, strict_captions=strict_captions)
     photos: list[Photo] = []
     count, photos_listed = sum(len(each.found) for each in listings), _taken(listings)
     with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, photos_listed)) as results:
@@ -159,7 +153,11 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
         notes = (*notes, sys.intern(f"its caption had invisible characters ({dropped}), dropped"))
     if caption and len(caption) > LONGEST_CAPTION:
         problems.append(f"{name}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
-    if strict_captions and (why := strict_problem(listed.source, caption)) and (caption is None or not problems):
+    if (
+        strict_captions
+        and (why := strict_problem(listed.source, caption, memo.layouts))
+        and (caption is None or not problems)
+    ):
         place = listed.image if caption is None or isinstance(listed.caption, str) else listed.caption
         problems.append(f"{place}: {why}")
     if problems or seen is None:
@@ -180,10 +178,10 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
     )
 
 
-def strict_problem(source: Source, caption: str | None) -> str:
-    """Why strict mode refuses a caption (None: there is none); "" if it does not."""
+def strict_problem(source: Source, caption: str | None, others: Sequence[SourceReader]) -> str:
+    """Why strict mode refuses a caption (None: there is none); "" if it does not. others: the layouts besides folders."""
     if caption is None and source.captions != "none":
-        return f"no caption for it ({layouts.caption_places(source)})"
+        return f"no caption for it ({layouts.caption_places(source, others)})"
     return "the caption is empty" if caption == "" else ""
 
 

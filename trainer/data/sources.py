@@ -2,11 +2,12 @@
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trainer.base.account import Account, Heading
 from trainer.base.console import printable
@@ -15,6 +16,7 @@ from trainer.base.files import open_regular
 from trainer.data.caption_rules import CaptionRules
 
 HUB = "hf:"  # begins the path of a source that is a dataset of the library datasets
+ARCHIVE = re.compile(r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)  # is the path of archives
 MAX_BYTES = 2 << 30  # of one file: the largest photo that is read has 200 million pixels, of at most 8 bytes
 
 
@@ -183,6 +185,23 @@ class Listing:
     found: list[FoundPhoto]
     account: Account = field(default_factory=Account)
     problems: Sequence[str] = ()
+
+
+class SourceReader(Protocol):
+    """Lists sources whose paths are no folders. A module may stand for it."""
+
+    def reads(self, path: str) -> bool:
+        """Whether a source's path is of this kind."""
+        ...
+
+    def caption_places(self, source: Source) -> str:
+        """The places where captions of the source's photos are looked for, in words."""
+        ...
+
+    def listing(self, source: Source, owned: Any) -> Listing:
+        """The contents of the source, in the order of names. Reads no image. owned: folders that are not the source's own
+        (layouts/apart.py)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """From the config to the photos of a run, and to the cache of their encodings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.caption_rules import CaptionRules
 from trainer.data.memo import Memo
 from trainer.data.scan import survey
-from trainer.data.sources import Scanned, Source
+from trainer.data.sources import Scanned, Source, SourceReader
 
 
 def sources_of(data: DataTable) -> tuple[Source, ...]:
@@ -53,9 +53,9 @@ def cache_dir(config: Config) -> Path:
     return Path(config.data.cache_dir or Layout(Path(config.run.output_dir)).cache)
 
 
-def open_memo(config: Config, *, trusted: bool) -> Memo:
-    """What earlier starts of this cache read of the photos. trusted: False: all are read again."""
-    return Memo(cache_dir(config) / "photos", trusted=trusted)
+def open_memo(config: Config, *, trusted: bool, layouts: Sequence[SourceReader]) -> Memo:
+    """What earlier starts of this cache read of the photos. trusted: False: all are read again. layouts: besides folders."""
+    return Memo(cache_dir(config) / "photos", trusted=trusted, layouts=layouts)
 
 
 def read_sources(config: Config, phases: Phases, memo: Memo | None = None) -> Scanned:

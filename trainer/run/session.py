@@ -28,6 +28,7 @@ from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
 from trainer.config import Config, LoggingTable, load, with_values
 from trainer.config.reading import literal
+from trainer.data.memo import Memo
 from trainer.data.sources import Scanned
 from trainer.engine.components import Components
 from trainer.engine.encoding import conditionings
@@ -112,8 +113,9 @@ class Session:
 
     # --- before a weight is read
 
-    def plan(self, *, processes: int = 1, phases: Phases = QUIET, scanned: Scanned | None = None) -> RunPlan:
-        """What the run would do, checked without weights. scanned: photos that were read already. Raises UserError."""
+    def plan(self, *, processes: int = 1, phases: Phases = QUIET, scanned: Scanned | Memo | None = None) -> RunPlan:
+        """What the run would do, checked without weights. scanned: photos that were read already, or what reads them. Raises
+        UserError."""
         return make_plan(self.config, self.source, processes=processes, phases=phases, scanned=scanned)
 
     # --- to measure

@@ -96,7 +96,7 @@ def begin(
     saved, config, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     given = config.step.accumulation
     config = config if saved is None else pins.share_out(config, saved, processes, allowed, say)
-    memo = open_memo(config, trusted=not asked.verify)
+    memo = open_memo(config, trusted=not asked.verify, layouts=asked.ports.layouts or ())
     plan = make_plan(config, source, processes=processes, phases=phases, scanned=memo)
     reader = asked.ports.adapter_files  # there, where it is asked
     start = open_start(config.adapter.init_from, lambda: reader.read_start(plan), resumed=saved is not None)

@@ -117,11 +117,9 @@ def published(family: str) -> tuple[NamedModel, ...]:
     """The published models of a family, by its name, whose configs are embedded."""
     named = family_named(family)
     labels = dict.fromkeys(named.files.hub_ids.values())
-    return tuple(_of_source(_published_source(named, label), label, here=False) for label in labels)
-
-
-def _published_source(family: Family, label: str) -> ModelSource:
-    return ModelSource(family, root=PUBLISHED / label, recognise=lambda entries: Recognised({}, frozenset()))
+    nothing = Recognised({}, frozenset())
+    sources = {label: ModelSource(named, root=PUBLISHED / label, recognise=lambda entries: nothing) for label in labels}
+    return tuple(_of_source(source, label, here=False) for label, source in sources.items())
 
 
 def _of_source(source: ModelSource, label: str, *, here: bool = True) -> NamedModel:

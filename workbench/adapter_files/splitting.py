@@ -32,14 +32,10 @@ def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple
         return [factors], ""
     owners = _owners(factors.b.make(), rows)
     parts: list[Factors | None] = []
-    for index, (start, count) in enumerate(zip(_starts(rows), rows, strict=True)):
+    for index, (start, count) in enumerate(zip(accumulate(rows, initial=0), rows, strict=False)):
         columns = None if owners is None else [column for column, owner in enumerate(owners) if owner == index]
         parts.append(None if columns == [] else _part(factors, start, count, columns))
     return parts, "shared" if owners is None else "block-diagonal"
-
-
-def _starts(rows: Sequence[int]) -> list[int]:
-    return [0, *accumulate(rows)][:-1]
 
 
 def _part(factors: Factors, start: int, count: int, columns: list[int] | None) -> Factors:

@@ -20,6 +20,7 @@ from trainer.base.progress import Phases
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import AdapterTable, Config, RuleTable, with_values
 from trainer.data.cache.entries import MemoryCache
+from trainer.data.memo import Memo
 from trainer.engine.assembly import build_adapter
 from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
@@ -33,6 +34,7 @@ from trainer.runtime.jobs import Fields
 from workbench.adapter_files.start import check_fits
 from workbench.adapters.average import Averaged, check_digests, digests_in
 from workbench.planning.fitting import fitted
+from workbench.sources import LAYOUTS
 from workbench.summary.data import too_few
 
 KINDS = ("held_out_loss", "trained_loss")
@@ -54,7 +56,7 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
     room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=table.targets, kernels=table.kernels, rules=rules)
     session = Session.open(measuring(with_values(config, {"run.deterministic": False})), only="measure")
     session.config, session.quiet = session.config.model_copy(update={"adapter": room}), True
-    plan, source = session.plan(phases=phases), session.source
+    plan, source = session.plan(phases=phases, scanned=Memo(layouts=LAYOUTS)), session.source
     for each in adapters:
         if each.model.family is not source.family:
             raise UserError(f"{each.path} is of {each.model.family.name}, the config's model of {source.family.name}")

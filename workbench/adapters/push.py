@@ -39,7 +39,6 @@ def files_of(folder: Path) -> dict[str, Path]:
     if not adapters:
         raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")
     beside = [path.with_name(CONFIG) for path in adapters if path.name == WEIGHTS]
-    beside = [path.with_name(CONFIG) for path in adapters if path.name == WEIGHTS]
     others = [*beside, *folder.glob(CARD), *sorted(folder.glob("images/*.png"))]
     return {path.relative_to(folder).as_posix(): path for path in (*adapters, *others)}
 

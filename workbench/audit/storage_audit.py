@@ -7,12 +7,14 @@ from trainer.base import patterns
 from trainer.base.errors import UserError, number_in
 from trainer.base.progress import QUIET, Phases
 from trainer.config import ComponentTable, Config
+from trainer.data.memo import Memo
 from trainer.models import family_named
 from trainer.plan import storage
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import Storage
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, formats_of
 from trainer.run.session import Session, measuring
+from workbench.sources import LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def plan_audit(config: Config, model: str, formats: Sequence[Format], phases: Ph
             f"{model}: the {denoiser} is stored as {held[0]} ({held[1]}) in the model's files already, and there is "
             "nothing to compare it with; give the 16-bit model"
         )
-    run = session.plan(phases=phases)
+    run = session.plan(phases=phases, scanned=Memo(layouts=LAYOUTS))
     kind = next(iter(run.data.measured))  # held-out photos where there are any
     data = replace(run.data, measured={kind: run.data.measured[kind]}, requests=())
     # Nothing is trained, so no text encoder has to be at hand.

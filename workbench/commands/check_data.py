@@ -7,6 +7,7 @@ from trainer.base.errors import UserError, number_in
 from trainer.base.files import make_folder
 from trainer.base.progress import Phases
 from trainer.config import Config, with_values
+from trainer.data.memo import Memo
 from trainer.data.scan import refuse_damaged
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
@@ -15,6 +16,7 @@ from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import plan_data
 from trainer.run.session import Session
 from workbench.pages import data_report, write_data_report
+from workbench.sources import LAYOUTS
 from workbench.summary.data import data_lines
 
 
@@ -36,7 +38,7 @@ def report_data(config: Config, out: Path | None = None, *, strict: bool = True)
     config, source = session.config, session.source
     source.check_tokenizers()
     phases = Phases(show=True)
-    scanned = read_sources(config, phases)
+    scanned = read_sources(config, phases, Memo(layouts=LAYOUTS))
     if not scanned.photos:
         refuse_damaged(scanned)
     processes = number_in("WORLD_SIZE", 1, least=1)

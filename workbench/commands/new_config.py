@@ -24,6 +24,7 @@ from trainer.base.text import holds
 from trainer.config import Config
 from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
+from trainer.data.memo import Memo
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
 from trainer.models import family_named
@@ -36,6 +37,7 @@ from trainer.runtime.device import Memory, check_device
 from trainer.runtime.precision import COMPUTE_DTYPES
 from workbench.adapter_files.opening import NamedModel, models_at
 from workbench.planning.step_time import slow_in
+from workbench.sources import LAYOUTS
 
 Show = Callable[[Config, str | None], bool]
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters are for
@@ -73,7 +75,8 @@ def write_first_config(
     if model is not None and "model.path" in given:
         raise UserError(f"--model {model} and --set model.path={tree['model'].get('path')} both name the model; give one")
     config = configs.parse(tree)
-    scanned = read_sources(config, phases)
+    memo = Memo(layouts=LAYOUTS)
+    scanned = read_sources(config, phases, memo)
     if not scanned.photos:
         why = "".join(f"\n  {problem}" for problem in scanned.damaged)
         raise UserError(f"--new {photos}: no photos can be read there; give a folder that holds some{why}")
@@ -94,7 +97,7 @@ def write_first_config(
             chosen = configs.parse(document.unwrap())
             session = Session.open(chosen, only="measure")
             _set_found(document, session.source.found)
-            planned = plan_data(session.config, session.source.family, processes=1, phases=phases)
+            planned = plan_data(session.config, session.source.family, processes=1, phases=phases, scanned=memo)
             _set_length(document, *planned, given)
             text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before an added table
             head = (

@@ -10,15 +10,16 @@ from typing import Any
 from trainer.artifacts.ports import Ports
 
 
-def _part(folder: str, module: str) -> Any:
-    return import_module(f"workbench.{folder}.{module}") if find_spec(f"workbench.{folder}") else None
+def _part(folder: str, module: str = "") -> Any:
+    return import_module(f"workbench.{folder}{module}") if find_spec(f"workbench.{folder}") else None
 
 
 PORTS = Ports(
-    adapter_files=_part("adapter_files", "start"),
-    planning=_part("planning", "fitting"),
-    pages=_part("pages", "run_report"),
-    summary=_part("summary", "plan"),
-    trackers=_part("trackers", "trackers"),
-    mirror=_part("mirror", "mirroring"),
+    adapter_files=_part("adapter_files", ".start"),
+    layouts=getattr(_part("sources"), "LAYOUTS", None),
+    planning=_part("planning", ".fitting"),
+    pages=_part("pages", ".run_report"),
+    summary=_part("summary", ".plan"),
+    trackers=_part("trackers", ".trackers"),
+    mirror=_part("mirror", ".mirroring"),
 )

@@ -29,6 +29,7 @@ from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.config import Config
 from trainer.data import identity
+from trainer.data.memo import Memo
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
 from trainer.resume.initial_adapter import open_start
@@ -37,6 +38,7 @@ from workbench.adapter_files.start import read_start
 from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen, without_samples
 from workbench.compare.paired import before_the_runs
 from workbench.compare.variations import Variation, Variations
+from workbench.sources import LAYOUTS
 
 # Keys by whose values no run becomes another: places, what it reports and what it keeps. The name is the folder's.
 NO_OTHER_RUN = (
@@ -170,7 +172,7 @@ def planned(asked: Variations) -> list[Compared]:
     for each in asked.runs:
         try:
             session = Session.open(each.config, only="measure")
-            plan = session.plan(phases=phases, scanned=first and first.data.scanned)
+            plan = session.plan(phases=phases, scanned=first.data.scanned if first else Memo(layouts=LAYOUTS))
             if session.source.repository is not None:
                 plan = replace(plan, model=fetched(plan.model, session.processes, phases))
         except UserError as error:

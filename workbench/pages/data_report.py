@@ -23,6 +23,7 @@ from trainer.data.scan import strict_problem
 from trainer.data.sources import Photo
 from trainer.data.threads import in_threads
 from trainer.plan.run_plan import DataPlan
+from workbench.sources import LAYOUTS
 from workbench.summary.data import data_account
 
 Sections = dict[str, dict[str, Any]]  # as report/page.py takes them
@@ -36,7 +37,9 @@ VARIANTS = 8  # of a caption beside its picture
 def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tuple[str, str]]:
     """(photo, reason) of every caption that data.strict_captions = true refuses."""
     photos = ((photo, photo.caption if photo.has_caption else None) for photo in data.scanned.photos)
-    problems = [(printable(photo.sample), why) for photo, caption in photos if (why := strict_problem(photo.source, caption))]
+    problems = [
+        (printable(photo.sample), why) for photo, caption in photos if (why := strict_problem(photo.source, caption, LAYOUTS))
+    ]
     return problems + [
         (printable(sample), f"too long for {encoder}, which reads {report.tokens[encoder].limit} tokens")
         for encoder, samples in report.truncated.items()

@@ -74,7 +74,7 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
         name = torch.cuda.get_device_name(device)
         machine = step_time.on_card(name, step_time.bare_operator())
     if machine is None:
-        return f"time: no figures for a step's time on {name} (workbench/planning/step_time.py lists the cards)"
+        return f"time: no figures for a step's time on {name} (workbench/planning/cards.json lists the cards)"
     seconds, steps = step_seconds(plan, needs, machine), plan.length.max_steps - made
     several = ", nor the exchange between processes" if plan.length.processes > 1 else ""
     line = (

@@ -169,7 +169,7 @@ def _worth_compiling(plan: RunPlan, there: Memory) -> tuple[str, str]:
     saved = sorted(steps * (eager - quicker) for eager, quicker in ends)
     fill = config.data.short_batches == "merge"
     sizes = len(short_batches.shapes(plan.data.examples, batch_size=config.data.batch_size, fill=fill))
-    least, most = (sizes * config.data.clip_chunks * each for each in step_time.COMPILING)
+    least, most = (sizes * plan.data.table.clip_chunks * each for each in step_time.COMPILING)
     return "blocks" if saved[0] > most else "none", (
         f"compiling is estimated to save {band(*saved)} in {counted(steps, 'step')}, and to take {band(least, most)} for "
         f"{counted(sizes, 'size')} of micro-batches"

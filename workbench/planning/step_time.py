@@ -9,9 +9,11 @@ measured on one H100 (docs/benchmarks/GPU-2026-11-22.json); the host beside it i
 """
 
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from math import inf
 
 import torch
@@ -70,34 +72,8 @@ class Card:
 # By the name that CUDA gives. From NVIDIA's data sheets (H100, H200, A100, L40S, L4, T4, V100, RTX 6000 Ada, HGX B200) and
 # architecture papers (GA102, Ada, RTX Blackwell), whose products are tensor cores x 128 FLOPs x boost clock; of the RTX 3060,
 # 4060 and 4070 by the same rule from their cores and clocks; of the A10G, which has no sheet, from those who rent it out.
-CARDS = {
-    "NVIDIA B200": Card(2250, 75, 4500, 8000),
-    "NVIDIA H200": Card(989, 67, 1979, 4800),
-    "NVIDIA H100 80GB HBM3": Card(989, 67, 1979, 3350),  # SXM
-    "NVIDIA H100 NVL": Card(835, 60, 1671, 3900),
-    "NVIDIA H100 PCIe": Card(756, 51, 1513, 2000),
-    "NVIDIA A100-SXM4-80GB": Card(312, 19.5, None, 2039),
-    "NVIDIA A100 80GB PCIe": Card(312, 19.5, None, 1935),
-    "NVIDIA A100-SXM4-40GB": Card(312, 19.5, None, 1555),
-    "NVIDIA A100-PCIE-40GB": Card(312, 19.5, None, 1555),
-    "NVIDIA L40S": Card(362, 91.6, 733, 864),
-    "NVIDIA L4": Card(121, 30.3, 242, 300),
-    "NVIDIA A10G": Card(70, 31.2, None, 600),
-    "NVIDIA RTX 6000 Ada Generation": Card(364, 91.1, 729, 960),
-    "NVIDIA GeForce RTX 5090": Card(209.5, 104.8, 419, 1792),
-    "NVIDIA GeForce RTX 4090": Card(165.2, 82.6, 330.3, 1008),
-    "NVIDIA GeForce RTX 4080": Card(97.5, 48.7, 194.9, 717),
-    "NVIDIA GeForce RTX 4070": Card(58.3, 29.1, 116.6, 504),
-    "NVIDIA GeForce RTX 4060": Card(30.2, 15.1, 60.4, 272),
-    "NVIDIA GeForce RTX 3090": Card(71, 35.6, None, 936),
-    "NVIDIA GeForce RTX 3080": Card(59.5, 29.8, None, 760),
-    "NVIDIA GeForce RTX 3060": Card(25.5, 12.7, None, 360),
-    "Tesla T4": Card(65, 8.1, None, 320),
-    "Tesla V100-SXM2-16GB": Card(125, 15.7, None, 900),
-    "Tesla V100-SXM2-32GB": Card(125, 15.7, None, 900),
-    "Tesla V100-PCIE-16GB": Card(112, 14, None, 900),
-    "Tesla V100-PCIE-32GB": Card(112, 14, None, 900),
-}
+_SHEETS = json.loads((resources.files("workbench.planning") / "cards.json").read_text(encoding="utf-8"))
+CARDS = {name: Card(**sheet) for name, sheet in _SHEETS.items()}
 
 
 @dataclass(frozen=True)

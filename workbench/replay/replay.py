@@ -47,6 +47,7 @@ from workbench.planning import fitting
 from workbench.replay.exact import computing_exactly
 from workbench.replay.formulas import Kept, Update, Updates
 from workbench.replay.judged import Judge, JudgedStep, Made, WatchedStep, watched
+from workbench.sources import LAYOUTS
 
 Logged = Mapping[int, tuple[float | None, float | None]]  # step -> (loss, gradient norm)
 
@@ -203,7 +204,7 @@ def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
     if peers.count > 1:
         raise UserError(f"{peers.count} processes were started; a replay is one process, which does the share of all")
     there, allowed = Memory.of(peers.device, config), Allowance(resume_from="")
-    asked = Launch(str(span.folder), allowed, Ports(adapter_files=start, planning=fitting))
+    asked = Launch(str(span.folder), allowed, Ports(adapter_files=start, layouts=LAYOUTS, planning=fitting))
     # The device is left out: an environment that differs is told of, and never refused.
     begun = begin(config, source, replace(there, device=None), asked, processes=1, phases=phases, say=peers.say)
     pieces, differs = begun.pieces, list[str]()

@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests import photos as photos_of
 from tests.harness import PHOTOS
+from tests.photos import scan
 from trainer.base.errors import UserError
-from trainer.data import layouts
 from trainer.data.examples import examples
 from trainer.data.identity import fingerprint
 from trainer.data.layouts.records import unwrapped
-from trainer.data.scan import scan
 from trainer.data.sources import Listing, Scanned, Source
 
 STEMS = ("00", "01", "02", "03", "04")
@@ -325,7 +325,7 @@ def test_an_ordinary_folder_has_the_digests_it_always_had():
 
 
 def listed(root: Path | str, **keys) -> Listing:
-    return layouts.listing(Source(0, str(root), **keys))
+    return photos_of.listing(Source(0, str(root), **keys))
 
 
 def told(listing: Listing) -> Scanned:

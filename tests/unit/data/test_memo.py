@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.harness import PHOTOS
+from tests.photos import survey
 from trainer.base import digests
 from trainer.base.errors import UserError
 from trainer.data import memo as memos
@@ -20,8 +21,8 @@ from trainer.data.examples import examples
 from trainer.data.images import masks
 from trainer.data.images.views import View
 from trainer.data.memo import Facts, Memo
-from trainer.data.scan import survey
 from trainer.data.sources import File, Source
+from workbench.sources import LAYOUTS
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def reads(monkeypatch) -> list[str]:
 
 
 def start(folder: Path, *, trusted: bool = True, **more) -> tuple[scans.Scanned, Memo]:
-    memo = Memo(folder.parent / "cache", trusted=trusted)
+    memo = Memo(folder.parent / "cache", trusted=trusted, layouts=LAYOUTS)
     scanned = survey([source(folder, **more)], memo=memo)
     memo.save()
     return scanned, memo

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests import photos as photos_of
 from tests.harness import ROOT
-from trainer.data import layouts
 from trainer.data.sources import Source
 
 SIZES = [(24, 16), (16, 24), (20, 20), (24, 20)]
@@ -29,7 +29,7 @@ import torch
 from trainer.data.batches import sampler
 from trainer.data.examples import examples
 from trainer.data.batches.loader import Encoders, Reader, iterate
-from trainer.data.scan import scan
+from tests.photos import scan
 from trainer.data.sources import Source
 from trainer.models.base import collate
 from trainer.base.types import Conditioning
@@ -151,7 +151,7 @@ def test_a_folder_is_listed_once_and_no_file_is_asked_for(tmp_path: Path, monkey
     for name in ("scandir", "stat", "lstat", "listdir", "open"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, _real=real, _name=name, **k: calls.append(_name) or _real(*a, **k))
-    listing = layouts.listing(Source(0, str(tmp_path), masks="files"))
+    listing = photos_of.listing(Source(0, str(tmp_path), masks="files"))
     monkeypatch.undo()
     assert len(listing.found) == 40 and all(item.mask and item.caption for item in listing.found)
     assert calls.count("scandir") == 4 and len(calls) <= 4 + 4 + 2, calls

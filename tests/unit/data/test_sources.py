@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.photos import scan
 from trainer.base.console import printable
 from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import Phases
 from trainer.data import threads
 from trainer.data.examples import examples
 from trainer.data.images.decode import MAX_PIXELS, decode, load_rgb
-from trainer.data.scan import LONGEST_CAPTION, scan
+from trainer.data.scan import LONGEST_CAPTION
 from trainer.data.sources import Source
 from trainer.data.threads import MAX_THREADS, in_threads
 

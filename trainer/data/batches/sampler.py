@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from trainer.base.types import Occurrence
-from trainer.data.batches.ahead import drawn, numbered, orders
+from trainer.data.batches.ahead import numbered, orders
 from trainer.data.batches.short_batches import appearances
 from trainer.data.buckets import ReferenceLayout
 from trainer.data.examples import Example
@@ -18,21 +18,17 @@ from trainer.data.examples import Example
 MicroBatch = tuple[Occurrence, ...]
 
 
-def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, ReferenceLayout]]:
-    """Every (example, repeat) of the epoch, sorted by its draw, with its layout."""
-    return list(_occurrences(numbered(examples), epoch, drawn(examples, seed, epoch)))
-
-
-def _occurrences(
+def occurrences(
     every: Sequence[tuple[Example, int]], epoch: int, order: Sequence[int]
 ) -> Iterator[tuple[Occurrence, ReferenceLayout]]:
+    """Every (example, repeat) of the epoch in that order, with its layout. order: numbers of `every`."""
     for example, repeat in map(every.__getitem__, order):
         yield Occurrence(epoch, example.sample, repeat), example.layout
 
 
 def epoch_batches(
-    examples: Sequence[Example], *, seed: int, epoch: int, batch_size: int, fill: bool = False
-) -> list[MicroBatch]:
+    examples: Sequence[Example], order: Iterable[tuple[Occurrence, ReferenceLayout]], batch_size: int, fill: bool
+) -> Iterator[MicroBatch]:
     """The epoch's micro-batches, each of one layout: a bucket, and sizes of references.
 
     Going through the global order, a batch is emitted when its layout has `batch_size` samples; what remains of each
@@ -40,14 +36,6 @@ def epoch_batches(
     fill: these batches are filled with further appearances of the layout's first samples in this order, each with
     the next repeat number of its photo, so that it has draws of its own.
     """
-    batches = list(_cut(examples, epoch_order(examples, seed=seed, epoch=epoch), batch_size, fill))
-    assert len(batches) == batches_per_epoch(examples, batch_size=batch_size)
-    return batches
-
-
-def _cut(
-    examples: Sequence[Example], order: Iterable[tuple[Occurrence, ReferenceLayout]], batch_size: int, fill: bool
-) -> Iterator[MicroBatch]:
     open_batches: dict[ReferenceLayout, list[Occurrence]] = {}
     firsts: dict[ReferenceLayout, list[Occurrence]] = {}
     for occurrence, layout in order:
@@ -98,7 +86,7 @@ def all_updates(
     epoch, skip = update_at(after, steps_per_epoch=length, began=began)
     every = numbered(examples)
     for order in orders(examples, seed, epoch):
-        batches = _cut(examples, _occurrences(every, epoch, order), batch_size, fill)
+        batches = epoch_batches(examples, occurrences(every, epoch, order), batch_size, fill)
         yield from islice(updates(batches, group=group), skip, None)
         epoch, skip = epoch + 1, 0
 

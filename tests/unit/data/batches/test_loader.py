@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from tests.photos import epoch_batches, scan
 from tests.unit.data.cache.test_fill import fill_latents, fill_text, singly
 from trainer.base import draws
 from trainer.base.errors import DataError
@@ -25,7 +26,6 @@ from trainer.data.cache.fill import latent_key, text_key
 from trainer.data.examples import Example, examples
 from trainer.data.images import views
 from trainer.data.images.views import View
-from trainer.data.scan import scan
 from trainer.data.sources import Source
 from trainer.models.base import collate
 
@@ -69,7 +69,7 @@ def reader(dataset, **changes) -> Reader:
 
 def updates(dataset, *, batch_size=2, epochs=2, processes=1, rank=0):
     for epoch in range(epochs):
-        batches = sampler.epoch_batches(dataset[0], seed=SEED, epoch=epoch, batch_size=batch_size)
+        batches = epoch_batches(dataset[0], seed=SEED, epoch=epoch, batch_size=batch_size)
         for update in sampler.updates(batches, group=2 * processes):
             yield sampler.share(update, processes=processes, rank=rank)
 
@@ -200,7 +200,7 @@ def test_every_cache_and_number_of_workers_gives_the_same_batches(dataset, kind,
 
 def test_of_two_processes_each_gets_its_share_from_every_cache(dataset):
     in_turn = [update for epoch in (0, 1) for update in sampler.updates(
-        sampler.epoch_batches(dataset[0], seed=SEED, epoch=epoch, batch_size=2), group=4)]  # fmt: skip
+        epoch_batches(dataset[0], seed=SEED, epoch=epoch, batch_size=2), group=4)]  # fmt: skip
     shares = [
         list(iterate(updates(dataset, processes=2, rank=rank), reader_of(kind, dataset), num_workers=rank))
         for rank, kind in enumerate(("memory", "none"))

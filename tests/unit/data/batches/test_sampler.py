@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import ROOT
+from tests.photos import epoch_batches, epoch_order
 from trainer.base import draws, signals
 from trainer.base.errors import DataError
 from trainer.base.types import Occurrence
@@ -49,7 +50,7 @@ seeds, epochs, sizes = st.integers(0, 2**32), st.integers(0, 50), st.integers(1,
 
 @given(datasets(), seeds, epochs, sizes)
 def test_every_appearance_exactly_once_and_no_mixed_bucket(photos, seed, epoch, batch_size):
-    batches = sampler.epoch_batches(photos, seed=seed, epoch=epoch, batch_size=batch_size)
+    batches = epoch_batches(photos, seed=seed, epoch=epoch, batch_size=batch_size)
     shown = [(o.sample, o.repeat) for batch in batches for o in batch]
     assert len(shown) == len(set(shown))
     assert set(shown) == {(e.sample, r) for e in photos for r in range(e.photo.repeats)}
@@ -71,11 +72,11 @@ def positions(order) -> dict[Occurrence, int]:
 
 @given(datasets(), seeds, epochs, sizes, st.randoms())
 def test_the_order_knows_nothing_of_batches_nor_of_the_listing(photos, seed, epoch, batch_size, random):
-    order = sampler.epoch_order(photos, seed=seed, epoch=epoch)
+    order = epoch_order(photos, seed=seed, epoch=epoch)
     shuffled = list(photos)
     random.shuffle(shuffled)
-    assert sampler.epoch_order(shuffled, seed=seed, epoch=epoch) == order
-    batches = sampler.epoch_batches(photos, seed=seed, epoch=epoch, batch_size=batch_size)
+    assert epoch_order(shuffled, seed=seed, epoch=epoch) == order
+    batches = epoch_batches(photos, seed=seed, epoch=epoch, batch_size=batch_size)
     assert sorted((o for b in batches for o in b), key=positions(order).get) == [o for o, _ in order]
     keys = [draws.uniform(seed, "order", epoch, o.sample, o.repeat) for o, _ in order]
     assert keys == sorted(keys)
@@ -83,11 +84,11 @@ def test_the_order_knows_nothing_of_batches_nor_of_the_listing(photos, seed, epo
 
 @given(datasets(), seeds, epochs, sizes)
 def test_batches_form_over_the_global_order(photos, seed, epoch, batch_size):
-    batches = sampler.epoch_batches(photos, seed=seed, epoch=epoch, batch_size=batch_size)
+    batches = epoch_batches(photos, seed=seed, epoch=epoch, batch_size=batch_size)
     full = [batch for batch in batches if len(batch) == batch_size]
     short = [batch for batch in batches if len(batch) < batch_size]
     assert batches == full + short
-    place = positions(sampler.epoch_order(photos, seed=seed, epoch=epoch))
+    place = positions(epoch_order(photos, seed=seed, epoch=epoch))
     assert [place[b[-1]] for b in full] == sorted(place[b[-1]] for b in full)
     assert [place[b[0]] for b in short] == sorted(place[b[0]] for b in short)
     assert all([place[o] for o in b] == sorted(place[o] for o in b) for b in batches)
@@ -101,10 +102,10 @@ def test_batches_form_over_the_global_order(photos, seed, epoch, batch_size):
 @given(datasets(), seeds, epochs, sizes)
 def test_filled_batches_are_all_full_and_every_appearance_is_there_once(photos, seed, epoch, batch_size):
     known = {"seed": seed, "epoch": epoch, "batch_size": batch_size}
-    plain, filled = (sampler.epoch_batches(photos, **known, fill=fill) for fill in (False, True))
+    plain, filled = (epoch_batches(photos, **known, fill=fill) for fill in (False, True))
     assert len(filled) == len(plain) == sampler.batches_per_epoch(photos, batch_size=batch_size)
     bucket_of = {e.sample: e.bucket for e in photos}
-    place = positions(sampler.epoch_order(photos, seed=seed, epoch=epoch))
+    place = positions(epoch_order(photos, seed=seed, epoch=epoch))
     for before, after in zip(plain, filled, strict=True):
         assert len(after) == batch_size and after[: len(before)] == before, "what is short is added to, no more"
         assert len({bucket_of[o.sample] for o in after}) == 1
@@ -120,8 +121,8 @@ def test_filled_batches_are_all_full_and_every_appearance_is_there_once(photos, 
 def test_a_hand_made_epoch(monkeypatch):
     monkeypatch.setattr(draws, "uniform", lambda seed, purpose, epoch, sample, repeat: int(sample[2:5]) / 10)
     photos = [example(i, BUCKETS[bucket]) for i, bucket in enumerate([0, 1, 1, 2, 0, 0, 2, 2])]
-    batches = sampler.epoch_batches(photos, seed=0, epoch=0, batch_size=2)
-    place = positions(sampler.epoch_order(photos, seed=0, epoch=0))
+    batches = epoch_batches(photos, seed=0, epoch=0, batch_size=2)
+    place = positions(epoch_order(photos, seed=0, epoch=0))
     assert [[place[o] for o in batch] for batch in batches] == [[1, 2], [0, 4], [3, 6], [5], [7]]
 
 
@@ -129,14 +130,14 @@ def test_epochs_and_seeds_differ():
     photos = [example(i, BUCKETS[0]) for i in range(20)]
 
     def order(seed, epoch):
-        return tuple(o.sample for o, _ in sampler.epoch_order(photos, seed=seed, epoch=epoch))
+        return tuple(o.sample for o, _ in epoch_order(photos, seed=seed, epoch=epoch))
 
     assert len({order(seed, epoch) for seed in range(4) for epoch in range(4)}) == 16
 
 
 @given(datasets(), seeds, sizes, st.integers(1, 4), st.integers(1, 4))
 def test_updates_and_their_shares(photos, seed, batch_size, accumulation, processes):
-    batches = sampler.epoch_batches(photos, seed=seed, epoch=0, batch_size=batch_size)
+    batches = epoch_batches(photos, seed=seed, epoch=0, batch_size=batch_size)
     updates = list(sampler.updates(batches, group=accumulation * processes))
     assert [batch for update in updates for batch in update] == batches
     assert all(len(update) == accumulation * processes for update in updates[:-1])
@@ -174,7 +175,7 @@ def test_after_other_photos_an_epoch_of_these_begins(first, second, seed, batch_
     own = sampler.steps_per_epoch(second, **cut)
     for number in range(2):
         batches = [batch for update in whole[number * own : (number + 1) * own] for batch in update]
-        assert batches == sampler.epoch_batches(second, seed=seed, epoch=epoch + number, batch_size=batch_size, fill=fill)
+        assert batches == epoch_batches(second, seed=seed, epoch=epoch + number, batch_size=batch_size, fill=fill)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a forked process draws")

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.photos import scan
 from trainer.base import tiles
 from trainer.base.errors import DataError, Interrupted, NonFiniteError, UserError
 from trainer.base.progress import Phases, Record
@@ -27,7 +28,6 @@ from trainer.data.cache.fill import latent_key, mask_key, text_key
 from trainer.data.examples import Example, examples
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
-from trainer.data.scan import scan
 from trainer.data.sources import Beside, Mask, Source
 from trainer.runtime.processes import Processes
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from tests.harness import ROOT
+from tests.photos import scan
 from trainer.base.errors import UserError
 from trainer.data.cache.fill import latent_key
 from trainer.data.examples import Example
@@ -30,7 +31,6 @@ from trainer.data.images import jxl, plugins
 from trainer.data.images.decode import MAX_PIXELS, decode, decode_mask
 from trainer.data.images.kinds import IMAGES
 from trainer.data.images.views import View
-from trainer.data.scan import scan
 from trainer.data.sources import Source
 
 PHOTO = Path("examples/bear_plushie/00.jpg")
@@ -396,8 +396,8 @@ def test_an_avif_of_a_general_brand_needs_no_plug_in(without_plugins):
 def test_other_images_import_no_plug_in():
     """In a process of its own: what this one has imported stays."""
     code = (
-        "import sys\nfrom trainer.data.scan import scan\nfrom trainer.data.sources import Source\n"
-        "assert len(scan([Source(0, 'examples/bear_plushie')]).photos) == 5\n"
+        "import sys\nfrom trainer.data.scan import survey\nfrom trainer.data.sources import Source\n"
+        "assert len(survey([Source(0, 'examples/bear_plushie')]).photos) == 5\n"
         "assert not {'pillow_heif', 'pillow_jxl'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

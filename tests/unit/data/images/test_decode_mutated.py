@@ -28,13 +28,15 @@ READ = {suffix: format for suffix, format in IMAGES.items() if format not in LAC
 CHILD = """
 import json, resource, sys, warnings
 warnings.simplefilter("ignore")
-from trainer.data.scan import scan
+from trainer.data.scan import refuse_damaged, survey
 from trainer.data.sources import Source
 from trainer.base.errors import UserError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 told, photos = "", []
 try:
-    photos = [(p.sample, p.sha256, p.width, p.height, p.caption, p.notes) for p in scan([Source(0, sys.argv[1])]).photos]
+    scanned = survey([Source(0, sys.argv[1])])
+    refuse_damaged(scanned)
+    photos = [(p.sample, p.sha256, p.width, p.height, p.caption, p.notes) for p in scanned.photos]
 except UserError as error:
     told = str(error)
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.photos import epoch_batches, scan, survey
 from tests.unit.data.cache.test_fill import fill_latents, fill_text, singly
 from trainer.base import draws
 from trainer.base.errors import UserError
 from trainer.base.types import Conditioning, Occurrence
 from trainer.data import buckets
-from trainer.data.batches import sampler
 from trainer.data.batches.loader import Reader, iterate
 from trainer.data.buckets import CENTRE, place
 from trainer.data.cache.fill import Cache, fill_masks, latent_key, mask_key, masks_wanted
@@ -26,7 +26,7 @@ from trainer.data.examples import Example, examples
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
-from trainer.data.scan import BLACK, scan, survey
+from trainer.data.scan import BLACK
 from trainer.data.sources import Beside, File, Photo, Source
 from trainer.models.base import collate
 from trainer.objectives import sample_losses
@@ -198,7 +198,7 @@ def test_latents_captions_and_masks_never_part(tmp_path, num_workers):
     reader = reader_of(tmp_path, flip=True, crop_jitter=0.1, image_variants=3, unmasked_weight=0.5, loss_weight=2.0)
     found = list(reader.examples.values())
     images = {example.sample: decode(example.photo.image.read()).image for example in found}
-    updates = [[batch] for epoch in range(3) for batch in sampler.epoch_batches(found, seed=7, epoch=epoch, batch_size=2)]
+    updates = [[batch] for epoch in range(3) for batch in epoch_batches(found, seed=7, epoch=epoch, batch_size=2)]
     seen = Counter()
     for (batch,) in iterate(updates, reader, num_workers=num_workers):
         for i, occurrence in enumerate(batch.occurrences):

@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests import photos as photos_of
+from tests.photos import survey
 from trainer.base.account import Account, Heading
 from trainer.data import layouts
 from trainer.data.layouts import apart
-from trainer.data.scan import BLACK, WHITE, survey
+from trainer.data.scan import BLACK, WHITE
 from trainer.data.sources import Scanned, Source
 
 
@@ -73,7 +75,7 @@ def test_all_files_are_counted_each_once(tmp_path_factory, names: set[str], mask
         (root / name).write_text("file_name,text\n" if name.endswith(".csv") else "x")
     references = str(root / "refs") if references == "refs" else references
     source = Source(0, str(root), masks=masks, references=references)
-    listing = layouts.listing(source, layouts.apart.owned(source, [source], ()))
+    listing = photos_of.listing(source, layouts.apart.owned(source, [source], ()))
     there = {os.path.join(folder, file) for folder, _, files in os.walk(root) for file in files}
     if not listing.found:
         return

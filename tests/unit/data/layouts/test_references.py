@@ -10,17 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.photos import epoch_batches, scan, survey
 from trainer.base.errors import UserError
 from trainer.base.types import Occurrence
 from trainer.data import buckets
-from trainer.data.batches import sampler, short_batches
+from trainer.data.batches import short_batches
 from trainer.data.batches.loader import Encoders, Reader
 from trainer.data.cache.entries import MemoryCache
 from trainer.data.cache.fill import fill_latents, latents_wanted
 from trainer.data.examples import examples
 from trainer.data.identity import differences, parts, photo_digests
 from trainer.data.images import views
-from trainer.data.scan import scan, survey
 from trainer.data.sources import Source
 
 
@@ -181,7 +181,7 @@ def test_a_batch_has_one_layout(edits: Path) -> None:
     layouts = {example.sample: example.layout for example in made}
     assert set(layouts.values()) == {((64, 64), (64, 64)), ((64, 64), (96, 64))}
     for epoch in range(3):
-        for batch in sampler.epoch_batches(made, seed=3, epoch=epoch, batch_size=2, fill=bool(epoch)):
+        for batch in epoch_batches(made, seed=3, epoch=epoch, batch_size=2, fill=bool(epoch)):
             assert len({layouts[occurrence.sample] for occurrence in batch}) == 1
     assert short_batches.short(made, batch_size=2) == {((64, 64), (64, 64)): 1, ((64, 64), (96, 64)): 1}
     assert short_batches.merged(made, batch_size=4, enlarge=True) == made, "references keep their sizes"

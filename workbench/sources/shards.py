@@ -17,24 +17,29 @@ from dataclasses import dataclass
 from trainer.base.console import printable
 from trainer.base.digests import Stamp
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
-from trainer.data.layouts import apart, tar
+from trainer.data.layouts import apart
+from trainer.data.layouts.apart import Apart
 from trainer.data.layouts.folder import Reading
 from trainer.data.layouts.table import FILE_NAMES
-from trainer.data.layouts.walk import LeaveOut
-from trainer.data.sources import MAX_BYTES, Listing, Source, stamp_of_file, too_large
+from trainer.data.layouts.walk import NO_OWNERS, LeaveOut
+from trainer.data.sources import ARCHIVE, MAX_BYTES, Listing, Source, stamp_of_file, too_large
+from workbench.sources import tar
 
-ARCHIVE = re.compile(r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")
-CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it in the archive"
 MAX_NAMES = 100_000  # that braces may expand to
 
 
-def is_shards(path: str) -> bool:
+def reads(path: str) -> bool:
     """Whether it is the path of an archive, or a pattern of archives."""
     return ARCHIVE.fullmatch(path) is not None and not os.path.isdir(path)
 
 
-def listing(source: Source) -> Listing:
+def caption_places(source: Source) -> str:
+    """The places where captions of the source's photos are looked for, in words."""
+    return f"{', '.join(CAPTIONS)} beside it in the archive"
+
+
+def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
     """The photos and captions of tar archives, read as folders are (folder.py); samples are named by archive and member.
     path: an archive, or a pattern of some: `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
     problems: list[str] = []

@@ -37,7 +37,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 IMAGE_COLUMN = "image"
 
 
-def is_dataset(path: str) -> bool:
+def reads(path: str) -> bool:
     """Whether a source's path names a dataset."""
     return path.startswith(PREFIX)
 

@@ -13,13 +13,13 @@ import datasets
 import pytest
 from PIL import Image
 
+from tests import photos as photos_of
+from tests.photos import scan, survey
 from trainer import config as configs
 from trainer.base.account import Heading
 from trainer.base.errors import UserError
-from trainer.data import layouts
-from trainer.data.layouts import hf
-from trainer.data.scan import scan, survey
 from trainer.data.sources import Listing, Scanned, Source
+from workbench.sources import hf
 
 
 def png(colour: int = 0) -> bytes:
@@ -49,7 +49,7 @@ def encoded(count: int) -> list[dict]:
 
 
 def listed(path: str, **keys) -> Listing:
-    return layouts.listing(Source(0, path, **keys))
+    return photos_of.listing(Source(0, path, **keys))
 
 
 def told(listing: Listing) -> Scanned:
@@ -354,5 +354,5 @@ def test_parquet_files_of_which_one_is_named_like_a_split_are_all_read(tmp_path:
         dataset.cast_column("image", datasets.Image()).to_parquet(tmp_path / name)
     listing = listed(f"hf:{tmp_path}")
     assert len(listing.found) == 4 and "does not divide it" in "".join(told(listing).notes)
-    (problem,) = layouts.listing(Source(0, str(tmp_path))).problems
+    (problem,) = photos_of.listing(Source(0, str(tmp_path))).problems
     assert problem.endswith(f"for the dataset in them give hf:{tmp_path}")

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests import photos as photos_of
+from tests.photos import scan
 from trainer.base.errors import UserError
-from trainer.data import layouts
-from trainer.data.layouts import tar
-from trainer.data.scan import scan
 from trainer.data.sources import MAX_BYTES, Listing, Scanned, Source
+from workbench.sources import tar
 
 
 def png(colour: int = 0) -> bytes:
@@ -44,7 +44,7 @@ def special(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
 
 
 def listed(path: Path | str, **keys) -> Listing:
-    return layouts.listing(Source(0, str(path), **keys))
+    return photos_of.listing(Source(0, str(path), **keys))
 
 
 def told(listing: Listing) -> Scanned:
