@@ -33,8 +33,9 @@ class Form:
     ends: of all names that they may have; a layer has some of them. part: (base layer, its matrices, these in the compute
     dtype, the first times s, and s) -> what computes, made once for an update: as a lokr.KronPart. rank: (the matrices'
     shapes) -> a layer's rank. unscaled: (the ends of a layer) -> whether its s is 1 whatever its alpha. product: (the
-    matrices) -> B A in W's shape, fp64. norm: -> ||B A||. nearest: (the matrices, rank) -> (A, B, what is lost) of the
-    nearest of that rank. options: of `adapter`, the keys that `shapes` takes, too.
+    matrices) -> B A in W's shape, fp64. norm: (the matrices) -> ||B A||; (the matrices, others) -> ||B A - B' A'||. nearest:
+    (the matrices, rank) -> (A, B, what is lost) of the nearest of that rank. options: of `adapter`, the keys that `shapes`
+    takes, too.
     """
 
     ends: tuple[str, ...]
@@ -42,7 +43,7 @@ class Form:
     rank: Callable[[Mapping[str, Sequence[int]]], int]
     unscaled: Callable[[Iterable[str]], bool]
     product: Callable[[LayerState], Tensor]
-    norm: Callable[[LayerState], float]
+    norm: Callable[..., float]
     nearest: Callable[[LayerState, int], tuple[Tensor, Tensor, float]]
     options: tuple[str, ...]
 

@@ -134,10 +134,16 @@ def nearest(values: Mapping[str, Tensor], rank: int) -> tuple[Tensor, Tensor, fl
     return a.view(len(a), w1.shape[1] * w2.shape[1], *w2.shape[2:]), b, float(lost)
 
 
-def norm(values: Mapping[str, Tensor]) -> float:
-    """||w1 (x) w2|| = ||w1|| ||w2||."""
+def norm(values: Mapping[str, Tensor], less: Mapping[str, Tensor] | None = None) -> float:
+    """||w1 (x) w2|| = ||w1|| ||w2||, or ||w1 (x) w2 - v1 (x) v2||, of matrices of the same ends: the sum of (w1 - v1) (x) w2
+    and v1 (x) (w2 - v2), so that nothing cancels where they are near."""
     w1, w2 = wholes({end: value.double() for end, value in values.items()})
-    return float(w1.norm() * w2.norm())
+    if less is None:
+        return float(w1.norm() * w2.norm())
+    v1, v2 = wholes({end: value.double() for end, value in less.items()})
+    d1, d2 = w1 - v1, w2 - v2
+    crossed = 2 * (d1 * v1).sum() * (w2 * d2).sum()
+    return float((d1.norm() ** 2 * w2.norm() ** 2 + v1.norm() ** 2 * d2.norm() ** 2 + crossed).clamp_min(0).sqrt())
 
 
 @cache

@@ -179,11 +179,15 @@ class Portable:
 
         largest = 0.0, ""
         for name, factors in self.layers.items():
-            (a, b), (c, d) = (
-                [each.make().flatten(1).double() for each in (layer.a, layer.b)] for layer in (factors, other.layers[name])
-            )
-            if whole := squared(a, b):
-                largest = max(largest, (math.sqrt(max(0.0, squared(torch.cat([a, c]), torch.cat([b, -d], 1))) / whole), name))
+            then = other.layers[name]
+            if factors.form is not None:
+                whole, left = factors.form.norm(factors.held()), factors.form.norm(factors.held(), then.held())
+            else:
+                (a, b), (c, d) = ([each.make().flatten(1).double() for each in (of.a, of.b)] for of in (factors, then))
+                whole = math.sqrt(squared(a, b))
+                left = math.sqrt(max(0.0, squared(torch.cat([a, c]), torch.cat([b, -d], 1))))
+            if whole:
+                largest = max(largest, (left / whole, name))
         return largest
 
     def parted(self, apart: Collection[str]) -> tuple[Self, dict[str, Self]]:

@@ -37,6 +37,18 @@ def test_what_the_rounding_takes_is_that_of_the_dense_product(dtype: torch.dtype
     assert made.magnitude is not None and torch.equal(made.magnitude.make(), m) and made.alpha == 2.0
 
 
+@pytest.mark.parametrize("shape", [(6, 8), (6, 8, 3, 3)])
+@pytest.mark.parametrize("decompose", ["none", "w2", "both"])
+def test_what_the_rounding_takes_of_a_lokr_is_that_of_the_dense_product(shape: tuple[int, ...], decompose: str) -> None:
+    sizes = lokr.shapes(shape, 1, decompose=decompose)
+    values = {end: drawn(place, *size) for place, (end, size) in enumerate(sizes.items())}
+    whole = Portable({"unet.a": made_of({end: recipe(value) for end, value in values.items()}, 0.5)})
+    exact = lokr.product(values)
+    lost = (exact - lokr.product({end: value.bfloat16() for end, value in values.items()})).norm() / exact.norm()
+    assert whole.distance(whole.rounded(torch.bfloat16)) == (pytest.approx(float(lost), rel=1e-12), "unet.a")
+    assert whole.distance(whole) == (0.0, "unet.a")
+
+
 def test_a_lokr_is_rounded_in_its_own_matrices() -> None:
     held = {lokr.W1: recipe(drawn(0, 2, 2)), lokr.W2: recipe(drawn(1, 4, 3))}
     whole = Portable({"unet.a": made_of(held, 0.5)})
