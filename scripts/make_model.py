@@ -1,11 +1,11 @@
-"""Write an SDXL, Flux or FLUX.2 [klein] checkpoint with random weights: the true architecture, the same bytes every time.
+"""Write an SDXL, Flux, FLUX.2 [klein] or Z-Image checkpoint with random weights: the true architecture, the same bytes every time.
 
     python scripts/make_model.py --size tiny --family sdxl --layout diffusers models/tiny-sdxl
     python scripts/make_model.py --size full --family flux --layout single_file models/flux.safetensors
 
 tiny: a few megabytes; the demo and the tests train on it. full: the published sizes (7 to 34 GB), for
-proofs that need real bytes and no download. short: the published widths with few blocks (1.5 to 2.1 GB; klein keeps its
-text encoder, 9 GB), for tests of them. Weights are bf16, the VAE's fp32; activations are of order 1. At most a few hundred
+proofs that need real bytes and no download. short: the published widths with few blocks (1.5 to 2.1 GB; klein and Z-Image
+keep their text encoder, 9 GB), for tests of them. Weights are bf16, the VAE's fp32; activations are of order 1. At most a few hundred
 megabytes are in memory at any time.
 
 diffusers: OUT is a folder that stock pipelines load; weights beyond 5 GB lie in shards. single_file: OUT is one .safetensors
@@ -58,6 +58,7 @@ VARIANTS = {
     "sdxl": {"": "sdxl"},
     "flux": {"dev": "flux-dev", "schnell": "flux-schnell"},
     "flux2": {"4b": "flux2-klein-4b", "9b": "flux2-klein-9b", "distilled": "flux2-klein-4b"},
+    "zimage": {"base": "zimage", "turbo": "zimage-turbo"},
 }
 SPACE, LINE = "\u0120", "\u010a"  # as byte-level BPE writes a space and the end of a line
 # Qwen3's special tokens, as far as its chat template has them, by id after the vocabulary.
@@ -297,6 +298,25 @@ def tiny_flux2(variant: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def tiny_zimage(variant: str) -> dict[str, dict[str, Any]]:
+    text_encoder = tiny_flux2("flux2-klein-4b")["text_encoder"]
+    width = text_encoder["hidden_size"]
+    return {
+        "text_encoder": text_encoder | {"num_hidden_layers": 36},  # as published: read before the last
+        "transformer": published(variant, "transformer/config.json")
+        | {
+            "axes_dims": [4, 6, 6],
+            "cap_feat_dim": width,
+            "dim": 96,
+            "n_heads": 6,
+            "n_kv_heads": 6,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+        },
+        "vae": vae_config(published(variant, "vae/config.json")),
+    }
+
+
 def full_configs(variant: str) -> dict[str, dict[str, Any]]:
     """The published configs as they are."""
     parts = published(variant, "model_index.json").items()
@@ -310,14 +330,14 @@ def full_configs(variant: str) -> dict[str, dict[str, Any]]:
 FEWER_BLOCKS: dict[str, dict[str, Any]] = {
     "text_encoder": {"num_hidden_layers": 2},  # of CLIP
     "text_encoder_2": {"num_hidden_layers": 2, "num_layers": 1, "num_decoder_layers": 1},
-    "transformer": {"num_layers": 1, "num_single_layers": 1},
+    "transformer": {"num_layers": 1, "num_single_layers": 1, "n_layers": 1, "n_refiner_layers": 1},
     "unet": {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]},
     "vae": {"layers_per_block": 1},
 }
 
 
 def is_qwen(config: Mapping[str, Any]) -> bool:
-    """Whether it is a Qwen3's, of which the text is read after 27 of its layers, so that none can be left out."""
+    """Whether it is a Qwen3's, of which the text is read after 27 or 35 of its layers, so that none can be left out."""
     return config.get("model_type") == "qwen3"
 
 
@@ -356,6 +376,7 @@ GAINS = (
             "*.down_proj.*",
             "*.linear_out.*",
             "*attn.to_out.weight",
+            "*feed_forward.w2.*",
             "*to_add_out.*",
         )
     ),
@@ -629,7 +650,7 @@ def make(
     t5 = t5_vocabulary(CAPTION_WORDS, own_merges)
     tokenizers = {
         "tokenizer": qwen_tokenizer_files(own_merges, CAPTION_WORDS)
-        if family == "flux2"
+        if family in ("flux2", "zimage")
         else clip_tokenizer_files(merges, END)
     }
     if family == "sdxl":
@@ -639,7 +660,7 @@ def make(
     if size == "tiny":
         clip_size = len(clip_vocabulary(merges))
         tiny = {"sdxl": partial(tiny_sdxl, clip_size), "flux": partial(tiny_flux, variant, clip_size, len(t5)),
-                "flux2": partial(tiny_flux2, variant)}  # fmt: skip
+                "flux2": partial(tiny_flux2, variant), "zimage": partial(tiny_zimage, variant)}  # fmt: skip
         configs = tiny[family]()
     else:
         configs = full_configs(variant) if size == "full" else short_configs(variant)
@@ -682,7 +703,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prediction", choices=("epsilon", "v"), default="epsilon", help="SDXL's objective")
     variants = [name for kinds in VARIANTS.values() for name in kinds if name]
-    parser.add_argument("--variant", choices=variants, help="of flux: dev, schnell; of flux2: 4b, 9b, distilled")
+    parser.add_argument("--variant", choices=variants, help="of flux: dev, schnell; of flux2: 4b, 9b, distilled; of zimage: base, turbo")
     parser.add_argument("--sparse", action="store_true", help="headers alone: every weight is read as zero")
     asked = parser.parse_args(arguments)
     wanted = asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.variant, asked.sparse

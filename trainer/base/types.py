@@ -32,16 +32,17 @@ class Conditioning:
     """What a denoiser is told besides the noised latents.
 
     sequence: [B, L, D] token features.  mask: [B, L] bool, or None where the model attends to every token.
-    pooled: [B, P], or None.
+    pooled: [B, P], or None.  lengths: rows of each caption, where the model takes captions of one number of rows at once.
     """
 
     sequence: torch.Tensor
     mask: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
+    lengths: tuple[int, ...] = ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, as they are cached on disk; `from_tensors` is the inverse."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:

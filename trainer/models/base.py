@@ -5,7 +5,7 @@ A family is one folder here and one line in FAMILIES. It gives what has no defau
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -163,6 +163,8 @@ class TextPart:
     # (what each text encoder gave, in their order) -> the conditioning.
     join: Callable[[Sequence[Mapping[str, torch.Tensor]]], Conditioning] = join
     collate: Callable[[Sequence[Conditioning]], Conditioning] = collate  # of one caption each -> theirs together
+    # A caption's tokens -> its rows in the sequence, of a denoiser that takes captions of one number of rows at once.
+    rows: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -318,7 +320,10 @@ class Family:
     def encode_tokens(self, model: Model, tokens: Mapping[str, Sequence[torch.Tensor]]) -> Conditioning:
         """The conditioning of `all_tokens` on the model's device, by all text encoders, which are in memory; with gradients
         where they have any."""
-        return self.text.join([self.text.encode(model, name, tokens[name]) for name in self.text_encoders])
+        made = self.text.join([self.text.encode(model, name, tokens[name]) for name in self.text_encoders])
+        if self.text.rows is None:
+            return made
+        return replace(made, lengths=tuple(self.text.rows(len(ids)) for ids in tokens[self.text_encoders[-1]]))
 
     def encode(self, model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
         """What one text encoder gives of the captions' conditioning, as `TextPart.encode`."""
@@ -326,7 +331,8 @@ class Family:
 
     def encode_prompts(self, model: Model, captions: Sequence[str]) -> Conditioning:
         """The captions' conditioning, by all text encoders, which are in memory; with gradients where they have any."""
-        return self.text.join([self.encode(model, name, captions) for name in self.text_encoders])
+        tokens = self.all_tokens(model, captions).items()
+        return self.encode_tokens(model, {name: [ids.to(model.device) for ids in some] for name, some in tokens})
 
     def kohya_prefixes(self, config: Callable[[str], ComponentConfig]) -> dict[str, str]:
         """Component -> what stands before its keys in kohya files. config: of a component."""

@@ -24,10 +24,12 @@ from trainer.models.base import Component
 from trainer.models.config_files import read_json
 from trainer.models.names import Shape
 
-SDXL, FLUX, FLUX2 = "sdxl", "flux", "flux2"  # families by name, as in FAMILIES
-TRAINED = {SDXL: "an SDXL model", FLUX: "a Flux model", FLUX2: "FLUX.2 [klein]"}
-PIPELINES = {SDXL: "StableDiffusionXLPipeline", FLUX: "FluxPipeline", FLUX2: "Flux2KleinPipeline"}  # their usual ones
-ANY_TRAINED = " or ".join([", ".join(list(TRAINED.values())[:-1]), TRAINED[FLUX2]])
+SDXL, FLUX, FLUX2, ZIMAGE = "sdxl", "flux", "flux2", "zimage"  # families by name, as in FAMILIES
+TRAINED = {SDXL: "an SDXL model", FLUX: "a Flux model", FLUX2: "FLUX.2 [klein]", ZIMAGE: "Z-Image"}
+PIPELINES = {  # their usual ones
+    SDXL: "StableDiffusionXLPipeline", FLUX: "FluxPipeline", FLUX2: "Flux2KleinPipeline", ZIMAGE: "ZImagePipeline",
+}  # fmt: skip
+ANY_TRAINED = " or ".join([", ".join(list(TRAINED.values())[:-1]), list(TRAINED.values())[-1]])
 
 
 @dataclass(frozen=True)

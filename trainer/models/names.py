@@ -27,7 +27,10 @@ from trainer.base.types import Link
 ComponentConfig = Mapping[str, Any]
 Shape = tuple[int, ...]
 # The length of a list of modules, by its key in a config.
-LISTS = {"num_layers": "transformer_blocks.", "num_single_layers": "single_transformer_blocks."}
+LISTS = {
+    "num_layers": "transformer_blocks.", "num_single_layers": "single_transformer_blocks.",
+    "n_layers": "layers.", "n_refiner_layers": "noise_refiner.",
+}  # fmt: skip
 
 
 def join_parts(link: Link, parts: Sequence[torch.Tensor]) -> torch.Tensor:

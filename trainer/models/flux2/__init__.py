@@ -7,6 +7,7 @@ statistics; positions have four axes (image, row, column, text); the transformer
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from torch import nn
 from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
 from trainer.models import base, variants
-from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
+from trainer.models.base import Markers, Model, SampleRequest, draw
 from trainer.models.flux2 import attention, names
-from trainer.models.shared import vae
+from trainer.models.shared import qwen, vae
 from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
 from trainer.objectives import Flow
 
-TEXT_LENGTH = 512  # tokens of a caption's chat message that are read; Qwen3's tokenizer takes many more
 BASE, DISTILLED = "base", "distilled"
 GUIDANCE = {BASE: 4.0, DISTILLED: 1.0}
 APART = 10  # between the numbers of two images, on the first axis of positions
@@ -70,41 +70,19 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
     return (latents - mean) / torch.sqrt(variance + module.config.batch_norm_eps)
 
 
-def chat(tokenizer: Any, caption: str) -> str:
-    """The text that is read for a caption: Qwen3's chat template, with thinking off, which adds an empty think block."""
-    message = [{"role": "user", "content": caption}]
-    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-
-
-def text_length(model: Model) -> int:
-    """The tokens that are read of a caption: data.text_length, else 512."""
-    return model.options.get("text_length") or TEXT_LENGTH
-
-
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
     """The ids of each caption, and which of them are no padding: int64 [2, L]."""
     tokenizer = model.tokenizers["tokenizer"]
-    texts = [chat(tokenizer, caption) for caption in captions]
-    read = tokenizer(texts, padding="max_length", max_length=text_length(model), truncation=True, return_tensors="pt")
+    texts = [qwen.chat(tokenizer, caption, thinking=False) for caption in captions]
+    read = tokenizer(texts, padding="max_length", max_length=qwen.text_length(model), truncation=True, return_tensors="pt")
     return torch.stack([read.input_ids, read.attention_mask], dim=1).unbind()
-
-
-def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
-    """(tokens of each caption in its chat message, tokens that are read)."""
-    counts = count_prompt_tokens(model, [chat(model.tokenizers["tokenizer"], caption) for caption in captions])
-    return {"tokenizer": (counts["tokenizer"][0], text_length(model))}
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """What Qwen3 has after 9, 18 and 27 of its layers, side by side: "sequence" [B, L, 3 D]. Rows of padding are read."""
     ids, present = torch.stack(list(tokens)).unbind(1)
-    length = ids.shape[1]
-    # Made here: what the library makes depends on whether there is any padding.
-    causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
-    output = model.modules[encoder](
-        ids, attention_mask=causal & present.bool()[:, None, None, :], use_cache=False, output_hidden_states=True
-    )
-    sequence = torch.cat([output.hidden_states[layer] for layer in names.LAYERS], dim=-1)
+    states = qwen.hidden_states(model, encoder, ids, present.bool())
+    sequence = torch.cat([states[layer] for layer in names.LAYERS], dim=-1)
     return {"sequence": sequence.to(model.compute[encoder])}
 
 
@@ -198,12 +176,7 @@ _LINEAR = (*_ATTENTION, *_MLP, *_MODULATION, *_OUTSIDE)
 FAMILY = base.Family(
     name="flux2",
     components=(
-        base.Component(
-            "text_encoder", "transformers", "Qwen3Model", "text_encoder",
-            defaults=names.QWEN_DEFAULTS, infer=names.infer_qwen, built=names.read_layers,
-            prefixes=("text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_8b.transformer."),
-            file="qwen_3_4b.safetensors", blocks=("layers.*",),
-        ),
+        qwen.component(names.LAYERS[-1]),
         base.Component(
             "transformer", "diffusers", "Flux2Transformer2DModel", "denoiser",
             sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
@@ -216,7 +189,7 @@ FAMILY = base.Family(
     ),
     reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative",
            "data.sources.*.references", "validation.samples.*.references"),
-    text=base.TextPart(tokens, encode_text, count_tokens),
+    text=base.TextPart(tokens, encode_text, partial(qwen.count_tokens, thinking=False)),
     images=base.ImagePart(
         objective, encode_images, predict, sample, CHOICES, latent_side=16, adjust=adjust, negative_text=False,
     ),
@@ -237,13 +210,13 @@ FAMILY = base.Family(
             "transformer": (
                 ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
             ),
-            "text_encoder": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")),
+            "text_encoder": qwen.SHARED_INPUTS,
         },
         no_fp16={"transformer": "its activations leave the range of fp16, and NaN is reported (musubi-tuner #897)"},
     ),
     adapters=base.AdapterPart(
         presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
-        kohya={"text_encoder": names.qwen_prefix}, peft={"text_encoder": "model."}, key_styles=names.KEY_STYLES,
+        kohya={"text_encoder": qwen.prefix}, peft={"text_encoder": "model."}, key_styles=qwen.KEY_STYLES,
         metadata=metadata, in_diffusers=("lora", "dora", "lokr"),
     ),
 )  # fmt: skip

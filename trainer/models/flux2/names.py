@@ -6,8 +6,7 @@ has a bias.
 
 from collections.abc import Mapping
 
-from trainer.base.types import KeyStyle
-from trainer.models.names import ComponentConfig, Names, Shape, how_many
+from trainer.models.names import ComponentConfig, Names, Shape
 from trainer.models.shared import flow
 from trainer.models.shared.vae import infer_vae, vae_names
 
@@ -21,29 +20,12 @@ VAE_DEFAULTS = {
     "batch_norm_eps": 1e-4, "block_out_channels": [128, 256, 512, 512], "in_channels": 3, "latent_channels": 32,
     "layers_per_block": 2, "out_channels": 3,
 }  # fmt: skip
-QWEN_DEFAULTS = {"hidden_size": 4096, "num_hidden_layers": 32}
 
 LAYERS = (9, 18, 27)  # of Qwen3, after so many of which the text is read; 0: its embeddings
 # Layers above the last that is read, the output layer, a counter of the VAE's statistics.
 HARMLESS = (
     "*layers.2[789].*", "*layers.[3-9][0-9].*", "lm_head.weight", "*.lm_head.weight", "*bn.num_batches_tracked",
 )  # fmt: skip
-
-# Of ComfyUI, by the width of the text encoder: the name that it gives it.
-QWEN = {2560: "qwen3_4b", 4096: "qwen3_8b"}
-
-
-def qwen_prefix(config: ComponentConfig) -> str:
-    """What stands before the text encoder's layers in ComfyUI's adapter files (comfy/lora.py, "generic lora format")."""
-    return f"text_encoders.{QWEN.get(config['hidden_size'], 'qwen3_4b')}.transformer.model."
-
-
-KEY_STYLES = (
-    KeyStyle("OneTrainer", "transformer", "lora_transformer_", flat=True),
-    *(KeyStyle("ComfyUI generic", "text_encoder", qwen_prefix({"hidden_size": width})) for width in QWEN),
-    KeyStyle("kohya", "text_encoder", "lora_te_", flat=True),
-    KeyStyle("PEFT of a whole Qwen3", "text_encoder", "base_model.model.model."),
-)
 
 
 def transformer_names(config: ComponentConfig) -> Names:
@@ -104,34 +86,6 @@ def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
         return {}
     feed, width = shapes["double_blocks.0.img_mlp.2.weight"][1], shapes["img_in.weight"][0]
     return found | {"mlp_ratio": feed / width, "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1]}
-
-
-def infer_qwen(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values that shapes tell of the config of Qwen3, whose files have the library's names."""
-    start = "model." if "model.embed_tokens.weight" in shapes else ""
-    if f"{start}layers.0.self_attn.q_norm.weight" not in shapes:
-        return {}
-    attention = f"{start}layers.0.self_attn"
-    (head,) = shapes[f"{attention}.q_norm.weight"]
-    vocabulary, width = shapes[f"{start}embed_tokens.weight"]
-    layers = how_many(shapes, f"{start}layers.")
-    return {
-        "head_dim": head,
-        "hidden_size": width,
-        "intermediate_size": shapes[f"{start}layers.0.mlp.gate_proj.weight"][0],
-        "layer_types": ["full_attention"] * layers,
-        "num_attention_heads": shapes[f"{attention}.q_proj.weight"][0] // head,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": shapes[f"{attention}.k_proj.weight"][0] // head,
-        "vocab_size": vocabulary,
-    }
-
-
-def read_layers(config: ComponentConfig) -> dict:
-    """The config of the Qwen3 that is built: without the layers after the last that is read."""
-    kept = min(config["num_hidden_layers"], LAYERS[-1])
-    types = {"layer_types": list(config["layer_types"])[:kept]} if config.get("layer_types") else {}
-    return {**config, "num_hidden_layers": kept, **types}
 
 
 def latents_names(config: ComponentConfig) -> Names:

@@ -1,0 +1,93 @@
+"""What the families share about Qwen3 as a text encoder: chat messages, ids, hidden states, its names in others' files."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.base.types import KeyStyle
+from trainer.models.base import Component, Model, count_prompt_tokens
+from trainer.models.names import ComponentConfig, Shape, how_many
+
+TEXT_LENGTH = 512  # tokens of a caption's chat message that are read; Qwen3's tokenizer takes many more
+DEFAULTS = {"hidden_size": 4096, "num_hidden_layers": 32}  # of the class, for keys missing from config.json
+# Of ComfyUI, by the width of the text encoder: the name that it gives it.
+NAMES = {2560: "qwen3_4b", 4096: "qwen3_8b"}
+SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+
+
+def prefix(config: ComponentConfig) -> str:
+    """What stands before the text encoder's layers in ComfyUI's adapter files (comfy/lora.py, "generic lora format")."""
+    return f"text_encoders.{NAMES.get(config['hidden_size'], 'qwen3_4b')}.transformer.model."
+
+
+KEY_STYLES = (
+    KeyStyle("OneTrainer", "transformer", "lora_transformer_", flat=True),
+    *(KeyStyle("ComfyUI generic", "text_encoder", prefix({"hidden_size": width})) for width in NAMES),
+    KeyStyle("kohya", "text_encoder", "lora_te_", flat=True),
+    KeyStyle("PEFT of a whole Qwen3", "text_encoder", "base_model.model.model."),
+)
+
+
+def component(layers: int) -> Component:
+    """Qwen3 as a component of a family that reads the text after so many of its layers, and at others before."""
+    return Component(
+        "text_encoder", "transformers", "Qwen3Model", "text_encoder",
+        defaults=DEFAULTS, infer=infer, built=lambda config: first_layers(config, layers),
+        prefixes=tuple(f"text_encoders.{name}.transformer." for name in NAMES.values()),
+        file="qwen_3_4b.safetensors", blocks=("layers.*",),
+    )  # fmt: skip
+
+
+def infer(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values that shapes tell of the config of Qwen3, whose files have the library's names."""
+    start = "model." if "model.embed_tokens.weight" in shapes else ""
+    if f"{start}layers.0.self_attn.q_norm.weight" not in shapes:
+        return {}
+    attention = f"{start}layers.0.self_attn"
+    (head,) = shapes[f"{attention}.q_norm.weight"]
+    vocabulary, width = shapes[f"{start}embed_tokens.weight"]
+    layers = how_many(shapes, f"{start}layers.")
+    return {
+        "head_dim": head,
+        "hidden_size": width,
+        "intermediate_size": shapes[f"{start}layers.0.mlp.gate_proj.weight"][0],
+        "layer_types": ["full_attention"] * layers,
+        "num_attention_heads": shapes[f"{attention}.q_proj.weight"][0] // head,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": shapes[f"{attention}.k_proj.weight"][0] // head,
+        "vocab_size": vocabulary,
+    }
+
+
+def first_layers(config: ComponentConfig, count: int) -> dict:
+    """The config of the Qwen3 that is built: its first `count` layers."""
+    kept = min(config["num_hidden_layers"], count)
+    types = {"layer_types": list(config["layer_types"])[:kept]} if config.get("layer_types") else {}
+    return {**config, "num_hidden_layers": kept, **types}
+
+
+def chat(tokenizer: Any, caption: str, *, thinking: bool) -> str:
+    """The text that is read for a caption: Qwen3's chat template, which adds an empty think block where thinking is off."""
+    message = [{"role": "user", "content": caption}]
+    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
+
+
+def text_length(model: Model) -> int:
+    """The tokens that are read of a caption: data.text_length, else 512."""
+    return model.options.get("text_length") or TEXT_LENGTH
+
+
+def count_tokens(model: Model, captions: Sequence[str], *, thinking: bool) -> dict[str, tuple[list[int], int]]:
+    """(tokens of each caption in its chat message, tokens that are read)."""
+    texts = [chat(model.tokenizers["tokenizer"], caption, thinking=thinking) for caption in captions]
+    return {"tokenizer": (count_prompt_tokens(model, texts)["tokenizer"][0], text_length(model))}
+
+
+def hidden_states(model: Model, encoder: str, ids: torch.Tensor, present: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Its embeddings and what it has after each layer, [B, L, D] each. ids: [B, L]. present: bool [B, L], padding left out."""
+    length = ids.shape[1]
+    # Made here: what the library makes depends on whether there is any padding.
+    causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+    mask = causal & present[:, None, None, :]
+    return model.modules[encoder](ids, attention_mask=mask, use_cache=False, output_hidden_states=True).hidden_states

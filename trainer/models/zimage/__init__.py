@@ -1,0 +1,254 @@
+"""Z-Image: Qwen3, read before its last layer, and a rectified-flow transformer with one stream of image and caption.
+
+Conventions of the released pipeline (diffusers' ZImagePipeline): the caption is a chat message with thinking on, of which the
+transformer reads the tokens there are, padded to a multiple of 32 by a learned token; latents are Flux's; the caption stands
+behind the image, and its padded length moves the image's positions; the transformer takes 1 - t, and gives the negated
+velocity.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from trainer.base.errors import UserError
+from trainer.base.types import Batch, Conditioning
+from trainer.kernels import dora_torch
+from trainer.models import base, variants
+from trainer.models.base import Markers, Model, SampleRequest, draw
+from trainer.models.shared import qwen, vae
+from trainer.models.shared.flow import READS, TIMESTEPS, flow
+from trainer.models.zimage import attention, names
+from trainer.objectives import Flow
+
+READ = 35  # layers of Qwen3, after which the text is read
+BASE, DISTILLED = "base", "turbo"
+GUIDANCE = {BASE: 4.0, DISTILLED: 0.0}  # beyond the prediction with the caption, which 0 leaves alone
+SHIFT = {3.0: DISTILLED, 6.0: BASE}  # of the published schedulers
+CHOICES = ("sigmoid", *(name for name in TIMESTEPS if name != "sigmoid"))
+
+
+def objective(
+    scheduler: Mapping[str, Any], markers: Markers, *, timesteps: str = "auto", allow_distilled: bool = False,
+    shift: Any = "auto", **choices: Any,
+) -> Flow:  # fmt: skip
+    """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
+    if markers.distillation is None:
+        raise UserError(
+            "no name says whether this Z-Image is the base model or Turbo, the distilled one; set model.variant = "
+            f"{BASE!r} or {DISTILLED!r}"
+        )
+    turbo = SHIFT.get(scheduler.get("shift")) == DISTILLED
+    if not allow_distilled and (turbo or markers.distillation == DISTILLED):
+        says = "as its name or model.variant says" if markers.distillation == DISTILLED else "as its scheduler's shift, 3, says"
+        raise UserError(
+            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), {says}: trained as it is, it loses that and "
+            "blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what was made "
+            "of Turbo without distillation (De-Turbo)"
+        )
+    timesteps = CHOICES[0] if timesteps == "auto" else timesteps
+    if shift == "auto" and timesteps != "sigmoid":
+        shift = float(scheduler.get("shift", 1.0))
+    return flow(scheduler, "zimage", timesteps=timesteps, shift=shift, **choices)
+
+
+def distillation(name: str) -> str | None:
+    """The one that a file or repository of this name is; None where the name does not say."""
+    if re.search(r"de[-_ ]?turbo|de[-_ ]?distil|un[-_ ]?distil|z[-_ ]?image[-_ ]?base|(?<![a-z])zib(?![a-z])", name.lower()):
+        return BASE
+    if re.search(r"(?<![a-z])(turbo|zit)(?![a-z])", name.lower()):
+        return DISTILLED
+    return BASE if re.fullmatch(r"z[-_ ]?image([-_ ](bf16|fp32|fp8)\w*)?", name.lower()) else None
+
+
+def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents [B, 16, H/8, W/8] of pixels [B, 3, H, W] from -1 to 1: the posterior's mean, shifted and scaled."""
+    module = model.modules["vae"]
+    mean = vae.posterior_mean(module, pixels.to(model.device))
+    return (mean - module.config.shift_factor) * module.config.scaling_factor
+
+
+def rows(count: int) -> int:
+    """The rows of a caption of so many tokens: padded to a multiple of 32."""
+    return -(-count // names.MULTIPLE) * names.MULTIPLE
+
+
+def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
+    """The ids of each caption, without padding: int64 [L]."""
+    tokenizer = model.tokenizers["tokenizer"]
+    texts = [qwen.chat(tokenizer, caption, thinking=True) for caption in captions]
+    return [torch.tensor(ids) for ids in tokenizer(texts, max_length=qwen.text_length(model), truncation=True).input_ids]
+
+
+def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What Qwen3 has before its last layer: "sequence" [B, L, D], padded to a multiple of 32, and "mask" [B, L], the tokens
+    there are. It reads as many rows as the pipeline has it read, whatever the captions' lengths."""
+    length = rows(qwen.text_length(model))
+    ids, present = (
+        torch.stack([pad(each, (0, length - len(each))) for each in some])
+        for some in (tokens, [torch.ones_like(each, dtype=torch.bool) for each in tokens])
+    )
+    sequence = qwen.hidden_states(model, encoder, ids, present)[READ]
+    longest = rows(max(map(len, tokens)))
+    return {"sequence": sequence[:, :longest].to(model.compute[encoder]), "mask": present[:, :longest]}
+
+
+def collate(parts: Sequence[Conditioning]) -> Conditioning:
+    """Several captions' conditioning side by side, with the padded length of each."""
+    return replace(base.collate(parts), lengths=tuple(part.sequence.shape[1] for part in parts))
+
+
+@contextmanager
+def padded(transformer: nn.Module, *masks: torch.Tensor) -> Iterator[None]:
+    """A block in which captions come with their padding, for which the transformer puts its learned token. masks: bool, which
+    rows are no padding, of the captions in their order; one forward may take the first ones alone."""
+    absent = ~torch.cat([mask.flatten() for mask in masks])[:, None]
+
+    def put(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        return torch.where(absent[: len(embedded)], transformer.cap_pad_token, embedded)
+
+    hook = transformer.cap_embedder.register_forward_hook(put)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
+    """The predicted velocity, noise - latents: [B, 16, h, w]. Captions of one padded length go through the transformer
+    together: others beside them would need a mask, and change their last bits."""
+    transformer, count = model.modules["transformer"], len(noised)
+    lengths, made = conditioning.lengths or (conditioning.sequence.shape[1],) * count, {}
+    for length in dict.fromkeys(lengths):
+        own = [index for index, each in enumerate(lengths) if each == length]
+        pick: Callable[[torch.Tensor], torch.Tensor] = partial(_picked, own=own)
+        text, mask = pick(conditioning.sequence)[:, :length], pick(conditioning.mask)[:, :length]
+        with padded(transformer, mask):
+            images, texts = list(pick(noised).unsqueeze(2)), list(text)
+            made |= zip(own, transformer(images, 1 - pick(time), texts, return_dict=False)[0], strict=True)
+    return -torch.stack([made[index] for index in range(count)]).squeeze(2)
+
+
+def _picked(tensor: torch.Tensor, own: list[int]) -> torch.Tensor:
+    """These rows of it, without an index on its device."""
+    return tensor if len(own) == len(tensor) else torch.cat([tensor[index : index + 1] for index in own])
+
+
+def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
+    """An image by diffusers' own pipeline."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
+
+    transformer, texts = model.modules["transformer"], (conditioning, negative)
+    pipeline = ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler)),
+        vae=vae.for_size(model.modules["vae"], request.width, request.height),
+        text_encoder=None, tokenizer=None, transformer=transformer,
+    )  # fmt: skip
+    embedded = {"prompt_embeds": list(conditioning.sequence), "negative_prompt_embeds": list(negative.sequence)}
+    guidance = GUIDANCE[model.options.get("distillation") or BASE]
+    with padded(transformer, *(text.mask for text in texts)):
+        # A truncation at 1, the default, truncates nothing, and reads the times for it.
+        return draw(pipeline, request, guidance, cfg_truncation=None, **embedded)
+
+
+def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
+    """Refuse Z-Image-Omni, a text encoder that is too short, and parts that do not belong together."""
+    transformer, encoder = configs["transformer"], configs["text_encoder"]
+    if transformer.get("siglip_feat_dim"):
+        raise UserError(
+            f"the transformer's config.json has siglip_feat_dim = {transformer['siglip_feat_dim']}: it is Z-Image-Omni, which "
+            "is not trained here; use Z-Image"
+        )
+    if encoder["num_hidden_layers"] <= READ and not encoder.get("_assumed"):
+        raise UserError(
+            f"the text encoder has {encoder['num_hidden_layers']} layers, and the text is read after layer {READ}, before its "
+            "last; use the Qwen3 of this model"
+        )
+    variants.check_latents(
+        configs, inputs, denoiser="transformer", fold=4, kinds={}, shifted=True,
+        texts={"cap_feat_dim": [("text_encoder", "hidden_size")]},
+    )  # fmt: skip
+
+
+def adjust(component: str, module: nn.Module) -> None:
+    """Give the transformer real angles, and its time embedding fp32 times whatever its weights are stored in; leave out the
+    norm behind Qwen3's last layer that is read."""
+    if component == "text_encoder":
+        module.norm = nn.Identity()
+    elif component == "transformer":
+        module.rope_embedder, times = attention.Angles(module.rope_embedder), module.t_embedder
+        times.forward = lambda t: times.mlp(times.timestep_embedding(t, times.frequency_embedding_size))
+        for layer in module.modules():
+            if hasattr(layer, "set_processor"):
+                layer.set_processor(attention.processor(layer, scaled_dot_product_attention, dora_torch))
+
+
+def published(tensors: set[str], variant: str | None = None) -> str:
+    """The folder of embedded configs for a file: Turbo's scheduler is another."""
+    return "zimage-turbo" if variant == DISTILLED else "zimage"
+
+
+def metadata(config: dict, prediction: str) -> dict[str, str]:
+    """What adapter files say of the family."""
+    return {
+        "modelspec.architecture": "Z-Image/lora",
+        "modelspec.implementation": "https://github.com/Tongyi-MAI/Z-Image",
+        "modelspec.prediction_type": "velocity",
+        "ss_base_model_version": "zimage",
+        "ss_network_module": "networks.lora_zimage",
+    }
+
+
+_ATTENTION = ("layers.*.attention.to_?", "layers.*.attention.to_out.0")
+_MLP = ("layers.*.feed_forward.w?",)
+_REFINERS = ("*_refiner.*.attention.to_?", "*_refiner.*.attention.to_out.0", "*_refiner.*.feed_forward.w?")
+_MODULATION = ("*.adaLN_modulation.?",)
+_OUTSIDE = ("all_x_embedder.*", "all_final_layer.*.linear", "t_embedder.mlp.?", "cap_embedder.1")  # of the blocks
+_LINEAR = (*_ATTENTION, *_MLP, *_REFINERS, *_MODULATION, *_OUTSIDE)
+
+FAMILY = base.Family(
+    name="zimage",
+    components=(
+        qwen.component(READ),
+        base.Component(
+            "transformer", "diffusers", "ZImageTransformer2DModel", "denoiser",
+            sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
+            infer=names.infer_transformer, prefixes=("model.diffusion_model.",),
+        ),
+        vae.component("vae.", "ae.safetensors"),
+    ),
+    reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative"),
+    text=base.TextPart(tokens, encode_text, partial(qwen.count_tokens, thinking=True), collate=collate, rows=rows),
+    images=base.ImagePart(objective, encode_images, predict, sample, CHOICES, adjust=adjust),
+    files=base.FilePart(
+        chat_templates=("tokenizer",), input_layer="all_x_embedder.2-1.weight", check=check, harmless=names.HARMLESS,
+        published=published, hub_ids={"Tongyi-MAI/Z-Image": "zimage", "Tongyi-MAI/Z-Image-Turbo": "zimage-turbo"},
+    ),
+    variants=base.VariantPart((BASE, DISTILLED), distillation),
+    memory=base.MemoryPart(
+        # In the blocks a norm reads what each product gives: none is left out where they are recomputed.
+        blocks=("noise_refiner.*", "context_refiner.*", "layers.*"), compiled=("layers.*",), attention=attention.processor,
+        shared_inputs={
+            "transformer": (
+                ("attention.to_q", "attention.to_k", "attention.to_v"), ("feed_forward.w1", "feed_forward.w3"),
+            ),
+            "text_encoder": qwen.SHARED_INPUTS,
+        },
+        no_fp16={
+            "transformer": "the inputs of feed_forward.w2 reach 344,064, and fp16 ends at 65,504: images turn black, losses NaN "
+            "(musubi-tuner #795)"
+        },
+    ),
+    adapters=base.AdapterPart(
+        presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
+        kohya={"text_encoder": qwen.prefix}, peft={"text_encoder": "model."},
+        key_styles=(base.KeyStyle("ai-toolkit", "transformer", "diffusion_model."), *qwen.KEY_STYLES),
+        metadata=metadata, in_diffusers=("lora", "dora", "lokr"),
+    ),
+)  # fmt: skip
