@@ -1,12 +1,13 @@
-"""Write an SDXL, Flux, FLUX.2 [klein] or Z-Image checkpoint with random weights: the true architecture, the same bytes every time.
+"""Write an SDXL, Flux, FLUX.2 [klein] or Z-Image checkpoint with random weights: the true architecture, the same bytes each
+time.
 
     python scripts/make_model.py --size tiny --family sdxl --layout diffusers models/tiny-sdxl
     python scripts/make_model.py --size full --family flux --layout single_file models/flux.safetensors
 
 tiny: a few megabytes; the demo and the tests train on it. full: the published sizes (7 to 34 GB), for
 proofs that need real bytes and no download. short: the published widths with few blocks (1.5 to 2.1 GB; klein and Z-Image
-keep their text encoder, 9 GB), for tests of them. Weights are bf16, the VAE's fp32; activations are of order 1. At most a few hundred
-megabytes are in memory at any time.
+keep their text encoder, 9 GB), for tests of them. Weights are bf16, the VAE's fp32; activations are of order 1. At most a few
+hundred megabytes are in memory at any time.
 
 diffusers: OUT is a folder that stock pipelines load; weights beyond 5 GB lie in shards. single_file: OUT is one .safetensors
 file under the original names (SDXL: every component, the others: the transformer alone), and the folder of its stem beside it
@@ -703,7 +704,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prediction", choices=("epsilon", "v"), default="epsilon", help="SDXL's objective")
     variants = [name for kinds in VARIANTS.values() for name in kinds if name]
-    parser.add_argument("--variant", choices=variants, help="of flux: dev, schnell; of flux2: 4b, 9b, distilled; of zimage: base, turbo")
+    parser.add_argument(
+        "--variant", choices=variants, help="flux: dev, schnell; flux2: 4b, 9b, distilled; zimage: base, turbo"
+    )
     parser.add_argument("--sparse", action="store_true", help="headers alone: every weight is read as zero")
     asked = parser.parse_args(arguments)
     wanted = asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.variant, asked.sparse

@@ -216,7 +216,7 @@ def report_captions(data: DataPlan, family: Family, model: Model) -> captions.Ca
         family.files.tokenizers[name]: captions.Tokens(limit, dict(zip(texts, counts, strict=True)))
         for name, (counts, limit) in family.text.count(model, texts).items()
     }
-    report = captions.report(data.examples, tokens=counted)
+    report = captions.report(data.examples, tokens=counted, rows=family.text.rows)
     if data.table.strict_captions:
         captions.refuse_truncated(report)
     return report

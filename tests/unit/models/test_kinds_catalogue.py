@@ -22,12 +22,13 @@ from trainer.models.kinds import CLASSES, PARTS, PIPELINES, TENSORS, TRAINED, ki
 from trainer.models.names import Shape
 from trainer.models.opening import open_model
 
-REFUSED = r"which is not trained here; give an SDXL model, a Flux model or FLUX\.2 \[klein\]"
+REFUSED = r"which is not trained here; give an SDXL model, a Flux model, FLUX\.2 \[klein\] or Z-Image"
 # Pipelines of weights that a family trains: the others of these libraries' classes are refused.
 OWN = {
     "sdxl": r"StableDiffusionXL(?!InstructPix2Pix)\w*|TextToVideoZeroSDXLPipeline",
     "flux": r"Flux(Img2Img|Inpaint|ControlNet\w*|Modular|)Pipeline",
     "flux2": r"Flux2Klein(Inpaint|Modular|BaseModular|)Pipeline",
+    "zimage": r"ZImage(?!Omni)\w*Pipeline",
 }
 PIPELINE_CLASSES = sorted(name for name in dir(diffusers) if name.endswith("Pipeline"))
 DENOISERS = sorted(
@@ -70,7 +71,7 @@ def test_every_pipeline_of_the_library_is_its_familys_or_is_refused_by_name(tmp_
         ("FluxPriorReduxPipeline", r"FLUX\.1 Redux"), ("VisualClozePipeline", "VisualCloze"),
         ("Flux2Pipeline", r"FLUX\.2 \[dev\]"),
         ("StableDiffusionXLInstructPix2PixPipeline", "SDXL InstructPix2Pix"), ("KolorsPAGPipeline", "Kolors"),
-        ("ZImageOmniPipeline", "Z-Image"), ("QwenImageEditPlusPipeline", "Qwen-Image-Edit"),
+        ("ZImageOmniPipeline", "Z-Image-Omni"), ("QwenImageEditPlusPipeline", "Qwen-Image-Edit"),
         ("SomethingOfTomorrowPipeline", "a model of Some"),
         (["my_module", "MyPipeline"], "a model of MyPipeline"),
     ],
@@ -108,7 +109,7 @@ def test_a_folder_without_an_index_is_named_by_its_class(tmp_path: Path, files: 
 
 def test_every_denoiser_class_of_the_library_is_known_or_neutral() -> None:
     own = {name: kind.family for name in DENOISERS if (kind := kind_of_class(name)) and kind.family}
-    assert own == {"FluxTransformer2DModel": "flux", "Flux2Transformer2DModel": "flux2"}
+    assert own == {"FluxTransformer2DModel": "flux", "Flux2Transformer2DModel": "flux2", "ZImageTransformer2DModel": "zimage"}
 
 
 @cache
@@ -144,7 +145,7 @@ def test_no_file_under_the_librarys_names_is_taken_for_anothers() -> None:
 
 
 ORIGINAL = {
-    "Z-Image": ("layers.0.adaLN_modulation.0.weight", "noise_refiner.0.adaLN_modulation.0.weight", "cap_embedder.1.weight"),
+    "Z-Image-Omni (an editing model)": ("siglip_embedder.1.weight", "noise_refiner.0.adaLN_modulation.0.weight"),
     "Zeta-Chroma (Z-Image in pixel space)": ("__x0__", "dec_net.cond_embed.weight", "noise_refiner.0.attention.out.weight"),
     "Krea 2": ("first.weight", "txtfusion.projector.weight", "blocks.0.attn.wq.weight"),
     "Qwen-Image": ("img_in.weight", "txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),

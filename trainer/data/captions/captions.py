@@ -1,7 +1,7 @@
 """Which captions are missing, empty or too long, and which one an appearance trains on."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 
 from trainer.base import draws
@@ -27,7 +27,8 @@ class CaptionReport:
 
     missing: no caption was found.  empty: one was found, and a variant of it has no text.
     truncated: by text encoder, with a variant of more tokens than it reads; the rest of it is not trained on.
-    tokens: by text encoder, of every variant.
+    tokens: by text encoder, of every variant. rows: of a denoiser that takes captions of one padded length at once, how many
+    texts have which.
     """
 
     photos: int
@@ -35,6 +36,7 @@ class CaptionReport:
     empty: tuple[str, ...]
     truncated: Mapping[str, tuple[str, ...]]
     tokens: Mapping[str, Tokens] = field(default_factory=dict)
+    rows: Mapping[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The counts, and a line with the first few samples of each."""
@@ -45,11 +47,17 @@ class CaptionReport:
         for what, samples in named.items():
             if samples:
                 lines.append(f"  {what}: {shortlist(samples, SHOWN)}")
+        if len(self.rows) > 1:
+            sizes = ", ".join(f"{rows} ({count})" for rows, count in sorted(self.rows.items()))
+            lines.append(f"  padded to {sizes} tokens: captions of several sizes in a batch are computed size by size")
         return "\n".join(lines)
 
 
-def report(examples: Iterable[Example], *, tokens: Mapping[str, Tokens] | None = None) -> CaptionReport:
-    """What stands out in the captions. tokens: by text encoder, of every variant of the examples' captions."""
+def report(
+    examples: Iterable[Example], *, tokens: Mapping[str, Tokens] | None = None, rows: Callable[[int], int] | None = None
+) -> CaptionReport:
+    """What stands out in the captions. tokens: by text encoder, of every variant of the examples' captions. rows: a caption's
+    tokens -> its padded length, where captions of one such length are computed at once."""
     by_sample = {example.photo.sample: example for example in examples}  # the same at every size
     tokens = tokens or {}
     too_long = {
@@ -65,6 +73,7 @@ def report(examples: Iterable[Example], *, tokens: Mapping[str, Tokens] | None =
             for encoder, texts in too_long.items()
         },
         tokens=tokens,
+        rows=Counter(rows(min(n, t.limit)) for t in tokens.values() for n in t.counts.values()) if rows else {},
     )
 
 

@@ -85,7 +85,7 @@ def count_tokens(model: Model, captions: Sequence[str], *, thinking: bool) -> di
 
 
 def hidden_states(model: Model, encoder: str, ids: torch.Tensor, present: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Its embeddings and what it has after each layer, [B, L, D] each. ids: [B, L]. present: bool [B, L], padding left out."""
+    """Its embeddings and what it has after each layer, [B, L, D] each. ids: [B, L]. present: bool [B, L], not padding."""
     length = ids.shape[1]
     # Made here: what the library makes depends on whether there is any padding.
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()

@@ -46,9 +46,11 @@ def objective(
         )
     turbo = SHIFT.get(scheduler.get("shift")) == DISTILLED
     if not allow_distilled and (turbo or markers.distillation == DISTILLED):
-        says = "as its name or model.variant says" if markers.distillation == DISTILLED else "as its scheduler's shift, 3, says"
+        says = (
+            "as its name or model.variant says" if markers.distillation == DISTILLED else "as its scheduler's shift, 3, says"
+        )
         raise UserError(
-            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), {says}: trained as it is, it loses that and "
+            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {says} says: trained as it is, it loses that and "
             "blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what was made "
             "of Turbo without distillation (De-Turbo)"
         )
@@ -162,13 +164,13 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
     transformer, encoder = configs["transformer"], configs["text_encoder"]
     if transformer.get("siglip_feat_dim"):
         raise UserError(
-            f"the transformer's config.json has siglip_feat_dim = {transformer['siglip_feat_dim']}: it is Z-Image-Omni, which "
-            "is not trained here; use Z-Image"
+            f"the transformer's config.json has siglip_feat_dim = {transformer['siglip_feat_dim']}: it is Z-Image-Omni, "
+            "which is not trained here; use Z-Image"
         )
     if encoder["num_hidden_layers"] <= READ and not encoder.get("_assumed"):
         raise UserError(
-            f"the text encoder has {encoder['num_hidden_layers']} layers, and the text is read after layer {READ}, before its "
-            "last; use the Qwen3 of this model"
+            f"the text encoder has {encoder['num_hidden_layers']} layers, and the text is read after layer {READ}, before "
+            "its last; use the Qwen3 of this model"
         )
     variants.check_latents(
         configs, inputs, denoiser="transformer", fold=4, kinds={}, shifted=True,
@@ -241,8 +243,8 @@ FAMILY = base.Family(
             "text_encoder": qwen.SHARED_INPUTS,
         },
         no_fp16={
-            "transformer": "the inputs of feed_forward.w2 reach 344,064, and fp16 ends at 65,504: images turn black, losses NaN "
-            "(musubi-tuner #795)"
+            "transformer": "the inputs of feed_forward.w2 reach 344,064, and fp16 ends at 65,504: images turn black, and "
+            "losses NaN (musubi-tuner #795)"
         },
     ),
     adapters=base.AdapterPart(

@@ -32,7 +32,9 @@ class Attention:
         query, key = attn.norm_q(query), attn.norm_k(key)
         if freqs_cis is not None:
             # Each caption's length moves its image's positions: the tokens of all are rows of one, with angles of their own.
-            turned = rotated(*(each.flatten(0, 1)[None] for each in (query, key)), freqs_cis.flatten(0, 1).unbind(1), self.kernels)
+            turned = rotated(
+                *(each.flatten(0, 1)[None] for each in (query, key)), freqs_cis.flatten(0, 1).unbind(1), self.kernels
+            )
             query, key = (each.view(shape) for each in turned)
         mask = None if attention_mask is None else attention_mask[:, None, None, :]
         out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), mask)
