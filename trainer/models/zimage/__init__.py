@@ -50,8 +50,8 @@ def objective(
             "as its name or model.variant says" if markers.distillation == DISTILLED else "as its scheduler's shift, 3, says"
         )
         raise UserError(
-            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {says} says: trained as it is, it loses that and "
-            "blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what was made "
+            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {says} says: trained as it is, it loses "
+            "that and blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what was made "
             "of Turbo without distillation (De-Turbo)"
         )
     timesteps = CHOICES[0] if timesteps == "auto" else timesteps

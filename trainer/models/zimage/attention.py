@@ -10,7 +10,7 @@ from trainer.base.protocols import Kernels
 from trainer.models.shared.joint_attention import rotated
 
 
-class Attention:
+class SelfAttention:
     """A processor for the attention of diffusers' `ZImageTransformerBlock`. attend: as torch's
     scaled_dot_product_attention."""
 
@@ -56,6 +56,6 @@ class Angles:
         return torch.view_as_real(self.rope(ids)).transpose(1, 2).repeat_interleave(2, dim=2)
 
 
-def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> Attention:
+def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> SelfAttention:
     """A processor for this layer."""
-    return Attention(attend, kernels)
+    return SelfAttention(attend, kernels)
