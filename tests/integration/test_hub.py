@@ -276,7 +276,7 @@ OTHERS = {
     "someone/one-file": ({"model.safetensors": ""}, "it holds model.safetensors; download one, and give the file's path"),
     "someone/llm": (
         {"config.json": {"architectures": ["LlamaForCausalLM"]}, "model-00001-of-00002.safetensors": ""},
-        "it holds LlamaForCausalLM; give an SDXL model, a Flux model or FLUX",
+        "it holds LlamaForCausalLM; give an SDXL model, a Flux model, FLUX",
     ),
     "someone/lora": ({"pytorch_lora_weights.safetensors": ""}, "it holds an adapter; .*set adapter.init_from"),
     "someone/peft": (

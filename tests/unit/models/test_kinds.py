@@ -68,7 +68,7 @@ ADAPTERS = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str, family: str) -> None:
     path = put(tmp_path / "model.safetensors", FILES[name])
-    with pytest.raises(UserError, match="which is not trained here; give an SDXL model, a Flux model or FLUX") as refusal:
+    with pytest.raises(UserError, match="which is not trained here; give an SDXL model, a Flux model, FLUX") as refusal:
         open_model(FAMILIES[family], str(path))
     assert f"model.path = {str(path)!r} is {name}, which" in str(refusal.value)
 
@@ -163,7 +163,7 @@ def test_the_refiners_folder_is_named(tmp_path: Path) -> None:
     [
         (
             {"config": {"architectures": ["LlamaForCausalLM"]}},
-            "it holds LlamaForCausalLM; give an SDXL model, a Flux model or FLUX",
+            "it holds LlamaForCausalLM; give an SDXL model, a Flux model, FLUX",
         ),
         ({"adapter_config": {"r": 4}}, "it holds an adapter; .* set adapter.init_from"),
         (

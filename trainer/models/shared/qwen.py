@@ -62,9 +62,9 @@ def infer(shapes: Mapping[str, Shape], base: dict) -> dict:
 
 def first_layers(config: ComponentConfig, count: int) -> dict:
     """The config of the Qwen3 that is built: its first `count` layers."""
-    kept = min(config["num_hidden_layers"], count)
-    types = {"layer_types": list(config["layer_types"])[:kept]} if config.get("layer_types") else {}
-    return {**config, "num_hidden_layers": kept, **types}
+    count = min(config["num_hidden_layers"], count)
+    types = {"layer_types": list(config["layer_types"])[:count]} if config.get("layer_types") else {}
+    return {**config, "num_hidden_layers": count, **types}
 
 
 def chat(tokenizer: Any, caption: str, *, thinking: bool) -> str:

@@ -51,8 +51,8 @@ def objective(
         )
         raise UserError(
             f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {says} says: trained as it is, it loses "
-            "that and blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what was made "
-            "of Turbo without distillation (De-Turbo)"
+            "that and blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what "
+            "was made of Turbo without distillation (De-Turbo)"
         )
     timesteps = CHOICES[0] if timesteps == "auto" else timesteps
     if shift == "auto" and timesteps != "sigmoid":
@@ -128,18 +128,18 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
     transformer, count = model.modules["transformer"], len(noised)
     lengths, made = conditioning.lengths or (conditioning.sequence.shape[1],) * count, {}
     for length in dict.fromkeys(lengths):
-        own = [index for index, each in enumerate(lengths) if each == length]
-        pick: Callable[[torch.Tensor], torch.Tensor] = partial(_picked, own=own)
+        indices = [index for index, each in enumerate(lengths) if each == length]
+        pick: Callable[[torch.Tensor], torch.Tensor] = partial(_picked, indices=indices)
         text, mask = pick(conditioning.sequence)[:, :length], pick(conditioning.mask)[:, :length]
         with padded(transformer, mask):
             images, texts = list(pick(noised).unsqueeze(2)), list(text)
-            made |= zip(own, transformer(images, 1 - pick(time), texts, return_dict=False)[0], strict=True)
+            made |= zip(indices, transformer(images, 1 - pick(time), texts, return_dict=False)[0], strict=True)
     return -torch.stack([made[index] for index in range(count)]).squeeze(2)
 
 
-def _picked(tensor: torch.Tensor, own: list[int]) -> torch.Tensor:
+def _picked(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
     """These rows of it, without an index on its device."""
-    return tensor if len(own) == len(tensor) else torch.cat([tensor[index : index + 1] for index in own])
+    return tensor if len(indices) == len(tensor) else torch.cat([tensor[index : index + 1] for index in indices])
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):

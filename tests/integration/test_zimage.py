@@ -1,0 +1,226 @@
+"""Z-Image on a tiny model: trained, resumed, exported and loaded by the stock pipeline, in pairs of choices.
+
+What its room computes, bit by bit: unit/models/test_zimage.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ZImagePipeline
+from peft import PeftModel
+
+from scripts import adapter as adapter_tool
+from scripts import make_model
+from tests.harness import Workbench, built, metrics_of, pairs
+from trainer import config as configs
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
+from trainer.models.weights import original_shape
+from trainer.quantization import recognise
+from trainer.resume.adapter_file import open_adapter
+from workbench.adapters.base_weights import whole_model_at
+from workbench.commands import main as cli
+
+FACTORS = (
+    ("bf16", "fp8_e4m3", "int8", "nf4"),
+    ("fp32", "bf16"),
+    ("lora", "dora", "lokr"),
+    ("attention+mlp", "all"),
+    (False, True),
+)
+CELLS = sorted(pairs(*FACTORS))
+STREAMED = {"gradient_checkpointing": True, "offload": "blocks", "resident_blocks": 1}
+QUICK = ("fp8_e4m3", "bf16", "dora", "all", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def zimage(models: Path) -> None:
+    """A tiny Z-Image beside the other tiny models."""
+    wanted = ["--size", "tiny", "--family", "zimage", "--layout", "diffusers", str(models / "zimage")]
+    assert (models / "zimage").exists() or make_model.main(wanted) == 0
+
+
+def tree(bench: Workbench, out: str, storage: str, compute: str, kind: str, targets: str, streamed: bool) -> dict[str, Any]:
+    rules = [] if kind == "lokr" else [{"component": "transformer", "match": "*to_v", "rank": 2, "alpha": 3.0}]
+    return bench.tree(
+        "zimage", run__output_dir=str(bench.tmp / out), precision__compute=compute, adapter__type=kind,
+        adapter__targets=targets, model__components={"transformer": {"dtype": storage}}, optimizer__lr=1e-2,
+        checkpoint__every_steps=2, memory=STREAMED if streamed else {}, adapter__rules=rules,
+    )  # fmt: skip
+
+
+def train(config: dict[str, Any], *arguments: str, bench: Workbench) -> None:
+    assert cli.main(["--config", str(bench.write(config)), *arguments]) == 0
+
+
+@pytest.mark.parametrize("cell", [QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS if cell != QUICK)])
+def test_it_trains_resumes_and_loads_in_the_stock_pipeline(bench: Workbench, cell: tuple) -> None:
+    train(tree(bench, "whole", *cell), bench=bench)
+    parts = tree(bench, "parts", *cell)
+    train(parts | {"run": parts["run"] | {"stop_after": 2}}, bench=bench)
+    train(parts, "--resume_from", "auto", bench=bench)
+    whole, again = bench.tmp / "whole", bench.tmp / "parts"
+    last = "checkpoints/step-00000003"
+    for name in ("adapters/bear.safetensors", "adapters/bear_comfyui.safetensors", f"{last}/adapter.safetensors",
+                 f"{last}/optimizer.safetensors"):  # fmt: skip
+        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
+    assert metrics_of(whole) == metrics_of(again)
+
+    pipe = ZImagePipeline.from_pretrained(bench.models / "zimage", torch_dtype=torch.float32)
+    pipe.load_lora_weights(str(whole / "adapters" / "bear.safetensors"))
+    loaded = {name: value for name, value in pipe.transformer.named_parameters() if "lora_" in name or "lokr_" in name}
+    file = TensorFile(whole / "adapters" / "bear.safetensors")
+    assert len(loaded) == len([key for key in file.entries if not key.endswith(".alpha")])  # no key without its layer
+    assert_adapted_weights(bench, whole, cell, pipe)
+
+
+def assert_adapted_weights(bench: Workbench, out: Path, cell: tuple, pipe: ZImagePipeline) -> None:
+    """Of each layer the weight that the stock pipeline multiplies by, over its own 16-bit base, is W16 + the update as it was
+    trained; of a DoRA each row has that direction and the trained norm, in fp64. But for what the norm of a quantised row
+    does not know: 2 s <(W16 - W)_n, (B A)_n> under the root."""
+    with built(configs.parse(tree(bench, out.name, *cell[:-1], False)), resume_from="auto") as run:
+        for name, layer in run.adapter.layers.items():
+            stock = pipe.transformer.get_submodule(name.partition(".")[2])
+            w16 = stock.base_layer.weight.detach().double()
+            if cell[2] == "lokr":
+                theirs = stock.get_delta_weight("default_0").detach().double()
+                ours = layer.get_delta_weight("default").detach().double()
+                assert ours.any() and torch.allclose(theirs, ours, rtol=1e-6, atol=1e-9), name
+                continue
+            a, b = (getattr(layer, f"lora_{part}")["default"].weight.detach().double() for part in "AB")
+            a16, b16 = (getattr(stock, f"lora_{part}")["default_0"].weight.detach().double() for part in "AB")
+            scaling = layer.scaling["default"]
+            assert torch.equal(a, a16) and torch.equal(b, b16) and stock.scaling["default_0"] == scaling, name
+            assert b.any(), name
+            if cell[2] == "lora":
+                continue
+            w, m = layer.get_base_layer().dequantize(torch.float32).double(), layer.lora_magnitude_vector["default"].weight
+            m16 = stock.lora_magnitude_vector["default_0"].weight.detach().double()
+            g = m.detach().double() / (w + scaling * b @ a).norm(dim=1)
+            adapted = w16 + scaling * b @ a
+            missing = 2 * scaling * ((w16 - w) * (b @ a)).sum(1)
+            expected = g * (adapted.square().sum(1) - missing).sqrt()
+            assert torch.allclose(m16, expected, rtol=1e-5, atol=0), name
+
+
+@pytest.fixture(scope="module")
+def everything(models: Path, tmp_path_factory) -> Path:
+    """The output of a DoRA on all layers of the transformer, and on some of Qwen3's, whose captions differ in length."""
+    bench = Workbench(models, tmp_path_factory.mktemp("everything"))
+    rules = [{"component": "text_encoder", "match": "layers.3[0-9].*_proj", "rank": 3, "alpha": 1.5}]
+    config = bench.tree("zimage", adapter__type="dora", adapter__targets="all", adapter__rules=rules, optimizer__lr=1e-2)
+    train(config, bench=bench)
+    return bench.tmp / "out"
+
+
+def comfyui(config: dict) -> dict[str, tuple[str, slice]]:
+    """ComfyUI's `z_image_to_diffusers` (comfy/utils.py, pull request 10980) in words: the module of its model, and the rows
+    of that, for each of diffusers' names."""
+    width = config["dim"]
+    blocks = [f"{kind}.{i}" for kind, count in (("layers", "n_layers"), ("noise_refiner", "n_refiner_layers"),
+              ("context_refiner", "n_refiner_layers")) for i in range(config[count])]  # fmt: skip
+    table = {}
+    for block in blocks:
+        for place, part in enumerate("qkv"):
+            rows = slice(place * width, (place + 1) * width)
+            table[f"{block}.attention.to_{part}"] = (f"{block}.attention.qkv", rows)
+        table[f"{block}.attention.to_out.0"] = (f"{block}.attention.out", slice(None))
+        for layer in ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.0"):
+            table[f"{block}.{layer}"] = (f"{block}.{layer}", slice(None))
+    table["all_x_embedder.2-1"] = ("x_embedder", slice(None))
+    for layer in ("linear", "adaLN_modulation.1"):
+        table[f"all_final_layer.2-1.{layer}"] = (f"final_layer.{layer}", slice(None))
+    return table | {name: (name, slice(None)) for name in ("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1")}
+
+
+@pytest.mark.slow
+def test_comfyui_has_a_layer_for_every_key(everything: Path, models: Path) -> None:
+    """ComfyUI #11487, musubi-tuner #770: of `lora_unet_` it reads the names of its own model alone, where query, key and value
+    are one layer. By its table each says what the file for diffusers says of its rows."""
+    model = whole_model_at(str(models / "zimage"), recognise)
+    file, diffusers = (TensorFile(everything / "adapters" / f"bear{end}.safetensors").read_all() for end in ("_comfyui", ""))
+    table = comfyui(model.config("transformer"))
+    stems = {key.partition(".lora_")[0] for key in file if ".lora_" in key}
+    flat = {f"lora_unet_{module.replace('.', '_')}" for module, _ in table.values()}
+    flat |= {f"text_encoders.qwen3_4b.transformer.model.{name}" for name in model.layers("text_encoder")}
+    assert stems <= flat and "lora_unet_noise_refiner_0_attention_qkv" in stems
+    assert "text_encoders.qwen3_4b.transformer.model.layers.34.self_attn.q_proj" in stems
+    names = model.family.component("transformer").names(model.config("transformer"))
+    shapes = {link.original.removesuffix(".weight"): original_shape([names.shapes[p] for p in link.parts], link.op)
+              for link in names.links}  # fmt: skip
+    for name, (module, rows) in table.items():
+        if f"transformer.{name}.lora_A.weight" not in diffusers:
+            continue
+        stem = f"lora_unet_{module.replace('.', '_')}"
+        up, down, alpha = (file[f"{stem}.{end}"].double() for end in ("lora_up.weight", "lora_down.weight", "alpha"))
+        assert (up.shape[0], down.shape[1]) == shapes[module]
+        theirs = (up @ down * alpha / len(down))[rows]
+        a, b = (diffusers[f"transformer.{name}.lora_{part}.weight"].double() for part in "AB")
+        assert torch.allclose(theirs, b @ a * 0.5, rtol=1e-6, atol=1e-12), name  # alpha 4 of rank 8
+        magnitude = diffusers[f"transformer.{name}.lora_magnitude_vector"].flatten()
+        assert torch.allclose(file[f"{stem}.dora_scale"][rows].flatten(), magnitude, rtol=1e-6, atol=0), name
+
+
+@pytest.mark.slow
+def test_an_adapter_of_qwen3_goes_into_a_folder_of_pefts(everything: Path, models: Path) -> None:
+    """diffusers' loader takes the transformer alone."""
+    keys = TensorFile(everything / "adapters" / "bear.safetensors").entries
+    assert keys and all(key.startswith("transformer.") for key in keys)
+    pipe = ZImagePipeline.from_pretrained(models / "zimage", torch_dtype=torch.float32)
+    folder = everything / "adapters" / "bear_text_encoder"
+    PeftModel.from_pretrained(pipe.text_encoder, str(folder))
+    stock = {n: layer for n, layer in pipe.text_encoder.named_modules() if hasattr(layer, "lora_magnitude_vector")}
+    ours = open_adapter(folder, [whole_model_at(str(models / "zimage"), recognise)]).portable
+    assert {f"text_encoder.{name.removeprefix('model.')}" for name in stock} == set(ours.layers) != set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form", ["ai-toolkit", "musubi-tuner", "musubi-tuner's original names", "DiffSynth-Studio", "SimpleTuner"]
+)
+def test_files_of_others_are_read(everything: Path, models: Path, tmp_path: Path, form: str) -> None:
+    """Under their names, of the same layers: the factors are the file's."""
+    from safetensors.torch import load_file, save_file
+
+    a_b = {key: value for key, value in load_file(everything / "adapters" / "bear.safetensors").items() if "lora_" in key}
+    made, blocks = {}, [key for key in a_b if key.startswith("transformer.layers.") and key.endswith("lora_A.weight")]
+    for key in blocks:
+        name = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
+        a, b = a_b[key], a_b[key.replace("lora_A", "lora_B")]
+        if form == "ai-toolkit":
+            made |= {f"diffusion_model.{name}.lora_A.weight": a, f"diffusion_model.{name}.lora_B.weight": b}
+        elif form == "DiffSynth-Studio":
+            made |= {f"{name}.lora_A.default.weight": a, f"{name}.lora_B.default.weight": b}
+        elif form == "SimpleTuner":
+            made |= {f"transformer.{name}.lora_A.weight": a, f"transformer.{name}.lora_B.weight": b}
+        elif form == "musubi-tuner" or "feed_forward" in name:
+            stem = f"lora_unet_{name.replace('.', '_')}"
+            made |= {f"{stem}.lora_down.weight": a, f"{stem}.lora_up.weight": b, f"{stem}.alpha": torch.tensor(float(len(a)))}
+    path = tmp_path / "theirs.safetensors"
+    save_file({key: value.contiguous() for key, value in made.items()}, path)
+    opened = open_adapter(path, [whole_model_at(str(models / "zimage"), recognise)])
+    assert opened.model.family.name == "zimage"
+    assert len(opened.portable.layers) == len(made) // (3 if "musubi" in form else 2)
+    out = tmp_path / "out.safetensors"
+    assert adapter_tool.main(["convert", str(path), str(out), "--to", "diffusers", "--model", str(models / "zimage")]) == 0
+    written = load_file(out)
+    for name, factors in opened.portable.layers.items():
+        a = factors.a.make()
+        assert torch.equal(a, a_b[f"{name}.lora_A.weight"]) and f"{name}.lora_A.weight" in written
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model__variant": "turbo"}, r"Turbo, the distilled model .*model\.allow_distilled = true"),
+        ({"precision__compute": "fp16"}, r"the transformer of zimage does not compute in fp16: the inputs of .* 344,064"),
+        ({"objective__guidance": 2.0}, r"objective\.guidance = 2\.0 has no effect on zimage"),
+    ],
+)
+def test_what_is_refused(bench: Workbench, changed: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said), built(bench.config("zimage", **changed)):
+        pass
