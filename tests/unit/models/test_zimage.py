@@ -303,6 +303,16 @@ def test_the_time_is_exact_in_weights_of_16_bits(folder: Path, encoded) -> None:
     assert (half.float() - exact).norm() < 2**-7 * exact.norm()
 
 
+def test_the_blocks_compute_in_the_dtype_of_their_tokens(model: Model, encoded) -> None:
+    """The learned tokens, kept in fp32, would make all of them fp32, and what is saved for the backward pass larger."""
+    transformer, dtypes = model.modules["transformer"], []
+    for block in (transformer.noise_refiner[0], transformer.context_refiner[0]):
+        block.register_forward_pre_hook(lambda module, given: dtypes.append(given[0].dtype))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        velocity(model, drawn(1, 16, 6, 10), torch.tensor([0.3]), part(encoded, 0))
+    assert dtypes == [torch.bfloat16] * 2
+
+
 @pytest.mark.parametrize(("kind", "guidance", "passes"), [("base", 4.0, 3), ("turbo", 0.0, 3)])
 def test_a_sample_is_the_stock_pipelines(model: Model, stock, encoded, kind: str, guidance: float, passes: int) -> None:
     """With a negative prompt of another length beside the prompt, for which the pipeline makes a mask. Turbo's has none."""
@@ -349,8 +359,9 @@ def test_turbo_is_refused_unless_it_is_allowed() -> None:
     with pytest.raises(UserError, match=r"no name says .* set model\.variant = 'base' or 'turbo'"):
         FAMILY.images.objective(EULER, Markers())
     names = {
-        "Z-Image": "base", "z_image_bf16": "base", "Z-Image-Turbo": "turbo", "z_image_turbo_bf16": "turbo", "ZIT_v2": "turbo",
-        "Z-Image-De-Turbo": "base", "z_image_de_turbo_v1_bf16": "base", "my_z_image_style": None, "turbonaut": None,
+        "Tongyi-MAI/Z-Image": "base", "z_image_bf16": "base", "Z-Image-De-Turbo": "base", "z_image_de_turbo_v1_bf16": "base",
+        "Tongyi-MAI/Z-Image-Turbo": "turbo", "z_image_turbo_bf16": "turbo", "ZIT_v2": "turbo",
+        "my_z_image_style": None, "turbonaut": None,
     }  # fmt: skip
     assert {name: distillation(name) for name in names} == names
 
@@ -385,16 +396,16 @@ def test_a_tokenizer_without_a_chat_template_is_refused(folder: Path, tmp_path: 
         ("transformer", {"siglip_feat_dim": 1152}, "siglip_feat_dim = 1152: it is Z-Image-Omni, which is not trained here"),
         ("text_encoder", {"num_hidden_layers": 28}, "has 28 layers, and the text is read after layer 35"),
         ("text_encoder", {"hidden_size": 48}, r"reads 32 numbers of text \(cap_feat_dim\), and text_encoder give 48"),
-        ("vae", {"latent_channels": 4}, r"reads 64 channels and predicts 16 \(out_channels\), the vae gives 4 \(each in 4\)"),
+        ("vae", {"latent_channels": 4}, r"reads 16 channels and predicts 4 \(out_channels\), the vae gives 4: they do not"),
         ("vae", {"shift_factor": None}, "shift_factor = None"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_belong_together_are_refused(folder: Path, component: str, changed: dict, said: str) -> None:
     source = open_model(FAMILY, str(folder))
     configs = {part.name: source.config(part.name) for part in FAMILY.components}
-    FAMILY.files.check(configs, 64)
+    FAMILY.files.check(configs, 16)
     with pytest.raises(UserError, match=said):
-        FAMILY.files.check(configs | {component: configs[component] | changed}, 64)
+        FAMILY.files.check(configs | {component: configs[component] | changed}, 16)
 
 
 def test_no_product_is_left_out_where_blocks_run_again() -> None:

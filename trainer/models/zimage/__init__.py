@@ -62,11 +62,12 @@ def objective(
 
 def distillation(name: str) -> str | None:
     """The one that a file or repository of this name is; None where the name does not say."""
-    if re.search(r"de[-_ ]?turbo|de[-_ ]?distil|un[-_ ]?distil|z[-_ ]?image[-_ ]?base|(?<![a-z])zib(?![a-z])", name.lower()):
+    name = name.lower().rpartition("/")[2]
+    if re.search(r"de[-_ ]?turbo|de[-_ ]?distil|un[-_ ]?distil|z[-_ ]?image[-_ ]?base|(?<![a-z])zib(?![a-z])", name):
         return BASE
-    if re.search(r"(?<![a-z])(turbo|zit)(?![a-z])", name.lower()):
+    if re.search(r"(?<![a-z])(turbo|zit)(?![a-z])", name):
         return DISTILLED
-    return BASE if re.fullmatch(r"z[-_ ]?image([-_ ](bf16|fp32|fp8)\w*)?", name.lower()) else None
+    return BASE if re.fullmatch(r"z[-_ ]?image([-_ ](bf16|fp32|fp8)\w*)?", name) else None
 
 
 def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
@@ -113,7 +114,7 @@ def padded(transformer: nn.Module, *masks: torch.Tensor) -> Iterator[None]:
     absent = ~torch.cat([mask.flatten() for mask in masks])[:, None]
 
     def put(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
-        return torch.where(absent[: len(embedded)], transformer.cap_pad_token, embedded)
+        return torch.where(absent[: len(embedded)], transformer.cap_pad_token.to(embedded.dtype), embedded)
 
     hook = transformer.cap_embedder.register_forward_hook(put)
     try:
@@ -173,19 +174,24 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
             "its last; use the Qwen3 of this model"
         )
     variants.check_latents(
-        configs, inputs, denoiser="transformer", fold=4, kinds={}, shifted=True,
+        configs, inputs, denoiser="transformer", fold=1, kinds={}, shifted=True,
         texts={"cap_feat_dim": [("text_encoder", "hidden_size")]},
     )  # fmt: skip
 
 
 def adjust(component: str, module: nn.Module) -> None:
-    """Give the transformer real angles, and its time embedding fp32 times whatever its weights are stored in; leave out the
-    norm behind Qwen3's last layer that is read."""
+    """Give the transformer real angles, its time embedding fp32 times whatever its weights are stored in, and its padding the
+    dtype of the tokens beside it, which all blocks would take from it; leave out the norm behind Qwen3's last layer that is
+    read."""
     if component == "text_encoder":
         module.norm = nn.Identity()
     elif component == "transformer":
         module.rope_embedder, times = attention.Angles(module.rope_embedder), module.t_embedder
         times.forward = lambda t: times.mlp(times.timestep_embedding(t, times.frequency_embedding_size))
+        prepare = module._prepare_sequence
+        module._prepare_sequence = lambda tokens, ids, absent, token, *rest: prepare(
+            tokens, ids, absent, token.to(tokens[0].dtype), *rest
+        )
         for layer in module.modules():
             if hasattr(layer, "set_processor"):
                 layer.set_processor(attention.processor(layer, scaled_dot_product_attention, dora_torch))
@@ -229,8 +235,8 @@ FAMILY = base.Family(
     text=base.TextPart(tokens, encode_text, partial(qwen.count_tokens, thinking=True), collate=collate, rows=rows),
     images=base.ImagePart(objective, encode_images, predict, sample, CHOICES, adjust=adjust),
     files=base.FilePart(
-        chat_templates=("tokenizer",), input_layer="all_x_embedder.2-1.weight", check=check, harmless=names.HARMLESS,
-        published=published, hub_ids={"Tongyi-MAI/Z-Image": "zimage", "Tongyi-MAI/Z-Image-Turbo": "zimage-turbo"},
+        chat_templates=("tokenizer",), check=check, harmless=names.HARMLESS, published=published,
+        hub_ids={"Tongyi-MAI/Z-Image": "zimage", "Tongyi-MAI/Z-Image-Turbo": "zimage-turbo"},
     ),
     variants=base.VariantPart((BASE, DISTILLED), distillation),
     memory=base.MemoryPart(
