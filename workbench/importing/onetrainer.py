@@ -107,12 +107,12 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     common.set_targets(draft, family)
     preset, words = options.word("layer_filter_preset", ""), options.word("layer_filter", "")
     line = options.told("layer_filter" if words else "layer_filter_preset")
-    if not words and preset:
-        patterns = other_trainers.facts().layer_presets[family.name].get(preset)
+    patterns, regex = other_trainers.facts().layer_presets[family.name].get(preset), options.flag("layer_filter_regex")
+    if preset and (not words or (regex and patterns is not None)):  # a preset's own expression says what its name does
         if patterns is None:
             draft.note(ABSENT, f"{line}: a preset that was not looked up; all layers are trained")
-        words = patterns or ""
-    if options.flag("layer_filter_regex") and words:
+        words, regex = patterns or "", False
+    if regex and words:
         takes = "adapter.targets takes patterns (docs/adapter_options.md)"
         draft.cannot("adapter.targets", f"{line}: a regular expression; {takes}")
     elif words:

@@ -24,7 +24,7 @@ from trainer.models.tokenizers import load_tokenizer
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 # By class; of those that both families have, the one with a table.
-COMPONENTS = {c.class_name: c for family in ("flux2", "flux", "sdxl") for c in FAMILIES[family].components}
+COMPONENTS = {c.class_name: c for family in ("zimage", "flux2", "flux", "sdxl") for c in FAMILIES[family].components}
 LINKS = {name: lambda config, names=c.names: names(config).links for name, c in COMPONENTS.items() if c.names}
 # Files have the class's own names, with its inner `text_model.`.
 LINKS["CLIPTextModel"] = lambda config: [Link(f"text_model.{name}", (name,)) for name in maker.clip_shapes(config)]
@@ -42,6 +42,7 @@ COUNTS = {
     ("flux-schnell", "transformer"): 11_891_178_560,
     ("flux2-klein-4b", "transformer"): 3_875_544_576,
     ("flux2-klein-9b", "transformer"): 9_078_581_248,
+    ("zimage", "transformer"): 6_154_908_736,
 }
 TINY = {
     "sdxl": maker.tiny_sdxl(1400),
@@ -49,6 +50,7 @@ TINY = {
     "flux-schnell": maker.tiny_flux("flux-schnell", 1400, 1400),
     "flux2-klein-4b": maker.tiny_flux2("flux2-klein-4b"),
     "flux2-klein-9b": maker.tiny_flux2("flux2-klein-9b"),
+    "zimage": maker.tiny_zimage("zimage"),
 }
 
 

@@ -27,12 +27,21 @@ PREFIXES = {
     ("flux-schnell", "transformer"): "",
     ("flux2-klein-4b", "transformer"): "",
     ("flux2-klein-9b", "transformer"): "",
+    ("zimage", "transformer"): "",
     ("flux-dev", "vae"): "",
     ("flux-dev", "text_encoder"): "text_encoders.clip_l.transformer.",
 }
 
 # Of each component one or more, which its shapes alone tell.
-SIZES = ("num_layers", "num_single_layers", "num_hidden_layers", "latent_channels", "layers_per_block", "vocab_size")
+SIZES = (
+    "num_layers",
+    "num_single_layers",
+    "num_hidden_layers",
+    "latent_channels",
+    "layers_per_block",
+    "vocab_size",
+    "n_layers",
+)
 
 
 def links_of(family: str, component: str) -> list[Link]:
@@ -68,6 +77,8 @@ def diffusers_names(family: str, component: str, file: dict[str, torch.Tensor]) 
         return single_file_utils.convert_ldm_vae_checkpoint(file, config)
     if family.startswith("flux2"):
         return single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers(file)
+    if family == "zimage":
+        return single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers(file)
     if component == "transformer":
         return single_file_utils.convert_flux_transformer_checkpoint_to_diffusers(file)
     prefix = PREFIXES[family, component]
