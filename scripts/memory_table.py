@@ -157,7 +157,10 @@ def cell(size: int) -> str:
 
 # --- presets ----------------------------------------------------------------------------------------------------------
 
-NAMES = {"sdxl": "SDXL", "flux": "Flux", "flux2": "FLUX.2 klein 4B", "bf16": "bf16", "fp8_e4m3": "float8", "nf4": "4-bit"}
+NAMES = {
+    "sdxl": "SDXL", "flux": "Flux", "flux2": "FLUX.2 klein 4B", "zimage": "Z-Image",
+    "bf16": "bf16", "fp8_e4m3": "float8", "nf4": "4-bit",
+}  # fmt: skip
 # By whose time the ways of a preset are ordered, for a card of so many GiB: of step_time.CARDS those that come nearest. And
 # seconds of a bare operator of the host beside it: benchmarks/host_time.py has 1.0 to 1.2 us.
 STANDING_FOR = {24: "NVIDIA GeForce RTX 4090", 80: "NVIDIA H100 80GB HBM3"}

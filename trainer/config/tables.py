@@ -97,7 +97,8 @@ class ModelTable(Table):
     """Of a hub id: a branch, a tag or a commit. Left out: the newest commit."""
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
     """Which files of a folder or repository, where it has several sets: for example `fp16`. `none` takes the plain ones. Of
-    FLUX.2 [klein]: `base` or `distilled`, of Flux: `dev` or `schnell`, where neither files nor names say which it is."""
+    FLUX.2 [klein]: `base` or `distilled`, of Z-Image: `base` or `turbo`, of Flux: `dev` or `schnell`, where neither files nor
+    names say which it is."""
     allow_distilled: bool = False
     """Train a distilled model, which collapses, all the same."""
     prediction: Literal["auto", "epsilon", "v"] = "auto"

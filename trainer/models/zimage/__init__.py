@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
@@ -180,9 +180,9 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
 
 
 def adjust(component: str, module: nn.Module) -> None:
-    """Give the transformer real angles, its time embedding fp32 times whatever its weights are stored in, and its padding the
-    dtype of the tokens beside it, which all blocks would take from it; leave out the norm behind Qwen3's last layer that is
-    read."""
+    """Give the transformer real angles, its time embedding fp32 times whatever its weights are stored in, its padding the
+    dtype of the tokens beside it, which all blocks would take from it, and fused norms, of which less is saved; leave out the
+    norm behind Qwen3's last layer that is read."""
     if component == "text_encoder":
         module.norm = nn.Identity()
     elif component == "transformer":
@@ -195,6 +195,13 @@ def adjust(component: str, module: nn.Module) -> None:
         for layer in module.modules():
             if hasattr(layer, "set_processor"):
                 layer.set_processor(attention.processor(layer, scaled_dot_product_attention, dora_torch))
+            elif type(layer).__name__ == "RMSNorm":
+                layer.forward = partial(_normed, layer)
+
+
+def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """What diffusers' `RMSNorm` gives, by one operator."""
+    return rms_norm(x, norm.dim, norm.weight.to(x.dtype), norm.eps)
 
 
 def published(tensors: set[str], variant: str | None = None) -> str:
