@@ -10,9 +10,11 @@ import json
 import random
 import shutil
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet
@@ -109,7 +111,17 @@ def readers(root: Path, family: str, file: str) -> list[Callable[[], Any]]:
         return [lambda: source().scheduler]
     if file.endswith("/config.json"):
         return [lambda: source().check_kind(), lambda: source().verify(part), lambda: source().build(part)]
-    return [lambda: source().check_tokenizers(), lambda: load_tokenizer(root / part, part)]
+    return [lambda: source().check_tokenizers(), lambda: encoded(source(), family, root / part)]
+
+
+def encoded(source: ModelSource, family: str, folder: Path) -> None:
+    """A caption in the tokens of the folder's tokenizer, as the family takes them, which the encoder must have."""
+    encoder = source.family.files.tokenizers[folder.name]
+    config = source.config(encoder, whole=True)
+    tokenizer = load_tokenizer(folder, folder.name, config)
+    model = SimpleNamespace(tokenizers=defaultdict(lambda: tokenizer), options={}, configs=defaultdict(dict))
+    for ids in FAMILIES[family].text.tokens(model, encoder, ["a cup"]):
+        assert int(ids.max()) < config["vocab_size"] and ids.shape[-1] <= config.get("max_position_embeddings", 512)
 
 
 def fault(change: Change, root: Path) -> str:
@@ -221,6 +233,7 @@ def peft(folder: Path) -> Path:
 
 def index(folder: Path) -> Path:
     """An index of shards."""
+    (folder / "one.safetensors").write_bytes(b"")
     file = folder / "model.safetensors.index.json"
     file.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": {"a": "one.safetensors"}}))
     return file

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from trainer.base.console import shortlist
 from trainer.base.errors import AGAIN, UserError, raised_by_file, reading, shown
 from trainer.base.files import refuse_irregular
 from trainer.base.text import decoded
@@ -84,13 +85,16 @@ def read_of(family: Family, repository: Repository) -> list[str]:
 
 
 def shards(index: Path) -> list[str]:
-    """The files that an index of shards names, which lie beside it. Raises UserError for a name of another folder."""
+    """The files that an index of shards names, which lie beside it. Raises UserError for a name of another folder, and for
+    one that is not there."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index} has no weight_map from tensors to files; {AGAIN}")
     for name in names.values():
         if Path(name).name != name or "\\" in name:
             raise UserError(f"{index} names {name!r}, which is not a file beside it; {AGAIN}")
+    if lost := sorted(name for name in set(names.values()) if not (index.parent / name).exists()):
+        raise UserError(f"{index} names {shortlist(list(map(repr, lost)), 3)}, and there is no such file beside it; {AGAIN}")
     return sorted(set(names.values()))
 
 

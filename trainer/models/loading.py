@@ -146,7 +146,7 @@ class ModelSource:
         folder = self._folder(name)
         if folder is not None:
             files = self._choose(name, folder).files
-            names = files.names if files.index is None else config_files.shards(folder / files.index)
+            names = config_files.shards(folder / files.index) if files.index else files.names
             return tuple(TensorFile(folder / file) for file in names), "", None
         file = TensorFile(override) if override is not None else self.single_file
         assert file is not None
@@ -297,8 +297,7 @@ class ModelSource:
             config = {key: value for key, value in self.config(name).items() if not key.startswith("_")}
             found[name] = self.fingerprint(name, digest) if name in encoders else _json_sha256(config)
         scheduler = {key: value for key, value in self.scheduler.items() if key != "_diffusers_version"}
-        found["tokenizers"] = self.tokenizer_fingerprint
-        found["scheduler"] = _json_sha256(scheduler)
+        found["tokenizers"], found["scheduler"] = self.tokenizer_fingerprint, _json_sha256(scheduler)
         found["markers"] = _json_sha256(asdict(replace(self.markers, distillation=None)))
         return found | ({"variant": self.variant.name} if self.variant.unlike else {})
 
@@ -396,5 +395,6 @@ def _json_sha256(tree: dict[str, Any]) -> str:
 
 
 def load_tokenizers(family: Family, source: ModelSource) -> dict[str, Any]:
-    """Every tokenizer of the family, from the model's folder or, for a published model, the embedded one."""
-    return {name: tokenizers.load_tokenizer(source.tokenizer_folder(name), name) for name in family.files.tokenizers}
+    """Every tokenizer of the family by name, from the model's folder or, for a published model, the embedded one."""
+    load, folder, readers = tokenizers.load_tokenizer, source.tokenizer_folder, family.files.tokenizers
+    return {name: load(folder(name), name, source.config(encoder)) for name, encoder in readers.items()}

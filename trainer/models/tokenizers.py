@@ -1,7 +1,7 @@
 """Tokenizers: from a model's folder, or CLIP's from the merges embedded here (see published/NOTICE.md)."""
 
 import gzip
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from trainer.models.config_files import read_json
 EMBEDDED_MERGES = Path(__file__).parent / "published" / "clip_bpe_merges.txt.gz"
 START, END = "<|startoftext|>", "<|endoftext|>"
 CLIP_LENGTH = 77
+SHORTEST, LONGEST = 3, 2**20  # tokens of a text: a start, a word and an end; beyond any encoder's positions
 # Any one of these makes a folder a whole tokenizer; a tokenizer_config.json alone does not.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
 # Where ComfyUI keeps a tokenizer of its own, below its folder, by the encoder's class.
@@ -137,11 +138,12 @@ def check_tokenizer(folder: Path, name: str, *, chat: bool = False) -> bool:
     return whole
 
 
-def load_tokenizer(folder: Path, name: str) -> Any:
+def load_tokenizer(folder: Path, name: str, encoder: Mapping[str, Any] | None = None) -> Any:
     """The tokenizer in a folder; where that only says "CLIPTokenizer", the embedded vocabulary.
 
-    name: of the model's tokenizer. Raises UserError where the folder needs a vocabulary and has none, and where a file there
-    gives no tokenizer of transformers that can encode a text.
+    name: of the model's tokenizer. encoder: the config of the text encoder that reads its tokens. Raises UserError where the
+    folder needs a vocabulary and has none, where a file there gives no tokenizer of transformers that can encode a text, and
+    where that has tokens for which the encoder has no embedding.
     """
     whole = check_tokenizer(folder, name)
     config, file = _config(folder), folder / "tokenizer.json"
@@ -156,11 +158,28 @@ def load_tokenizer(folder: Path, name: str) -> Any:
         # What it is asked for later: padding, a length, and for chats its template.
         tokenizer(["a", "b c"], padding="max_length", max_length=8, truncation=True, return_tensors="pt")
         length = tokenizer.model_max_length
-        if not isinstance(length, int | float) or length < 1:
+        if not isinstance(length, int) or length < SHORTEST:
             raise ValueError(f"model_max_length = {shown(length)}, where others have a count of tokens")
         if has_template(folder):
             tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    _fit(tokenizer, folder, encoder or {})
     return tokenizer
+
+
+def _fit(tokenizer: Any, folder: Path, encoder: Mapping[str, Any]) -> None:
+    """Hold a tokenizer against its encoder's config. A text is no longer than the encoder has positions: transformers writes
+    10**30 for a length that nobody gave. Raises UserError for a token without an embedding."""
+    added = tokenizer.get_added_vocab()
+    last = max(added, key=added.__getitem__, default=None)
+    largest, rows = max(tokenizer.vocab_size - 1, added.get(last, 0)), encoder.get("vocab_size")
+    if rows is not None and largest >= rows:
+        word = f"the token {shown(last)}" if last is not None and added[last] == largest else "its last token"
+        raise UserError(
+            f"{folder}: {word} has the id {largest}, and the text encoder has embeddings for {rows} tokens (vocab_size in "
+            "its config.json); words that were added, as textual inversion does, need the encoder that was saved with them: "
+            "take both folders from one model, or the tokenizer without these words"
+        )
+    tokenizer.model_max_length = min(tokenizer.model_max_length, encoder.get("max_position_embeddings") or LONGEST)
 
 
 def _made(folder: Path, config: dict[str, Any], whole: bool) -> Any:

@@ -130,6 +130,7 @@ def embeddings_in(keys: Iterable[str]) -> list[str]:
 def _modern(stem: str) -> str:
     """The stem without what wrappers of the module, and some programs, put around it."""
     stem = stem.replace("_orig_mod.", "").removeprefix("module.").removesuffix("_")
+    stem = stem.replace(".base_model.model.", ".")  # of PEFT's model within a pipeline's component
     stem = stem.removeprefix("model.") if stem.startswith("model.diffusion_model.") else stem
     found = _PROCESSOR.search(stem)
     if found is None:

@@ -14,7 +14,7 @@ from trainer.base.errors import UserError
 from trainer.data.layouts.kohya import NAME
 from trainer.models import Family
 from workbench.importing import common
-from workbench.importing.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options
+from workbench.importing.draft import ABSENT, DIFFERS, FILL, SAME, Draft, Line, Options
 from workbench.importing.kohya_gui import programs
 from workbench.importing.reading import find_beside, literal, prompt_line, read_text, read_tree
 
@@ -259,6 +259,8 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
         value, why = table.line(name, kind)
         if value and (by_tags or name not in BY_TAGS) and value != draft.value(f"data.{key}"):
             source[key] = (f"{value.strip()} " if key == "separator" else value, why)
+        elif value and name in BY_TAGS and not by_tags and table.has(name):
+            draft.note(SAME, f"{why}: read only where tags are shuffled or dropped, there too")
     if options.flag("masked_loss"):
         alpha = ("alpha", table.told("alpha_mask")) if table.flag("alpha_mask") else None
         source["masks"] = alpha or table.line("conditioning_data_dir", "word")

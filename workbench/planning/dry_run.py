@@ -132,7 +132,8 @@ class Unread(Components):
         """The tokenizers that are here. In place of one of a hub id that is not, CLIP's, with room for as many tokens as T5
         reads: how many are read is all that counts."""
         folders = {name: self.source.tokenizer_folder(name) for name in self.family.files.tokenizers}
-        tokenizers = {name: load_tokenizer(folder, name) for name, folder in folders.items() if folder.is_dir()}
+        configs = {name: self.source.config(encoder) for name, encoder in self.family.files.tokenizers.items()}
+        tokenizers = {name: load_tokenizer(at, name, configs[name]) for name, at in folders.items() if at.is_dir()}
         if missing := folders.keys() - tokenizers:
             any_texts = build_clip_tokenizer(None)
             any_texts.model_max_length, any_texts.chat_template = 512, "{{ messages[-1].content }}"

@@ -54,9 +54,10 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
     lines += [f"warning: {doubt}" for doubt in doubts]
     lines += data_lines(config, plan.data, plan.length, text=_text(plan), reported=not sizes) if data else []
     group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
+    clipping = f"clipping {config.step.max_grad_norm:g}" if config.step.max_grad_norm else "no clipping"
     lines.append(
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
-        f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
+        f"{clipping}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
     )
     lines += [f"  {line}" for line in optimizer_lines(config, plan.length.max_steps)]
     if config.step.compile == "blocks":

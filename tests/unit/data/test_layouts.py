@@ -519,6 +519,18 @@ def test_a_damaged_table_is_named(name, data, said, tmp_path):
     assert len(found) == 1 and said in found[0], found
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["file_name;text\na.png;red, wet\n", "sep=;\nfile_name;text\na.png;red, wet\n", "file_name\ttext\na.png\tred, wet\n"],
+    ids=["semicolons", "named", "tabs"],
+)
+def test_what_stands_between_the_cells_of_csv_is_seen(tmp_path: Path, text: str):
+    """Excel writes semicolons where the comma is for decimals. A comma in a caption parts nothing there."""
+    write(tmp_path, {"a.png": "x", "metadata.csv": "\ufeff" + text})
+    listing = listed(tmp_path)
+    assert captions_of(listing) == {"a.png": "red, wet"} and not listing.problems
+
+
 def test_two_tables_in_a_folder_are_refused_and_one_of_them_can_be_named(tmp_path):
     one, two = jsonl([TABLE]), "file_name,text\na.png,other\n"
     write(tmp_path, {"a.png": "x", "metadata.jsonl": one, "metadata.csv": two})
@@ -677,6 +689,9 @@ def test_a_path_that_is_neither_a_folder_nor_a_table(tmp_path):
     assert problems(tmp_path / "a.zip") == [
         f"{tmp_path}/a.zip: not a folder, and not a table of images (.jsonl, .csv, .parquet)"
     ]
+    write(tmp_path, {"meta_cap.json": '{"a": {"caption": "x"}}'})
+    (kohyas,) = problems(tmp_path / "meta_cap.json")
+    assert "sd-scripts' metadata" in kohyas and '{"file_name": "01.png", "text": "..."}' in kohyas
     assert problems(tmp_path / "metadata.jsonl") == [f"{tmp_path}/metadata.jsonl: no such file"]
     assert problems(tmp_path / "photos") == [f"{tmp_path}/photos: no such folder"]
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AddedToken, CLIPTokenizer
 
 from tests.harness import Workbench
+from trainer.base.errors import UserError
 from trainer.data.cache.fill import text_key
 from trainer.models import FAMILIES
 from trainer.models.base import Model
@@ -117,6 +118,28 @@ def test_a_folders_other_added_tokens_stay(bench: Workbench) -> None:
     tokenizer.save_pretrained(bench.tmp / "tokenizer_2")
     ids = load_tokenizer(bench.tmp / "tokenizer_2", "tokenizer_2")("a <bear>!").input_ids
     assert ids[2:4] == [tokenizer.convert_tokens_to_ids("<bear>"), 256]
+
+
+def test_a_token_without_an_embedding_is_refused_by_its_folder(bench: Workbench) -> None:
+    """Textual inversion adds words to the tokenizer, and leaves an encoder that was not saved with them behind."""
+    folder = bench.tmp / "tokenizer"
+    tokenizer = CLIPTokenizer.from_pretrained(bench.models / "sdxl" / "tokenizer")
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<sks>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=f"the token '<sks>' has the id {rows}, .* embeddings for {rows} tokens") as error:
+        load_tokenizer(folder, "tokenizer", {"vocab_size": rows})
+    assert str(folder) in str(error.value)
+    assert load_tokenizer(folder, "tokenizer", {"vocab_size": rows + 1})("<sks>").input_ids[1] == rows
+
+
+def test_a_length_that_nobody_gave_is_that_of_the_encoder(bench: Workbench) -> None:
+    """transformers writes 10**30 for it, and a text padded so far fits in no memory."""
+    folder = shutil.copytree(bench.models / "sdxl" / "tokenizer", bench.tmp / "tokenizer")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": int(1e30)}))
+    tokenizer = load_tokenizer(folder, "tokenizer", {"max_position_embeddings": LENGTH})
+    assert clip_ids(tokenizer, ["a bear"]).shape == (1, LENGTH)
 
 
 def test_encodings_of_the_old_reading_are_not_found(bench: Workbench) -> None:

@@ -43,6 +43,9 @@ def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
         problem = f"one photo; give the folder that holds your photos ({printable(root or '.')})"
     else:
         problem = f"not a folder, and not a table of images ({', '.join(TABLES)})"
+        if suffix == ".json":
+            line = '{"file_name": "01.png", "text": "..."}'
+            problem += f"; of sd-scripts' metadata for fine-tuning make a metadata.jsonl, with a line for each photo: {line}"
     return Listing([], problems=[f"{printable(path)}: {problem}"])
 
 

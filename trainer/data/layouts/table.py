@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.base.console import printable
 from trainer.base.text import composed, decoded, opened, refuse_stand_in, spaced, visible
@@ -21,6 +21,7 @@ from trainer.data.sources import Source
 
 FILE_NAMES = frozenset(f"metadata{suffix}" for suffix in TABLES)  # a folder's table has one of these names
 IMAGE_COLUMN = "file_name"
+MARKS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # between the cells of CSV
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +155,27 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """An empty cell is no caption, as null is in other tables."""
     with opened(path, newline="") as file:
-        rows = csv.reader(file, strict=True)
+        separator = _separator(file)
+        rows = csv.reader(file, strict=True, delimiter=separator)
         names = [visible(name) for name in next(rows, [])]
         for number, cells in enumerate(rows, start=1):
             if not cells:
                 continue
             if len(cells) != len(names):
                 counts = f"row {number} has {len(cells)} cells, the first line {len(names)}"
-                raise ValueError(f"{counts}; put text that has commas in quotes")
+                mark = MARKS[separator]
+                raise ValueError(f"{counts}; put text that has {mark} in quotes")
             yield number, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+
+
+def _separator(file: TextIO) -> str:
+    """What stands between the cells, from where the file then goes on: the comma; without one in the first line a semicolon,
+    as Excel writes it where the comma is for decimals, or a tab. Excel may say it in a line of its own ("sep=;")."""
+    first = visible(file.readline()).strip("\r\n")
+    if first[:4] == "sep=" and first[4:] in MARKS:
+        return first[4:]
+    file.seek(0)
+    return next((mark for mark in MARKS if mark in first), ",")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -77,6 +77,9 @@ FORMS = {
         f"base_model.model.diffusion_model.{DOTTED}.lora_B.default.weight",
     ),
     "PEFT of the bare original": pair(f"base_model.model.{DOTTED}.lora_A.weight", f"base_model.model.{DOTTED}.lora_B.weight"),
+    "PEFT's model in a pipeline": pair(
+        f"unet.base_model.model.{INNER}.lora_A.weight", f"unet.base_model.model.{INNER}.lora_B.weight"
+    ),
     "compiled and wrapped": pair(
         f"module.unet._orig_mod.{INNER}.lora_A.weight", f"module.unet._orig_mod.{INNER}.lora_B.weight"
     ),

@@ -349,6 +349,8 @@ keep_tokens_separator = "|||"
   [[datasets.subsets]]
   image_dir = "b"
   alpha_mask = true
+  caption_separator = ". "
+  metadata_file = "meta_lat.json"
 """
 
 
@@ -359,12 +361,14 @@ def test_sd_scripts_subsets_have_masks_where_the_loss_is_masked(tmp_path: Path, 
              "weighted_captions = true", f"masked_loss = {str(masked).lower()}"]  # fmt: skip
     (tmp_path / "data.toml").write_text(SUBSETS)
     (tmp_path / "train.toml").write_text("\n".join(lines))
-    found, _ = imported(tmp_path / "train.toml")
+    found, draft = imported(tmp_path / "train.toml")
     expected = ("white", "alpha") if masked else (None, None)
     assert (found.get("data.sources.0.masks"), found.get("data.sources.1.masks")) == expected
     assert found["data.weighted_captions"] is True
     # Read where tags are shuffled or dropped, there as here.
     assert found["data.sources.0.keep_separator"] == "|||" and found["data.sources.1.keep_separator"] == ""
+    assert any("caption_separator" in note and "read only where tags are" in note for note in draft.notes[SAME])
+    assert any("metadata_file" in note and "metadata.jsonl" in note for note in draft.notes[ABSENT])
 
 
 def test_an_entry_of_samples_stands_before_what_all_samples_share(tmp_path: Path) -> None:

@@ -120,6 +120,9 @@ NAMES = (
 )
 
 
+DECAY = 0.3  # of the average: it counts from the third update on, where (1 + n) / (10 + n) is above it
+
+
 class Run:
     """An adapter of two layers, and its optimizer: b is trained up to step 3, has a decay of its own, and magnitudes."""
 
@@ -140,12 +143,12 @@ class Run:
             targets=targets,
             state_dict=lambda: {n: p.detach() for n, p in self.named.items()},
         )
-        average = ema.Average(self.named, 0.9, lambda: None)
+        average = ema.Average(self.named, DECAY, lambda: None)
         self.state: Any = SimpleNamespace(
             adapter=adapter, optimizer=optim.OptimizerState(self.optimizer, name), average=average
         )
 
-        self.updates = Updates(self.state, name == "adamw", (0.9, 0.999), 1e-8, 0.1, max_grad_norm=1.0, average=0.9)
+        self.updates = Updates(self.state, name == "adamw", (0.9, 0.999), 1e-8, 0.1, max_grad_norm=1.0, average=DECAY)
 
     def randn(self, size: int) -> Tensor:
         return torch.randn(size, generator=self.draw)
