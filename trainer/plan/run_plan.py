@@ -231,13 +231,6 @@ def make_plan(
     )
 
 
-def with_config(plan: RunPlan, config: Config) -> RunPlan:
-    """The plan under a config that differs in the optimizer or in the batches. Its photos are not read again."""
-    data, length = plan_data(config, plan.model.family, processes=plan.length.processes, scanned=plan.data.scanned)
-    truths = truths_of(config.validation, data.requests, data.examples)
-    return replace(plan, config=config, data=data, length=length, truths=truths)
-
-
 def plan_data(
     config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | Memo | None = None
 ) -> tuple[DataPlan, Length]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +95,6 @@ def _picture(read: Callable[[str | Path], Image.Image], path: str, key: str) -> 
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{key} = {path!r}: {reason}; give an image file, or leave it out") from error
-
-
-def pixels_of(request: SampleRequest) -> int:
-    """The pixels of a sample, and of the references that are shown for it."""
-    return request.width * request.height + sum(prod(buckets.reference_bucket(*e.size, step=1)) for e in request.images)
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:

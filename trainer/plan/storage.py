@@ -62,13 +62,6 @@ class Storage:
         precision.keep_activations(module, self.compute)
 
 
-def unquantised(given: ComponentTable) -> ComponentTable:
-    """A denoiser's table with storage of 16 or 32 bits: the one that it asks for, or the default."""
-    plain = given.dtype is not None and not next(iter(formats_of(given.dtype).values())).quantised
-    dtype = given.dtype if plain else DEFAULT_STORAGE["denoiser"]
-    return given.model_copy(update={"dtype": dtype, "backend": None, "exclude": ()})
-
-
 def asked_precision(config: Config, component: Component) -> str:
     """What a component is stored as, before its files are looked at; "fp32" also where it computes in fp32."""
     given = config.model.components.get(component.name, ComponentTable())

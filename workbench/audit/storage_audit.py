@@ -79,7 +79,14 @@ def plan_audit(config: Config, model: str, formats: Sequence[Format], phases: Ph
 def _over_base(config: Config, model: str, denoiser: str) -> Config:
     """The config of a run over the base that measures the loss."""
     given = config.model.components.get(denoiser, ComponentTable())
-    table = storage.unquantised(given)
+    table = _unquantised(given)
     components = config.model.components | {denoiser: table}
     table = config.model.model_copy(update={"path": model, "components": components})
     return measuring(config.model_copy(update={"model": table}))
+
+
+def _unquantised(given: ComponentTable) -> ComponentTable:
+    """A denoiser's table with storage of 16 or 32 bits: the one that it asks for, or the default."""
+    plain = given.dtype is not None and not next(iter(formats_of(given.dtype).values())).quantised
+    dtype = given.dtype if plain else storage.DEFAULT_STORAGE["denoiser"]
+    return given.model_copy(update={"dtype": dtype, "backend": None, "exclude": ()})

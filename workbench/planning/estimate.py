@@ -17,6 +17,7 @@ from trainer import optim
 from trainer.base.protocols import Kernels
 from trainer.base.types import Conditioning
 from trainer.config import has_graphs
+from trainer.data import buckets
 from trainer.data.buckets import ReferenceLayout, named
 from trainer.data.cache import fill
 from trainer.data.cache.texts import HELD_BYTES, at_once
@@ -25,7 +26,6 @@ from trainer.engine.encoding import captions_at_once, captions_of, prompts_of
 from trainer.models.base import SampleRequest
 from trainer.plan import fixed_draws
 from trainer.plan.run_plan import RunPlan
-from trainer.plan.samples import pixels_of
 from trainer.run.setup import written_bytes
 from workbench.planning.dry_run import Rehearsal, without_values
 from workbench.planning.op_trace import Cost, Trace
@@ -165,7 +165,7 @@ class Forecaster:
                 for phase in encoding
             ]
         if self.plan.data.requests:
-            training.append(self.sample(max(self.plan.data.requests, key=pixels_of)))
+            training.append(self.sample(max(self.plan.data.requests, key=_pixels)))
         trained, start = self.run.trained, self.start_bytes()
         checkpoint, adapter = written_bytes(self.plan, trained[0], trained[-1].optimizer)
         if self.on_cpu and start:
@@ -388,3 +388,8 @@ def _weight(module: nn.Module) -> int:
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:
     return (*module.parameters(), *module.buffers())
+
+
+def _pixels(request: SampleRequest) -> int:
+    """The pixels of a sample, and of the references that are shown for it."""
+    return request.width * request.height + sum(prod(buckets.reference_bucket(*e.size, step=1)) for e in request.images)

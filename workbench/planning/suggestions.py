@@ -7,11 +7,12 @@ from math import prod
 
 from trainer.base import tiles
 from trainer.base.protocols import Kernels
-from trainer.config import with_values
+from trainer.config import Config, with_values
 from trainer.data.buckets import Bucket
 from trainer.data.examples import extremes
 from trainer.plan.changes import Keys, in_words
-from trainer.plan.run_plan import DataPlan, RunPlan, with_config
+from trainer.plan.run_plan import DataPlan, RunPlan, plan_data
+from trainer.plan.samples import truths_of
 from trainer.plan.storage import resident_blocks, weight_bytes
 from workbench.planning.estimate import PARTS, PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
 from workbench.planning.remedies import SMALL, Remedy, remedies
@@ -143,11 +144,18 @@ def lowered(needs: Forecast, shares: Shares) -> Forecast:
     return replace(needs, phases=tuple(phases))
 
 
+def _with_config(plan: RunPlan, config: Config) -> RunPlan:
+    """The plan under a config that differs in the optimizer or in the batches. Its photos are not read again."""
+    data, length = plan_data(config, plan.model.family, processes=plan.length.processes, scanned=plan.data.scanned)
+    truths = truths_of(config.validation, data.requests, data.examples)
+    return replace(plan, config=config, data=data, length=length, truths=truths)
+
+
 def with_keys(plan: RunPlan, keys: Keys) -> RunPlan:
     """The plan with keys of remedies, but for its photos' sizes. They are not read again."""
     dtypes = {key: value for key, value in keys.items() if key.startswith("model.components.")}
     config = with_values(plan.config, {key: value for key, value in keys.items() if key not in dtypes})
-    plan = replace(plan, config=config) if config.data == plan.config.data else with_config(plan, config)
+    plan = replace(plan, config=config) if config.data == plan.config.data else _with_config(plan, config)
     model, storage = plan.model, dict(plan.model.storage)
     for key, dtype in dtypes.items():
         stored = storage[name := key.split(".")[2]].stored_as(dtype)
