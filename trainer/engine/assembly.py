@@ -130,7 +130,7 @@ def build_step(
     scaler = precision.loss_scaler(components.plan.scales_loss, peers.device, initial_scale=config.precision.loss_scale)
     regrouping = None if then is None else _regrouping(config, then, adapter, encoders)
     held = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
-    pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
+    pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None, say=peers.say))
     pieces.enter("scaler", precision.ScalerState(scaler))
     average = None
     if config.ema.kind == "constant":

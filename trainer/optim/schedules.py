@@ -101,10 +101,17 @@ class ScheduleState:
     """A schedule's counters as a piece of the checkpoint; its lambdas are rebuilt from the config.
 
     anew: the config may have other rates, groups or another schedule than the checkpoint's, and the next step takes them.
+    say: is told the highest rate of the next step where that makes it another.
     """
 
-    def __init__(self, schedule: torch.optim.lr_scheduler.LambdaLR, *, anew: bool = False) -> None:
-        self.schedule, self.anew = schedule, anew
+    def __init__(
+        self,
+        schedule: torch.optim.lr_scheduler.LambdaLR,
+        *,
+        anew: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.schedule, self.anew, self.say = schedule, anew, say
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's place and its present rates, one for each group."""
@@ -123,8 +130,10 @@ class ScheduleState:
             raise ValueError(f"rates {rates}")
         self.schedule.last_epoch, self.schedule._step_count = counts
         if self.anew:
-            by_group = zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+            before, by_group = rates, zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
             rates = [float(base * rate(self.schedule.last_epoch)) for base, rate in by_group]
+            if (now := max(rates, default=0.0)) != (then := max(before, default=0.0)):
+                self.say(f"learning rate of the next step: {now:.3g}; it would have been {then:.3g}")
         self.schedule._last_lr = rates
         for group, rate in zip(self.schedule.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

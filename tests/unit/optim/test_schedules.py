@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.base.errors import UserError
 from trainer.config import ScheduleTable
-from trainer.optim import SCHEDULES, build_schedule, steps_of
+from trainer.optim import SCHEDULES, ScheduleState, build_schedule, steps_of
 from trainer.resume import start_point
 
 KEYS: dict[str, Any] = {"cycles": 3, "power": 1.7, "decay": 12}
@@ -147,3 +147,19 @@ def test_one_that_is_all_warm_up_ends_at_its_end(name: str) -> None:
 
 def test_one_that_never_falls_stays_at_its_rate() -> None:
     assert rates("wsd", 8, warmup=2, beyond=2, lr=1.0, decay=0, end=0.25)[2:] == [1.0] * 8
+
+
+def test_a_schedule_that_was_lengthened_says_what_rate_comes_next() -> None:
+    def state(total: int, **more: Any) -> ScheduleState:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+        return ScheduleState(build_schedule("cosine", optimizer, warmup=0, total_steps=total), **more)
+
+    short = state(10)
+    for _ in range(8):
+        short.schedule.optimizer.step()
+        short.schedule.step()
+    lines: list[str] = []
+    for total in (10, 20):
+        state(total, anew=True, say=lines.append).load_state_dict(short.state_dict())
+    now, then = (1e-3 * (1 + math.cos(math.pi * 8 / total)) / 2 for total in (20, 10))
+    assert lines == [f"learning rate of the next step: {now:.3g}; it would have been {then:.3g}"]
