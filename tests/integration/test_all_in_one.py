@@ -163,6 +163,7 @@ def test_a_plan_asks_for_the_tokenizer_that_is_nowhere(bench: Workbench, capsys)
 def test_the_folder_beside_the_file_may_hold_the_missing_tokenizer_alone(bench: Workbench) -> None:
     """It was refused for want of the configs, which the published model's stand for."""
     configs = {c: published(c) | sizes for c, sizes in SIZES.items()}
+    configs["text_encoder"] |= {"vocab_size": 49408}  # CLIP's words
     path = bench.tmp / "all.safetensors"
     write_all_in_one(path, {c: random_weights(c, config) for c, config in configs.items()}, configs)
     shutil.copytree(bench.models / "flux" / "tokenizer_2", bench.tmp / "all" / "tokenizer_2")
