@@ -12,7 +12,6 @@ import pytest
 import torch
 from diffusers import ZImagePipeline
 from peft import PeftModel
-from trainer.resume.adapter_file import open_adapter
 
 from scripts import adapter as adapter_tool
 from scripts import make_model
@@ -22,6 +21,7 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.weights import original_shape
 from trainer.quantization import recognise
+from workbench.adapter_files.opening import open_adapter
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
 
