@@ -12,16 +12,18 @@ import pytest
 import torch
 from diffusers import ZImagePipeline
 from peft import PeftModel
-from trainer.resume.adapter_file import open_adapter
 
 from scripts import adapter as adapter_tool
 from scripts import make_model
 from tests.harness import Workbench, built, metrics_of, pairs
+from tests.integration.test_graphs import trained
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.weights import original_shape
 from trainer.quantization import recognise
+from trainer.runtime import precision
+from workbench.adapter_files.opening import open_adapter
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
 
@@ -229,3 +231,12 @@ def test_files_of_others_are_read(everything: Path, models: Path, tmp_path: Path
 def test_what_is_refused(bench: Workbench, changed: dict, said: str) -> None:
     with pytest.raises(UserError, match=said), built(bench.config("zimage", **changed)):
         pass
+
+
+@pytest.mark.slow
+def test_replayed_micro_batches_leave_the_bytes_of_eager_ones(bench: Workbench, monkeypatch) -> None:
+    """As a graph's replay does, of captions of one padded length and of several in a batch."""
+    monkeypatch.setattr(precision, "GROWTH_INTERVAL", 2)
+    eager, before = trained(bench, "zimage", taped=False, adapter__type="dora")
+    replayed, after = trained(bench, "zimage", taped=True, adapter__type="dora")
+    assert replayed == eager and all(torch.equal(after[name], before[name]) for name in before)
