@@ -164,6 +164,7 @@ def test_the_folder_beside_the_file_may_hold_the_missing_tokenizer_alone(bench: 
     """It was refused for want of the configs, which the published model's stand for."""
     configs = {c: published(c) | sizes for c, sizes in SIZES.items()}
     configs["text_encoder"] |= {"vocab_size": 49408}  # CLIP's words
+    configs["text_encoder_2"] |= {"vocab_size": 1384}  # those of the tiny model's tokenizer
     path = bench.tmp / "all.safetensors"
     write_all_in_one(path, {c: random_weights(c, config) for c, config in configs.items()}, configs)
     shutil.copytree(bench.models / "flux" / "tokenizer_2", bench.tmp / "all" / "tokenizer_2")

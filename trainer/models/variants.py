@@ -136,10 +136,10 @@ def check_latents(
         read, sizes = configs[denoiser].get(key), [configs[encoder].get(own) for encoder, own in given]
         known = not all(configs[encoder].get("_assumed") for encoder, _ in given)
         if known and isinstance(read, int) and None not in sizes and sum(sizes) != read:
-            encoders = " and ".join(dict.fromkeys(encoder for encoder, _ in given))
+            encoders = " and ".join(dict.fromkeys(f"the {encoder}'s config.json ({own})" for encoder, own in given))
             raise UserError(
-                f"the {denoiser} reads {read} numbers of text ({key}), and {encoders} give {' + '.join(map(str, sizes))}: "
-                "they do not belong together; use the text encoders of this model"
+                f"the {denoiser}'s config.json has {key} = {read}, the numbers of text that it reads, and {encoders} give "
+                f"{' + '.join(map(str, sizes))}: they do not belong together; use the text encoders of this model"
             )
 
 
