@@ -206,6 +206,7 @@ def test_an_encoder_of_another_width_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "t5/config.json").write_text(json.dumps(config))
     wrong = source.with_parts({"text_encoder_2": tmp_path / "t5"})
     with pytest.raises(
-        UserError, match=r"joint_attention_dim = 4096, .* text_encoder_2's config.json \(d_model\) give 512: they do not belong"
+        UserError,
+        match=r"joint_attention_dim = 4096, .* text_encoder_2's config.json \(d_model\) give 512: they do not belong",
     ):
         wrong.check_kind()
