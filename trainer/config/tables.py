@@ -97,8 +97,8 @@ class ModelTable(Table):
     """Of a hub id: a branch, a tag or a commit. Left out: the newest commit."""
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
     """Which files of a folder or repository, where it has several sets: for example `fp16`. `none` takes the plain ones. Of
-    FLUX.2 [klein]: `base` or `distilled`, of Z-Image: `base` or `turbo`, of Flux: `dev` or `schnell`, where neither files nor
-    names say which it is."""
+    FLUX.2 [klein]: `base` or `distilled`, of Z-Image: `base` or `turbo`, of Flux: `dev`, `schnell` or `kontext`, where
+    neither files nor names say which it is."""
     allow_distilled: bool = False
     """Train a distilled model, which collapses, all the same."""
     prediction: Literal["auto", "epsilon", "v"] = "auto"
@@ -251,7 +251,7 @@ class SampleTable(Table):
     steps: Count | None = None
     """Left out: `validation.steps`."""
     guidance: float | None = None
-    """How closely the image follows the prompt. Left out: 5.0 for SDXL, 3.5 for Flux."""
+    """How closely the image follows the prompt. Left out: 5.0 for SDXL, 3.5 for Flux, 2.5 for Kontext."""
     strength: Share = 1.0
     """The adapter's strength."""
     references: Annotated[tuple[PathText, ...], Field(strict=False)] = ()

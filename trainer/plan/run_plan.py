@@ -32,8 +32,8 @@ from trainer.models.weight_sets import Wanted
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
 from trainer.plan.data_sources import read_sources, resolutions, sources_of
-from trainer.plan.requirements import family_options, refuse_unread, refuse_unread_by_model
-from trainer.plan.samples import requests_of, truths_of
+from trainer.plan.requirements import check_edits, family_options, refuse_unread, refuse_unread_by_model
+from trainer.plan.samples import check_references, requests_of, truths_of
 from trainer.plan.storage import Storage
 from trainer.runtime import precision
 from trainer.runtime.jobs import Every
@@ -197,6 +197,7 @@ def make_plan(
     data, length = plan_data(config, family, processes=processes, phases=phases, scanned=scanned)
     options = family_options(config, family)
     objective = find_objective(source, options)
+    check_edits(source, data.examples)
     source.check_tokenizers()
     for component in components.values():
         storage.check(source, component)
@@ -256,6 +257,7 @@ def plan_data(
         enlarge=data.enlarge,
         seed=config.run.seed,
         multiple=family.images.size_multiple,
+        sizes=family.images.reference_sizes,
         max_aspect=data.max_aspect,
     )
     bucketed = sized(photos)
@@ -264,7 +266,8 @@ def plan_data(
     group = config.step.accumulation * processes
     steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
     apart_sized = sized(apart)
-    requests = requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images.size_multiple)
+    check_references(((str(e.photo.image), len(e.references)) for e in (*bucketed, *apart_sized)), family.images)
+    requests = requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images)
     planned = DataPlan(
         table=data,
         seed=config.run.seed,

@@ -17,6 +17,7 @@ from trainer.base.errors import UserError
 from trainer.config import ScheduleTable
 from trainer.models import FAMILIES
 from trainer.models.base import MemoryPart
+from trainer.models.variants import Variant
 from trainer.optim import SCHEDULES
 from trainer.plan.requirements import FAMILY_KEYS, family_options, refuse_unread, refuse_unread_by_model
 
@@ -163,7 +164,8 @@ def test_a_list_that_is_not_read_is_refused_as_one() -> None:
 
 def test_guidance_is_refused_where_the_model_has_no_embedding_of_it() -> None:
     def model(embeds: bool) -> Any:
-        return SimpleNamespace(family=FAMILIES["flux"], config=lambda name: {"guidance_embeds": embeds})
+        config = {"guidance_embeds": embeds}
+        return SimpleNamespace(family=FAMILIES["flux"], config=lambda name: config, variant=Variant("dev"))
 
     for embeds, guidance in ((True, 1.0), (True, 2.0), (False, 1.0)):
         refuse_unread_by_model(config("flux", "objective.guidance", guidance), model(embeds))

@@ -430,7 +430,7 @@ Numbers = tuple[int, float, float, object, int, tuple[str, int], int]
 PUBLISHED: dict[str, Numbers | str] = {
     "ai-toolkit/train_lora_flex2_24gb.yaml": "model.family",
     "ai-toolkit/train_lora_flux_24gb.yaml": (16, 16.0, 1e-4, [512, 768, 1024], 1, ("max_steps", 2000), 1),
-    "ai-toolkit/train_lora_flux_kontext_24gb.yaml": "model.family",
+    "ai-toolkit/train_lora_flux_kontext_24gb.yaml": (16, 16.0, 1e-4, [512, 768], 1, ("max_steps", 3000), 1),
     "ai-toolkit/train_lora_flux_schnell_24gb.yaml": (16, 16.0, 1e-4, [512, 768, 1024], 1, ("max_steps", 2000), 1),
     "onetrainer/Flux_2__flux2_LoRA_16GB.json": (16, 1.0, 3e-5, 512, 2, ("epochs", 100), 1),
     "onetrainer/Flux_2__flux2_LoRA_8GB.json": (16, 1.0, 3e-5, 512, 2, ("epochs", 100), 1),
