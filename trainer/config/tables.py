@@ -240,8 +240,8 @@ class SampleTable(Table):
 
     prompt: str
     """What to draw."""
-    negative: Annotated[str, ReadWith("guidance", (None,), above=1)] = ""
-    """What to keep out."""
+    negative: Annotated[str, ReadWith("cfg guidance", (None,), above=1)] = ""
+    """What to keep out. Of Flux only with `cfg`."""
     width: Count | None = None
     """In pixels. Left out: the data's resolution."""
     height: Count | None = None
@@ -252,6 +252,9 @@ class SampleTable(Table):
     """Left out: `validation.steps`."""
     guidance: float | None = None
     """How closely the image follows the prompt. Left out: 5.0 for SDXL, 3.5 for Flux, 2.5 for Kontext."""
+    cfg: Annotated[float, Field(gt=1)] | None = None
+    """Classifier-free guidance beside the guidance that Flux is told: a second pass with `negative`, for models whose
+    distillation was undone. Left out: none."""
     strength: Share = 1.0
     """The adapter's strength."""
     references: Annotated[tuple[PathText, ...], Field(strict=False)] = ()

@@ -93,6 +93,8 @@ class Model:
 class SampleRequest:
     """One image to draw: sizes in pixels, `guidance` None for the family's default, strength of the adapter.
 
+    cfg: above 1, of classifier-free guidance beside that guidance; None: none.
+
     references: the files of the images that the model is shown; images: these, PIL images in RGB.
     """
 
@@ -106,6 +108,7 @@ class SampleRequest:
     strength: float = 1.0
     references: tuple[str, ...] = ()
     images: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    cfg: float | None = None
 
 
 def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: Any) -> Any:

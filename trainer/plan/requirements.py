@@ -16,6 +16,7 @@ from trainer.models.loading import ModelSource
 from trainer.optim import OPTIMIZERS
 
 REFERENCES = ("data.sources.*.references", "validation.samples.*.references")
+CFG = "validation.samples.*.cfg"
 # By the key, the models that read it.
 FAMILY_KEYS = {
     "model.prediction": "models that predict either noise or v",
@@ -35,6 +36,7 @@ FAMILY_KEYS = {
     "data.clip_chunks": "models whose denoiser reads the tokens of a CLIP encoder",
     "data.text_length": "models with a text encoder whose length can be chosen",
     "validation.samples.*.negative": "models that are sampled with a negative prompt",
+    CFG: "models with a guidance of their own beside it",
     **dict.fromkeys(REFERENCES, "models that edit reference images"),
 }  # fmt: skip
 
@@ -97,6 +99,11 @@ def unread_keys(config: Config, family: Family) -> dict[str, str]:
     """The keys that have no effect, set or not: by key ("*": of all entries of a list), beside what, and the remedy."""
     absent = FAMILY_KEYS.keys() - set(family.reads)
     by_family = {key: f"on {family.name}; leave it out (only {FAMILY_KEYS[key]} read it)" for key in absent}
+    for index, sample in enumerate(config.validation.samples if CFG in family.reads else ()):
+        if sample.cfg is None:
+            by_family[f"validation.samples.{index}.negative"] = (
+                f"on {family.name} without cfg; leave it out, or set cfg above 1"
+            )
     if not any(rule.component in family.text_encoders for rule in config.adapter.rules):
         by_family["optimizer.text_encoder_lr"] = "where no rule of the adapter names a text encoder; leave it out, or add one"
     if not family.memory.blocks:

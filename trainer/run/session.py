@@ -241,13 +241,15 @@ class Session:
 
     def sample(
         self, prompt: str, *, negative: str = "", size: tuple[int, int] | None = None, seed: int = 0,
-        steps: int | None = None, guidance: float | None = None, strength: float = 1.0,
+        steps: int | None = None, guidance: float | None = None, strength: float = 1.0, cfg: float | None = None,
     ) -> Image:  # fmt: skip
         """A picture by the adapter as it is. size: (width, height) in pixels; None is the data's. Text encoders that the run
         has let go are loaded for it, one after another."""
         wanted, plan = self.config.validation, self.run.plan
         side = wanted.resolution or plan.data.resolution
-        asked = SampleRequest(prompt, negative, *(size or (side, side)), seed, steps or wanted.steps, guidance, strength)
+        asked = SampleRequest(
+            prompt, negative, *(size or (side, side)), seed, steps or wanted.steps, guidance, strength, cfg=cfg
+        )
         components, state = self.run.components, self.run.state
         components.load(plan.model.family.vae)
         with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength):

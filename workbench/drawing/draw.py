@@ -62,6 +62,7 @@ class Drawing:
     steps: int | None = None
     guidance: float | None = None
     references: Sequence[str] = ()
+    cfg: float | None = None
 
     def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[AskedSample]:
         """The samples to draw with these adapters, by prompt, then seed, then strength."""
@@ -73,7 +74,7 @@ class Drawing:
             AskedSample(
                 visible(prompt), visible(self.negative), self.width or side, self.height or side, seed, steps, self.guidance,
                 strength,
-                **pictures, model=config.model.path, adapters=with_,
+                **pictures, cfg=self.cfg, model=config.model.path, adapters=with_,
             )
             for prompt in self.prompts for seed in self.seeds for strength in self.strengths
         ]  # fmt: skip
@@ -142,6 +143,11 @@ def _refuse_unread(drawing: Drawing, source: ModelSource) -> None:
     reads, name = set(source.family.reads) - unread_by_model(source).keys(), source.family.name
     if drawing.negative and "validation.samples.*.negative" not in reads:
         raise UserError(f"--negative {drawing.negative!r}: {name} has no negative prompt; leave it out")
+    beside = "validation.samples.*.cfg" in reads
+    if drawing.cfg is not None and not (beside and drawing.cfg > 1):
+        raise UserError(f"--cfg {drawing.cfg:g}: it is above 1, of a Flux whose distillation was undone; leave it out")
+    if drawing.negative and beside and drawing.cfg is None:
+        raise UserError(f"--negative {drawing.negative!r} has no effect on {name} without --cfg; leave it out, or give both")
     if drawing.references and "validation.samples.*.references" not in reads:
         names = " ".join(drawing.references)
         raise UserError(f"--references {names}: this model of {name} is shown no images; leave it out")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxKontextPipeline
+from diffusers import FluxKontextPipeline, FluxPipeline
 from PIL import Image
 from torch import nn
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, silu
@@ -338,6 +339,30 @@ def test_a_sample_is_the_stock_pipelines_at_the_size_that_is_asked_for(
         generator=torch.Generator("cpu").manual_seed(5), image=list(images) or None,
     ).images[0]  # fmt: skip
     assert ours.size == (48, 64) and np.array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize("variant", ["dev", "kontext"])
+def test_with_cfg_a_sample_has_the_stock_pipelines_second_pass(
+    model: Model, folder: Path, stock, encoded: Conditioning, monkeypatch, variant: str
+) -> None:
+    """Of a de-distilled model, which is told a guidance, or none of the kind: the negative prompt counts, and only then."""
+    monkeypatch.setitem(model.options, "distillation", variant)
+    passes = []
+    hook = model.modules["transformer"].register_forward_hook(lambda *_: passes.append(1))
+    request = SampleRequest(CAPTIONS[0], CAPTIONS[2], 48, 64, seed=5, steps=3, guidance=1.0, cfg=4.0)
+    first, other = (Conditioning(encoded.sequence[at : at + 1], None, encoded.pooled[at : at + 1]) for at in (0, 2))
+    with torch.no_grad():
+        drawings = [sample(model, each, first, other) for each in (request, replace(request, cfg=None))]
+    hook.remove()
+    theirs = stock if variant == "kontext" else FluxPipeline(**stock.components)
+    theirs.set_progress_bar_config(disable=True)
+    wanted = theirs(
+        prompt=CAPTIONS[0], negative_prompt=CAPTIONS[2], true_cfg_scale=4.0, width=48, height=64, num_inference_steps=3,
+        guidance_scale=1.0, generator=torch.Generator("cpu").manual_seed(5),
+        **{"max_area": 48 * 64} if variant == "kontext" else {},
+    ).images[0]  # fmt: skip
+    assert np.array_equal(np.asarray(drawings[0]), np.asarray(wanted)) and len(passes) == 6 + 3
+    assert not np.array_equal(np.asarray(drawings[1]), np.asarray(wanted))
 
 
 def test_a_folder_says_kontext_and_a_single_file_has_to_be_told(folder: Path, tmp_path: Path) -> None:

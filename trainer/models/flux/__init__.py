@@ -155,11 +155,11 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 
 def arguments(variant: str | None, request: SampleRequest) -> dict[str, Any]:
     """What the pipeline is told beside the usual: Kontext's draws a million pixels unless it is given an area."""
+    given = {} if request.cfg is None else {"true_cfg_scale": request.cfg}
     if variant != KONTEXT:
-        return {}
-    return {"max_area": request.width * request.height} | (
-        {"guidance_scale": KONTEXT_GUIDANCE} if request.guidance is None else {}
-    )
+        return given
+    given |= {"max_area": request.width * request.height}
+    return given | ({"guidance_scale": KONTEXT_GUIDANCE} if request.guidance is None else {})
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
@@ -174,6 +174,8 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
     given = arguments(variant, request) | {
         "prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled,
     }  # fmt: skip
+    if request.cfg is not None:
+        given |= {"negative_prompt_embeds": negative.sequence, "negative_pooled_prompt_embeds": negative.pooled}
     if variant == KONTEXT:
         given["image"] = list(request.images) or None
     made = FluxKontextPipeline if variant == KONTEXT else FluxPipeline
@@ -220,7 +222,8 @@ FAMILY = base.Family(
         ),
         vae.component("vae.", "ae.safetensors"),
     ),
-    reads=(*READS, "objective.guidance", "data.text_length", "data.sources.*.references", "validation.samples.*.references"),
+    reads=(*READS, "objective.guidance", "data.text_length", "data.sources.*.references", "validation.samples.*.references",
+           "validation.samples.*.negative", "validation.samples.*.cfg"),
     text=base.TextPart(tokens, encode_text, count_tokens),
     images=base.ImagePart(
         objective, encode_images, predict, sample, TIMESTEPS, reference_sizes=REFERENCE_SIZES, most_references=1,
