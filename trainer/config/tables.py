@@ -179,6 +179,8 @@ class AdapterTable(Table):
     """Start from this adapter file, from a folder that PEFT saved, or from a checkpoint's folder."""
     init_resize: Annotated[bool, ReadWith("adapter.init_from")] = False
     """Let the rank of `adapter.init_from` differ: grown without a change, or shrunk to the nearest."""
+    under: PathText | None = None
+    """A LoRA's file that is a frozen part of the model in training, and off in samples: for distilled models."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """`auto` is Triton on CUDA from compute capability 8.0 on, and plain PyTorch elsewhere."""
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()

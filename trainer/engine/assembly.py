@@ -17,6 +17,7 @@ from trainer.base.run_layout import AVERAGE
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.config import Config
+from trainer.engine.below import FrozenAdapter
 from trainer.engine.components import Components
 from trainer.engine.draw_digest import DrawDigest, Drawn, unheard
 from trainer.engine.graphs import CudaGraphs, Graphs
@@ -75,6 +76,9 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
             seed=config.run.seed,
             advance=phase.advance,
         )
+    if plan.under is not None:
+        key = f"adapter.under = {config.adapter.under!r}"
+        components.below = FrozenAdapter(modules[family.denoiser], plan.under, device=components.model.device, key=key)
     for module in modules.values():
         module.eval()
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}

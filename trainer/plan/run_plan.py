@@ -10,6 +10,7 @@ from PIL import Image
 
 from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
+from trainer.adapters.portable import Portable
 from trainer.adapters.splitting import fused_modules
 from trainer.base import patterns
 from trainer.base.errors import UserError
@@ -95,7 +96,7 @@ class ModelPlan:
     storage: by component. options: the values of the keys that the family reads. cache_text: whether the encoders are gone
     once captions are encoded. converted: the folder that keeps converted weights, if any. resident: of components whose
     blocks are streamed, how many of them stay on the device. parts: of each of the denoiser's blocks, one in each process;
-    1: each has all of it.
+    1: each has all of it. under: the frozen adapter below, with the file's digest.
     """
 
     source: ModelSource
@@ -107,6 +108,8 @@ class ModelPlan:
     converted: str | None
     resident: Mapping[str, int]
     parts: int = 1
+    under: Portable | None = None
+    under_sha256: str = ""
 
     @property
     def family(self) -> Family:

@@ -184,6 +184,7 @@ def build_components(
     peers.say(str(report_captions(plan.data, components.family, components.model)))
     cached = plan.model.before_steps
     contents = plan.model.source.contents(cached, digests.of)
+    contents |= {"under": plan.model.under_sha256} if plan.model.under is not None else {}
     pieces.enter("model", pins.pin_model(contents, cached=cached, snapshots=plan.model.source.snapshots))
     return components, contents
 

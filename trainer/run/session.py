@@ -241,18 +241,16 @@ class Session:
 
     def sample(
         self, prompt: str, *, negative: str = "", size: tuple[int, int] | None = None, seed: int = 0,
-        steps: int | None = None, guidance: float | None = None, strength: float = 1.0, cfg: float | None = None,
+        steps: int | None = None, guidance: float | None = None, strength: float = 1.0,
     ) -> Image:  # fmt: skip
         """A picture by the adapter as it is. size: (width, height) in pixels; None is the data's. Text encoders that the run
         has let go are loaded for it, one after another."""
         wanted, plan = self.config.validation, self.run.plan
         side = wanted.resolution or plan.data.resolution
-        asked = SampleRequest(
-            prompt, negative, *(size or (side, side)), seed, steps or wanted.steps, guidance, strength, cfg=cfg
-        )
+        asked = SampleRequest(prompt, negative, *(size or (side, side)), seed, steps or wanted.steps, guidance, strength)
         components, state = self.run.components, self.run.state
         components.load(plan.model.family.vae)
-        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength):
+        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength), components.without_below():
             conditioning = conditionings(components, [prompt, negative])
             draw = beside(self.run.step.graphs, components.family.images.draw)
             return draw(components.model, asked, conditioning(prompt), conditioning(negative))

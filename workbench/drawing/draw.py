@@ -202,7 +202,12 @@ def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
 
 def _as_read(config: Config, portable: Portable | None) -> Config:
     """The config whose adapter is what was read."""
-    keys = {"type": portable.kind.name if portable else "lora", "rslora": bool(portable and portable.rslora), "dropout": 0.0}
+    keys = {
+        "type": portable.kind.name if portable else "lora",
+        "rslora": bool(portable and portable.rslora),
+        "dropout": 0.0,
+        "under": None,
+    }
     return with_values(config, {f"adapter.{name}": value for name, value in keys.items()})
 
 

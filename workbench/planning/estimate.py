@@ -274,6 +274,7 @@ class Forecaster:
             if average:
                 stack.enter_context(average.used())
             stack.enter_context(adapter.at_strength(request.strength))
+            stack.enter_context(self.run.components.without_below())
             self.run.sample(replace(request, steps=1), prompts, prompts)
         return phases[0]
 
