@@ -180,7 +180,7 @@ class AdapterTable(Table):
     init_resize: Annotated[bool, ReadWith("adapter.init_from")] = False
     """Let the rank of `adapter.init_from` differ: grown without a change, or shrunk to the nearest."""
     under: PathText | None = None
-    """A LoRA's file that is a frozen part of the model in training, and off in samples: for distilled models."""
+    """A LoRA's file, a frozen part of the model in training alone: for distilled models."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """`auto` is Triton on CUDA from compute capability 8.0 on, and plain PyTorch elsewhere."""
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
@@ -255,8 +255,7 @@ class SampleTable(Table):
     guidance: float | None = None
     """How closely the image follows the prompt. Left out: 5.0 for SDXL, 3.5 for Flux, 2.5 for Kontext."""
     cfg: Annotated[float, Field(gt=1)] | None = None
-    """Classifier-free guidance beside the guidance that Flux is told: a second pass with `negative`, for models whose
-    distillation was undone. Left out: none."""
+    """For a Flux whose distillation was undone: classifier-free guidance, by a second pass with `negative`."""
     strength: Share = 1.0
     """The adapter's strength."""
     references: Annotated[tuple[PathText, ...], Field(strict=False)] = ()

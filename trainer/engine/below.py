@@ -24,8 +24,8 @@ class FrozenAdapter:
     a grouped convolution.
     """
 
-    def __init__(self, module: nn.Module, portable: Portable, *, device: torch.device, key: str) -> None:
-        self.on = True
+    def __init__(self, module: nn.Module, portable: Portable, device: torch.device, path: str | None = None) -> None:
+        self.on, key = True, f"adapter.under = {path!r}"
         for name, factors in portable.layers.items():
             layer = module.get_submodule(name.partition(".")[2])
             base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer

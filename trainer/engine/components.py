@@ -173,6 +173,12 @@ class Components:
             gc.collect()
             give_back()
 
+    def put_below(self, path: str | None) -> None:
+        """Put the plan's frozen adapter, if there is one, into the denoiser's layers. path: its file's."""
+        if self.plan.under is not None:
+            denoiser = self.model.modules[self.family.denoiser]
+            self.below = FrozenAdapter(denoiser, self.plan.under, self.model.device, path)
+
     def without_below(self) -> AbstractContextManager[None]:
         """A block in which the frozen adapter below, if there is one, is off, as where images are drawn."""
         return nullcontext() if self.below is None else self.below.off()

@@ -93,9 +93,7 @@ class Model:
 class SampleRequest:
     """One image to draw: sizes in pixels, `guidance` None for the family's default, strength of the adapter.
 
-    cfg: above 1, of classifier-free guidance beside that guidance; None: none.
-
-    references: the files of the images that the model is shown; images: these, PIL images in RGB.
+    references: the files of the images that the model is shown; images: these, PIL images in RGB. cfg: None: no second pass.
     """
 
     prompt: str
@@ -244,10 +242,8 @@ class VariantPart:
     # The one taken where nothing says which; None: the base where a pipeline's index says nothing, else the user is asked.
     presumed: str | None = None
     effect: Callable[[str, Mapping[str, Any]], str] = lambda variant, options: ""  # what it decides, for people
-    # Of a family whose base model has a twin with the same tensors that is shown references: the name that model.variant
-    # takes, and the class of its pipeline. The family's other models are shown none. "": all are shown references, or none.
-    editing: str = ""
-    editing_pipeline: str = ""
+    editing: str = ""  # the name of the base's twin, in the same tensors, that alone is shown references; "": there is none
+    editing_pipeline: str = ""  # its pipeline's class
 
     @property
     def every(self) -> tuple[str, ...]:

@@ -189,6 +189,27 @@ def unread_by_model(source: ModelSource) -> dict[str, str]:
     return unread
 
 
+def preserve_as(config: Config) -> str | None:
+    """What replaces the trigger in captions for which the model is preserved; None where nothing is."""
+    return config.objective.preserve_as if config.objective.preserve else None
+
+
+def check_preserved(config: Config, *, cache_text: bool) -> None:
+    """Raises UserError where objective.preserve has nothing to hold the adapter to."""
+    key = f"objective.preserve = {config.objective.preserve:g}"
+    bare = [source.path for source in config.data.sources if not (source.trigger or source.regularisation)]
+    if config.objective.preserve and bare:
+        raise UserError(
+            f"{key}: the source {bare[0]!r} has no trigger: its captions would be both learned and preserved; set its "
+            "trigger, or leave the key out"
+        )
+    if config.objective.preserve and not cache_text:
+        raise UserError(
+            f"{key} needs captions that are encoded ahead by frozen text encoders; leave out rules for text encoders and "
+            "data.cache_text = false"
+        )
+
+
 def check_edits(source: ModelSource, examples: Iterable[Example]) -> None:
     """Raises UserError where an editing model would be trained without references, and nobody said so."""
     variants, variant = source.family.variants, source.variant

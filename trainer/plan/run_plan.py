@@ -33,7 +33,7 @@ from trainer.models.weight_sets import Wanted
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
 from trainer.plan.data_sources import read_sources, resolutions, sources_of
-from trainer.plan.requirements import check_edits, family_options, refuse_unread, refuse_unread_by_model
+from trainer.plan.requirements import check_edits, check_preserved, family_options, refuse_unread, refuse_unread_by_model
 from trainer.plan.samples import check_references, requests_of, truths_of
 from trainer.plan.storage import Storage
 from trainer.runtime import precision
@@ -115,6 +115,11 @@ class ModelPlan:
     def family(self) -> Family:
         """The model's family."""
         return self.source.family
+
+    @property
+    def beneath(self) -> dict[str, str]:
+        """The digest of the frozen adapter below, as a checkpoint pins it; empty where there is none."""
+        return {} if self.under is None else {"under": self.under_sha256}
 
     @property
     def adapted(self) -> tuple[str, ...]:
@@ -214,6 +219,7 @@ def make_plan(
             f"data.cache_text = true cannot be combined with adapting {', '.join(sorted(adapted_encoders))}: "
             "cached encodings would not follow the training; leave it out"
         )
+    check_preserved(config, cache_text=cache_text)
     return RunPlan(
         config=config,
         model=ModelPlan(

@@ -57,7 +57,7 @@ def trained(kind: str, below: bool) -> tuple[list[float], dict[str, torch.Tensor
     for parameter in adapter.named_parameters().values():
         parameter.data = parameter.data.double()
     if below:
-        FrozenAdapter(net, PORTABLE, device=CPU, key="adapter.under")
+        FrozenAdapter(net, PORTABLE, CPU)
     else:
         merged(net)
     adapter.mark_stale()
@@ -86,7 +86,7 @@ def test_six_steps_over_it_are_those_over_the_merged_base(kind: str) -> None:
 
 def test_off_a_layer_gives_what_it_gives_alone() -> None:
     net, alone = Net(), Net()
-    below = FrozenAdapter(net, PORTABLE, device=CPU, key="adapter.under")
+    below = FrozenAdapter(net, PORTABLE, CPU)
     x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(2)).double()
     assert (net(x) - alone(x)).abs().max() > 0.1
     with below.off():
@@ -101,7 +101,7 @@ def test_of_a_quantised_layer_u_is_added_to_what_it_computes() -> None:
     x, before = torch.randn(4, 16, generator=g).bfloat16(), None
     before = layer(x)
     each = factors((16, 16), 5)
-    FrozenAdapter(nn.ModuleDict({"q": layer}), Portable({"net.q": each}), device=CPU, key="adapter.under")
+    FrozenAdapter(nn.ModuleDict({"q": layer}), Portable({"net.q": each}), CPU)
     a, sb = each.a.make().bfloat16(), (each.b.make() * each.scaling).bfloat16()
     assert torch.equal(layer(x), before + (x @ a.T) @ sb.T)
 
@@ -109,4 +109,4 @@ def test_of_a_quantised_layer_u_is_added_to_what_it_computes() -> None:
 def test_a_value_that_is_not_finite_is_named() -> None:
     each = factors((5, 24), 3, scale=float("inf"))
     with pytest.raises(UserError, match=r"adapter\.under = 'a': below_sb of net\.second is not finite"):
-        FrozenAdapter(Net(), Portable({"net.second": each}), device=CPU, key="adapter.under = 'a'")
+        FrozenAdapter(Net(), Portable({"net.second": each}), CPU, "a")
