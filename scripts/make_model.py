@@ -57,7 +57,7 @@ BLOCK_NUMBERS = 4_194_301
 # By family, its published folders by what --variant calls them; the first if it is not given.
 VARIANTS = {
     "sdxl": {"": "sdxl"},
-    "flux": {"dev": "flux-dev", "schnell": "flux-schnell"},
+    "flux": {"dev": "flux-dev", "schnell": "flux-schnell", "kontext": "flux-dev"},
     "flux2": {"4b": "flux2-klein-4b", "9b": "flux2-klein-9b", "distilled": "flux2-klein-4b"},
     "zimage": {"base": "zimage", "turbo": "zimage-turbo"},
 }
@@ -665,7 +665,8 @@ def make(
         configs = tiny[family]()
     else:
         configs = full_configs(variant) if size == "full" else short_configs(variant)
-    index = published(variant, "model_index.json") | ({"is_distilled": True} if kind == "distilled" else {})
+    kinds = {"distilled": {"is_distilled": True}, "kontext": {"_class_name": FAMILIES["flux"].variants.editing_pipeline}}
+    index = published(variant, "model_index.json") | kinds.get(kind or "", {})
     scheduler = published(variant, "scheduler/scheduler_config.json")
     # A single file says this by its marker tensors, as the ones in the wild do, not by a scheduler config.
     if prediction == "v" and not single:
@@ -705,7 +706,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prediction", choices=("epsilon", "v"), default="epsilon", help="SDXL's objective")
     variants = [name for kinds in VARIANTS.values() for name in kinds if name]
     parser.add_argument(
-        "--variant", choices=variants, help="flux: dev, schnell; flux2: 4b, 9b, distilled; zimage: base, turbo"
+        "--variant", choices=variants, help="flux: dev, schnell, kontext; flux2: 4b, 9b, distilled; zimage: base, turbo"
     )
     parser.add_argument("--sparse", action="store_true", help="headers alone: every weight is read as zero")
     asked = parser.parse_args(arguments)

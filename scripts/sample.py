@@ -52,7 +52,7 @@ def sample(chosen: argparse.Namespace) -> None:
         raise UserError("no prompt: give --prompt TEXT")
     drawing = Drawing(
         prompts, chosen.negative, chosen.seeds or (config.validation.seed,), sum(chosen.strengths, []),
-        chosen.width, chosen.height, chosen.sampling_steps, chosen.guidance, chosen.references,
+        chosen.width, chosen.height, chosen.sampling_steps, chosen.guidance, chosen.references, chosen.cfg,
     )  # fmt: skip
     adapters = {"": [strength_of(file) for file in chosen.files]}
     if layout is not None and not chosen.files:
@@ -103,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--height", type=int, metavar="PX")
     parser.add_argument("--sampling_steps", type=int, metavar="N", help="default: validation.steps")
     parser.add_argument("--guidance", type=float, help="default: the family's")
+    parser.add_argument("--cfg", type=float, help="of a Flux whose distillation was undone: a second pass with --negative")
     parser.add_argument("--references", nargs="+", default=[], metavar="IMAGE", help="what the model is shown, in order")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: samples; with --steps the run's grid/")
     parser.add_argument("--grid", action="store_true", help="a contact sheet beside them: grid.png")

@@ -51,7 +51,7 @@ class Artifacts:
 
         def sample(request):
             # Around the encoding too: an adapted text encoder has a strength as well.
-            with self.state.adapter.at_strength(request.strength):
+            with self.state.adapter.at_strength(request.strength), components.without_below():
                 prompts = [prompt_conditioning(components, self.reader, text) for text in (request.prompt, request.negative)]
                 return components.family.images.draw(components.model, request, *prompts)
 

@@ -75,6 +75,10 @@ class StartReader(Protocol):
         what does not fit the plan."""
         ...
 
+    def with_below(self, plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
+        """The plan with the frozen adapter that adapter.under names. Raises UserError for what does not fit."""
+        ...
+
 
 class Planning(Protocol):
     """Chooses keys by the memory and the time there are, and tells what takes less."""
@@ -164,7 +168,10 @@ class Ports:
 # By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing. TensorBoard's
 # files are a default: a run without trackers says that there are none.
 ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
-    "adapter_files": {"adapter.init_from": lambda config: config.adapter.init_from},
+    "adapter_files": {
+        "adapter.init_from": lambda config: config.adapter.init_from,
+        "adapter.under": lambda config: config.adapter.under,
+    },
     "layouts": {"data.sources": lambda config: _no_folder(config)},
     "planning": {
         "memory.fit": lambda config: config.memory.fit,

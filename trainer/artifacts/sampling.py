@@ -59,9 +59,10 @@ def _png(image: Image, request: Any, ending: str = "") -> bytes:
 
 
 def _asked(request: Any) -> dict[str, Any]:
-    """What was asked for, as JSON values; references where there are any, so that the text is that of earlier runs."""
+    """What was asked for, as JSON values; references and cfg where there are any, so that the text is that of earlier
+    runs."""
     asked = {each.name: getattr(request, each.name) for each in fields(request) if each.name != "images"}
-    return {name: value for name, value in asked.items() if name != "references" or value}
+    return {name: value for name, value in asked.items() if name not in ("references", "cfg") or value}
 
 
 def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder: Path) -> None:

@@ -5,6 +5,7 @@ two texts are the same.
 import re
 import unicodedata
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -102,10 +103,25 @@ def in_word(character: str) -> bool:
 
 def holds(text: str, words: str) -> bool:
     """Whether `text` contains `words` as whole words, in any case and any of Unicode's forms."""
-    text, words = folded(text), folded(words)
+    return any(True for _ in _places(folded(text), folded(words)))
+
+
+def replaced(text: str, words: str, instead: str) -> str:
+    """The text with `instead` at each place of `words`, as whole words in any case; composed, and without the spaces around
+    words that are gone."""
+    text, words, parts, end = composed(visible(text)), composed(visible(words)), [], 0
+    for start in _places(text, words, re.IGNORECASE):
+        if start >= end:
+            parts.append(text[end:start])
+            end = start + len(words)
+    made = instead.join([*parts, text[end:]])
+    return made if instead else re.sub(r"[ \t]{2,}", " ", made).strip()
+
+
+def _places(text: str, words: str, flags: int = 0) -> Iterator[int]:
+    """Where `words` begin in `text` as whole words."""
     before, after = (UNSPACED.match(words[at : at + 1]) is None for at in (0, len(words) - 1))
-    for match in re.finditer(f"(?={re.escape(words)})", text):
+    for match in re.finditer(f"(?={re.escape(words)})", text, flags):
         start, end = match.start(), match.start() + len(words)
-        if not (before and in_word(text[start - 1 : start])) and not (after and in_word(text[end : end + 1])):
-            return True
-    return False
+        if not (before and start and in_word(text[start - 1])) and not (after and in_word(text[end : end + 1])):
+            yield start

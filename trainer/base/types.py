@@ -81,6 +81,8 @@ class Batch:
     original_size, crop_top_left, target_size: int64 [B, 2] as (height, width) or (top, left), in pixels.
     loss_weights: fp32 [B, H, W], what the squared error of each latent is multiplied by; None: 1 everywhere.
     references: what the model is shown beside each sample, fp32 [B, C, h, w] each, of sizes of their own, in order.
+    preserved_captions, preserved: the captions without their trigger, for which the model is to stay as it is, and their
+    cached encodings; none where nothing is preserved.
     """
 
     occurrences: tuple[Occurrence, ...]
@@ -92,6 +94,8 @@ class Batch:
     target_size: torch.Tensor
     loss_weights: torch.Tensor | None = None
     references: tuple[torch.Tensor, ...] = ()
+    preserved_captions: tuple[str, ...] = ()
+    preserved: Conditioning | None = None
 
     def pin_memory(self) -> Self:
         """The same in page-locked memory: torch's loader asks for it."""

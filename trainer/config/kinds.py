@@ -115,8 +115,8 @@ class ReadWith:
     """The annotation of a key that is read only beside a choice: set without it, the key would be ignored, and is refused.
 
     keys: of the choice, parted by blanks, of which one is enough; one without a dot is of the same table. values: one of them
-    is the choice (None: to leave the key out; of a list: to have it there). above: a number above it is, too. With neither it
-    is whatever is neither empty nor 0 nor false.
+    is the choice (None: to leave the key out; of a list: to have it there). above: a number above it is, too, of the first
+    key that is set. With neither it is whatever is neither empty nor 0 nor false.
     """
 
     keys: str
@@ -129,8 +129,9 @@ class ReadWith:
         key, values = self.keys, [value(key) for key in self.keys.split()]
         beside = f"without {key}" if values[0] is None else f"with {key} = {values[0]!r}"
         if self.above is not None:
-            read = values[0] in self.values or values[0] > self.above
-            return None if read else f"{beside}; leave it out, or raise {key} above {self.above:g}"
+            key, first = next(((k, v) for k, v in zip(key.split(), values, strict=True) if v is not None), (key, None))
+            read = first in self.values or first > self.above
+            return None if read else f"with {key} = {first!r}; leave it out, or raise {key} above {self.above:g}"
         if not self.values:
             one = " one of them" if " " in key else " it"
             return None if any(values) else f"without {' or '.join(key.split())}; leave it out, or set{one}"

@@ -97,8 +97,8 @@ class ModelTable(Table):
     """Of a hub id: a branch, a tag or a commit. Left out: the newest commit."""
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
     """Which files of a folder or repository, where it has several sets: for example `fp16`. `none` takes the plain ones. Of
-    FLUX.2 [klein]: `base` or `distilled`, of Z-Image: `base` or `turbo`, of Flux: `dev` or `schnell`, where neither files nor
-    names say which it is."""
+    FLUX.2 [klein]: `base` or `distilled`, of Z-Image: `base` or `turbo`, of Flux: `dev`, `schnell` or `kontext`, where
+    neither files nor names say which it is."""
     allow_distilled: bool = False
     """Train a distilled model, which collapses, all the same."""
     prediction: Literal["auto", "epsilon", "v"] = "auto"
@@ -179,6 +179,8 @@ class AdapterTable(Table):
     """Start from this adapter file, from a folder that PEFT saved, or from a checkpoint's folder."""
     init_resize: Annotated[bool, ReadWith("adapter.init_from")] = False
     """Let the rank of `adapter.init_from` differ: grown without a change, or shrunk to the nearest."""
+    under: PathText | None = None
+    """A LoRA's file, a frozen part of the model in training alone: for distilled models."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """`auto` is Triton on CUDA from compute capability 8.0 on, and plain PyTorch elsewhere."""
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
@@ -240,8 +242,8 @@ class SampleTable(Table):
 
     prompt: str
     """What to draw."""
-    negative: Annotated[str, ReadWith("guidance", (None,), above=1)] = ""
-    """What to keep out."""
+    negative: Annotated[str, ReadWith("cfg guidance", (None,), above=1)] = ""
+    """What to keep out. Of Flux only with `cfg`."""
     width: Count | None = None
     """In pixels. Left out: the data's resolution."""
     height: Count | None = None
@@ -251,7 +253,9 @@ class SampleTable(Table):
     steps: Count | None = None
     """Left out: `validation.steps`."""
     guidance: float | None = None
-    """How closely the image follows the prompt. Left out: 5.0 for SDXL, 3.5 for Flux."""
+    """How closely the image follows the prompt. Left out: 5.0 for SDXL, 3.5 for Flux, 2.5 for Kontext."""
+    cfg: Annotated[float, Field(gt=1)] | None = None
+    """For a Flux whose distillation was undone: classifier-free guidance, by a second pass with `negative`."""
     strength: Share = 1.0
     """The adapter's strength."""
     references: Annotated[tuple[PathText, ...], Field(strict=False)] = ()

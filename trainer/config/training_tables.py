@@ -64,6 +64,11 @@ class ObjectiveTable(Table):
     guidance: Annotated[float, Field(ge=0)] = 1.0
     """The guidance that the model is told in training. Samples have their own."""
 
+    preserve: Annotated[float, Field(ge=0)] = 0.0
+    """Holds what the model draws without the trigger: the weight of a change there. Two passes more. 0 is off."""
+    preserve_as: Annotated[str, ReadWith("objective.preserve")] = ""
+    """What replaces the trigger there, for example the class. Left empty: nothing."""
+
     @model_validator(mode="after")
     def _one_noise(self) -> ObjectiveTable:
         if self.noise_offset and self.multires_noise_iterations:

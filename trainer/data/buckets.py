@@ -4,6 +4,7 @@ Sizes given to PIL are (width, height); a Placement holds (height, width), as SD
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -192,6 +193,13 @@ def _within_area(width: int, height: int) -> tuple[int, int]:
         return width, height
     scale = math.sqrt(REFERENCE_AREA / (width * height))
     return int(width * scale), int(height * scale)
+
+
+def nearest_size(width: int, height: int, sizes: Sequence[Bucket], *, step: int) -> Bucket:
+    """The one of the sizes whose aspect ratio is nearest to the image's, as Flux's Kontext pipeline of diffusers takes it: of
+    the image's sides in multiples of `step`, and the narrower of two that are as near."""
+    aspect = (width // step * step) / (height // step * step)
+    return _one_of_its_size(min((abs(aspect - w / h), (w, h)) for w, h in sizes)[1])
 
 
 def show_reference(image: Image.Image, bucket: Bucket, *, flip: bool = False) -> Image.Image:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -75,6 +75,7 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
             seed=config.run.seed,
             advance=phase.advance,
         )
+    components.put_below(config.adapter.under)
     for module in modules.values():
         module.eval()
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
@@ -150,6 +151,7 @@ def build_step(
         return fields | draws.told() | held.log_fields() | (components.compiler.told() if components.compiler else {})
 
     losses = losses_of(components, config.run.seed, draws.add)
+    losses = replace(losses, preserve=config.objective.preserve, frozen=lambda: adapter.at_strength(0))
     graphs = _graphs(config, losses, adapter, components)
     step = Step(
         losses=losses,

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from trainer.base.memory import give_back
 from trainer.base.progress import Phases
 from trainer.base.protocols import BaseLayer, Kernels
 from trainer.base.types import Conditioning
+from trainer.engine.below import FrozenAdapter
 from trainer.models.base import Model
 from trainer.models.loading import ModelSource, load_tokenizers
 from trainer.plan.run_plan import ModelPlan
@@ -61,7 +62,8 @@ class Components:
     files, by their contents.
 
     model: what the family's functions take. storage: how each component that was quantised here is stored, for the
-    report. streamers: by the name of each component in memory whose blocks are streamed.
+    report. streamers: by the name of each component in memory whose blocks are streamed. below: the frozen adapter below
+    the one that is trained, once that is in its layers.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Components:
         self.attention, self.compiler = attention, compiler
         self.storage: dict[str, quantization.Stored] = {}
         self.streamers: dict[str, Streamer] = {}
+        self.below: FrozenAdapter | None = None
         self.model = without_modules(plan, processes.device, self.tokenizers())
 
     def tokenizers(self) -> dict[str, Any]:
@@ -169,6 +172,16 @@ class Components:
         if [name for name in names if self.model.modules.pop(name, None) is not None]:
             gc.collect()
             give_back()
+
+    def put_below(self, path: str | None) -> None:
+        """Put the plan's frozen adapter, if there is one, into the denoiser's layers. path: its file's."""
+        if self.plan.under is not None:
+            denoiser = self.model.modules[self.family.denoiser]
+            self.below = FrozenAdapter(denoiser, self.plan.under, self.model.device, path)
+
+    def without_below(self) -> AbstractContextManager[None]:
+        """A block in which the frozen adapter below, if there is one, is off, as where images are drawn."""
+        return nullcontext() if self.below is None else self.below.off()
 
     def layer(self, name: str) -> BaseLayer:
         """A frozen layer by its full name ("unet.conv_in"), under its adapter where it has one."""

@@ -20,6 +20,7 @@ from trainer.data.examples import Example
 from trainer.data.images.views import View
 from trainer.engine.components import Components
 from trainer.models.base import Family, Model
+from trainer.plan.requirements import preserve_as
 from trainer.plan.run_plan import DataPlan, RunPlan
 from trainer.runtime import precision
 from trainer.runtime.processes import Processes
@@ -99,6 +100,7 @@ def encode(
         text_fingerprint=texts,
         collate=family.text.collate,
         encoders=live,
+        preserve_as=preserve_as(plan.config),
     )
 
 
@@ -169,8 +171,11 @@ def captions_at_once(plan: RunPlan) -> int:
 
 
 def captions_of(plan: RunPlan) -> list[str]:
-    """Every caption that is encoded, once for each photo that has it."""
-    return [caption for example in plan.data.encoded for caption in example.captions]
+    """Every caption that is encoded, once for each photo that has it; where something is preserved, without triggers, too."""
+    written = [(caption, example) for example in plan.data.encoded for caption in example.captions]
+    instead = preserve_as(plan.config)
+    without = [] if instead is None else [captions.preserved(caption, example, instead) for caption, example in written]
+    return [*(caption for caption, _ in written), *without]
 
 
 def prompts_of(plan: RunPlan) -> list[str]:

@@ -59,7 +59,7 @@ class Losses:
     In two parts: `inputs`, which is all that the host does, and `of`, which launches what the device does. What `of` launches
     follows from the shapes of its inputs alone, and it reads nothing back.
     predict, tokens, encode, image_tokens: the model's, as a family has them. tokens, encode: used where the batch carries no
-    conditioning. drawn: is given the time and the noise of each micro-batch, on the CPU.
+    conditioning. drawn: is given times and noise, on the CPU. preserve: the weight of a drift. frozen: without the adapter.
     """
 
     objective: Objective
@@ -70,6 +70,8 @@ class Losses:
     seed: int
     device: torch.device
     drawn: Drawn = unheard
+    preserve: float = 0.0
+    frozen: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence] = ()) -> torch.Tensor:
         return self.of(self.inputs(batch, update))
@@ -84,7 +86,8 @@ class Losses:
         keys = [astuple(occurrence) for occurrence in batch.occurrences]
         more = objective.noise.perturbation(noise.shape[1:], self.seed, keys)
         live = {} if batch.conditioning is not None else self.tokens(batch.captions)
-        made = Inputs(replace(batch, occurrences=(), captions=()), time, objective.at(time), noise, more, live)
+        tensors = replace(batch, occurrences=(), captions=(), preserved_captions=())
+        made = Inputs(tensors, time, objective.at(time), noise, more, live)
         return each_tensor(made, self._moved)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -98,8 +101,15 @@ class Losses:
         objective, batch = self.objective, given.batch
         seen = given.noise if given.perturbation is None else given.noise + given.perturbation
         conditioning = self.encode(given.tokens) if batch.conditioning is None else batch.conditioning
-        prediction = self.predict(objective.noised(batch.latents, seen, given.at), given.time, conditioning, batch)
-        return objective.losses(prediction, batch.latents, given.noise, given.at, batch.loss_weights)
+        noised = objective.noised(batch.latents, seen, given.at)
+        prediction = self.predict(noised, given.time, conditioning, batch)
+        losses = objective.losses(prediction, batch.latents, given.noise, given.at, batch.loss_weights)
+        return losses if batch.preserved is None else losses + self.preserve * self._drift(noised, given, batch.preserved)
+
+    def _drift(self, noised: torch.Tensor, given: Inputs, texts: Conditioning) -> torch.Tensor:
+        with self.frozen(), torch.no_grad():
+            frozen = self.predict(noised, given.time, texts, given.batch)
+        return self.objective.drift(self.predict(noised, given.time, texts, given.batch), frozen, given.at)
 
 
 @dataclass(frozen=True)

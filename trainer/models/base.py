@@ -93,7 +93,7 @@ class Model:
 class SampleRequest:
     """One image to draw: sizes in pixels, `guidance` None for the family's default, strength of the adapter.
 
-    references: the files of the images that the model is shown; images: these, PIL images in RGB.
+    references: the files of the images that the model is shown; images: these, PIL images in RGB. cfg: None: no second pass.
     """
 
     prompt: str
@@ -106,6 +106,7 @@ class SampleRequest:
     strength: float = 1.0
     references: tuple[str, ...] = ()
     images: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    cfg: float | None = None
 
 
 def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: Any) -> Any:
@@ -182,8 +183,13 @@ class ImagePart:
     timesteps: tuple[str, ...] = ()  # what objective.timesteps may be, where it is read; the first is what "auto" is
     size_multiple: int = 16  # the side in pixels of what one token of the denoiser stands for: image sizes are multiples
     latent_side: int = LATENT_SIDE
+    # (width, height), one of which each reference gets, with its aspect ratio; none: it keeps its own size, up to an area.
+    reference_sizes: tuple[tuple[int, int], ...] = ()
+    most_references: int | None = None  # beside one photo; None: any number
     # (component, module): changes, in place, what the library's forward gets wrong for training.
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
+    # (model.variant, a request): of the pipeline's call, what only this family's takes, or has another default of.
+    arguments: Callable[[str | None, SampleRequest], dict[str, Any]] = lambda variant, request: {}
     negative_text: bool = True  # whether its pipeline of diffusers takes the negative prompt as a text, and the prompt first
 
     def image_tokens(self, height: int, width: int) -> int:
@@ -228,7 +234,7 @@ class FilePart:
 
 @dataclass(frozen=True)
 class VariantPart:
-    """The base model and the one distilled from it, of a family that has both."""
+    """The base model, the one distilled from it, and the one that edits, of a family that has several."""
 
     names: tuple[str, ...] = ()  # (the base model's, the distilled one's), which model.variant takes
     of_name: Callable[[str], str | None] = lambda name: None  # which of them a file's or repository's name says, if any
@@ -236,6 +242,13 @@ class VariantPart:
     # The one taken where nothing says which; None: the base where a pipeline's index says nothing, else the user is asked.
     presumed: str | None = None
     effect: Callable[[str, Mapping[str, Any]], str] = lambda variant, options: ""  # what it decides, for people
+    editing: str = ""  # the name of the base's twin, in the same tensors, that alone is shown references; "": there is none
+    editing_pipeline: str = ""  # its pipeline's class
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All names that model.variant takes."""
+        return (*self.names, self.editing) if self.editing else self.names
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def open_model(
         _refuse_file(f"model.components.{name}.path", override)
     local = Path(path)
     _refuse_file("model.path", local)
-    if wanted.variant in family.variants.names:
+    if wanted.variant in family.variants.every:
         wanted = replace(wanted, variant=None, distillation=wanted.variant)
     opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, wanted=wanted)
     if config and not local.is_file():

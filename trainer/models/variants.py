@@ -11,7 +11,7 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.base import LATENT_SIDE, Family
 from trainer.models.config_files import RESTORE, read_json
-from trainer.models.kinds import SCHEDULERS
+from trainer.models.kinds import SCHEDULERS, class_in
 
 # Keys of a file's metadata. Not read of FLUX.2, where "klein-4b" is what all of that size are called there.
 NAMED_IN = ("modelspec.title", "modelspec.architecture")
@@ -61,7 +61,7 @@ def place_of(root: Path, name: str, override: Path | None, file: TensorFile | No
 
 @dataclass(frozen=True)
 class Variant:
-    """One of `VariantPart.names`. name: None where nothing says which. why: a phrase. certain: index, tensors or
+    """One of `VariantPart.every`. name: None where nothing says which. why: a phrase. certain: index, tensors or
     `model.variant` say it, and no name alone. unlike: whether tensors alone would say another. otherwise: a name that says
     another, with the words for it."""
 
@@ -75,25 +75,30 @@ class Variant:
 def variant_of(
     family: Family, asked: str | None, place: DenoiserOrigin, config: Mapping[str, Any] = MappingProxyType({})
 ) -> Variant:
-    """The one of `family.variants.names` that the index of the denoiser's pipeline or its tensors tell, else that is asked
-    for, else that a name tells. config: the denoiser's, where it is known. Raises UserError where index or tensors say
-    otherwise than is asked for."""
+    """The one of `family.variants.every` that the index of the denoiser's pipeline or its tensors tell, else that is asked
+    for, else that a name tells. Base and editing model have the same tensors: of these it is the one asked for, first of all.
+    config: the denoiser's, where it is known. Raises UserError where index or tensors say otherwise than is asked for."""
     if not (known := family.variants).names:
         return Variant()
     base, distilled = known.names
     path = None if place.folder is None else place.folder / "model_index.json"
-    said = read_json(path).get("is_distilled") if path is not None and path.is_file() else None
-    shown, why = known.of_config(config), "its tensors show"
+    index = read_json(path) if path is not None and path.is_file() else {}
+    said, pipeline = index.get("is_distilled"), class_in(index)
+    sure, why = known.of_config(config), "its tensors show"
     if said is not None:
-        shown, why = distilled if said else base, f"{path} says (is_distilled = {str(said).lower()})"
+        sure, why = distilled if said else base, f"{path} says (is_distilled = {str(said).lower()})"
+    elif known.editing and pipeline == known.editing_pipeline:
+        sure, why = known.editing, f"{path} says (_class_name = {pipeline!r})"
+    if known.editing and asked != sure and {asked, sure} == {base, known.editing}:
+        sure, why = asked, "model.variant says"
     words = [("name", name) for name in place.names]
     words += [(key, place.metadata[key]) for key in NAMED_IN if known.presumed and key in place.metadata]
     named = next(((found, f"its {what} says ({word})") for what, word in words if (found := known.of_name(word))), None)
-    if shown is not None:
-        if asked not in (None, shown):
-            raise UserError(f"model.variant = {asked!r}: the model is {shown}, as {why}; leave it out")
-        otherwise = f"{named[0]}, as {named[1]}" if named and named[0] != shown else ""
-        return Variant(shown, why, certain=True, otherwise=otherwise)
+    if sure is not None:
+        if asked not in (None, sure):
+            raise UserError(f"model.variant = {asked!r}: the model is {sure}, as {why}; leave it out")
+        otherwise = f"{named[0]}, as {named[1]}" if named and named[0] != sure else ""
+        return Variant(sure, why, certain=True, unlike=sure == known.editing, otherwise=otherwise)
     usual = known.presumed or (base if place.whole else None)
     found, why = (asked, "model.variant says") if asked else named or (usual, "nothing says which it is")
     return Variant(found, why, certain=bool(asked), unlike=known.presumed not in (None, found))

@@ -101,6 +101,10 @@ class Objective:
         target = self.target(latents, noise, at)
         return sample_losses(prediction, target, at.weight, loss_weights, loss=self.loss, threshold=at.threshold)
 
+    def drift(self, prediction: Tensor, frozen: Tensor, at: AtTime) -> Tensor:
+        """fp32 [B]: how far a prediction is from the frozen model's, counted as `losses` counts an error, without a mask."""
+        return sample_losses(prediction, frozen.float(), at.weight, None, loss=self.loss, threshold=at.threshold)
+
     def extras(self) -> str:
         """The part of `describe` that is the same for all: what is not the default."""
         return self.loss.describe() + self.noise.describe() + (", stratified" if self.stratified else "")

@@ -1,6 +1,6 @@
 """The config keys that not every run reads: one that is set and not read is refused, for it would be ignored."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -10,10 +10,13 @@ from trainer.adapters.kinds import KINDS, kind_named
 from trainer.base.errors import UserError
 from trainer.config import Config, DataTable, ObjectiveTable
 from trainer.config.kinds import ReadWith
+from trainer.data.examples import Example
 from trainer.models.base import Family
 from trainer.models.loading import ModelSource
 from trainer.optim import OPTIMIZERS
 
+REFERENCES = ("data.sources.*.references", "validation.samples.*.references")
+CFG = "validation.samples.*.cfg"
 # By the key, the models that read it.
 FAMILY_KEYS = {
     "model.prediction": "models that predict either noise or v",
@@ -33,7 +36,8 @@ FAMILY_KEYS = {
     "data.clip_chunks": "models whose denoiser reads the tokens of a CLIP encoder",
     "data.text_length": "models with a text encoder whose length can be chosen",
     "validation.samples.*.negative": "models that are sampled with a negative prompt",
-    **dict.fromkeys(("data.sources.*.references", "validation.samples.*.references"), "models that edit reference images"),
+    CFG: "models with a guidance of their own beside it",
+    **dict.fromkeys(REFERENCES, "models that edit reference images"),
 }  # fmt: skip
 
 
@@ -95,6 +99,11 @@ def unread_keys(config: Config, family: Family) -> dict[str, str]:
     """The keys that have no effect, set or not: by key ("*": of all entries of a list), beside what, and the remedy."""
     absent = FAMILY_KEYS.keys() - set(family.reads)
     by_family = {key: f"on {family.name}; leave it out (only {FAMILY_KEYS[key]} read it)" for key in absent}
+    for index, sample in enumerate(config.validation.samples if CFG in family.reads else ()):
+        if sample.cfg is None:
+            by_family[f"validation.samples.{index}.negative"] = (
+                f"on {family.name} without cfg; leave it out, or set cfg above 1"
+            )
     if not any(rule.component in family.text_encoders for rule in config.adapter.rules):
         by_family["optimizer.text_encoder_lr"] = "where no rule of the adapter names a text encoder; leave it out, or add one"
     if not family.memory.blocks:
@@ -163,11 +172,52 @@ def _unread_of_images(data: DataTable) -> dict[str, str]:
 
 
 def refuse_unread_by_model(config: Config, source: ModelSource) -> None:
-    """Refuse keys that only some models of the family read, by what their configs say."""
+    """Refuse keys that only some models of the family read, by what their files or model.variant say."""
+    _refuse(config, unread_by_model(source))
+
+
+def unread_by_model(source: ModelSource) -> dict[str, str]:
+    """The keys that have no effect on this model of its family: by key, where, and the remedy."""
+    unread, family, variants = {}, source.family, source.family.variants
     embedded = "objective.guidance"
-    if embedded in source.family.reads and not source.config(source.family.denoiser).get("guidance_embeds"):
+    if embedded in family.reads and not source.config(family.denoiser).get("guidance_embeds"):
         remedy = f"on this model; leave it out (only {FAMILY_KEYS[embedded]} read it)"
-        _refuse(config, {embedded: remedy, "validation.samples.*.guidance": remedy})
+        unread |= {embedded: remedy, "validation.samples.*.guidance": remedy}
+    if variants.editing and source.variant.name != variants.editing:
+        remedy = f"on this model; leave it out, or set model.variant = {variants.editing!r} if it edits reference images"
+        unread |= dict.fromkeys(REFERENCES, remedy)
+    return unread
+
+
+def preserve_as(config: Config) -> str | None:
+    """What replaces the trigger in captions for which the model is preserved; None where nothing is."""
+    return config.objective.preserve_as if config.objective.preserve else None
+
+
+def check_preserved(config: Config, *, cache_text: bool) -> None:
+    """Raises UserError where objective.preserve has nothing to hold the adapter to."""
+    key = f"objective.preserve = {config.objective.preserve:g}"
+    bare = [source.path for source in config.data.sources if not (source.trigger or source.regularisation)]
+    if config.objective.preserve and bare:
+        raise UserError(
+            f"{key}: the source {bare[0]!r} has no trigger: its captions would be both learned and preserved; set its "
+            "trigger, or leave the key out"
+        )
+    if config.objective.preserve and not cache_text:
+        raise UserError(
+            f"{key} needs captions that are encoded ahead by frozen text encoders; leave out rules for text encoders and "
+            "data.cache_text = false"
+        )
+
+
+def check_edits(source: ModelSource, examples: Iterable[Example]) -> None:
+    """Raises UserError where an editing model would be trained without references, and nobody said so."""
+    variants, variant = source.family.variants, source.variant
+    if variants.editing == variant.name is not None and not any(example.references for example in examples):
+        raise UserError(
+            f"the model is {variant.name}, as {variant.why}, which is shown a reference beside each photo, and no source has "
+            f"any; set references in a source, or model.variant = {variants.names[0]!r} to train it without"
+        )
 
 
 def _refuse(config: Config, unread: Mapping[str, str]) -> None:

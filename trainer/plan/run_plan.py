@@ -10,6 +10,7 @@ from PIL import Image
 
 from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
+from trainer.adapters.portable import Portable
 from trainer.adapters.splitting import fused_modules
 from trainer.base import patterns
 from trainer.base.errors import UserError
@@ -32,8 +33,8 @@ from trainer.models.weight_sets import Wanted
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
 from trainer.plan.data_sources import read_sources, resolutions, sources_of
-from trainer.plan.requirements import family_options, refuse_unread, refuse_unread_by_model
-from trainer.plan.samples import requests_of, truths_of
+from trainer.plan.requirements import check_edits, check_preserved, family_options, refuse_unread, refuse_unread_by_model
+from trainer.plan.samples import check_references, requests_of, truths_of
 from trainer.plan.storage import Storage
 from trainer.runtime import precision
 from trainer.runtime.jobs import Every
@@ -95,7 +96,7 @@ class ModelPlan:
     storage: by component. options: the values of the keys that the family reads. cache_text: whether the encoders are gone
     once captions are encoded. converted: the folder that keeps converted weights, if any. resident: of components whose
     blocks are streamed, how many of them stay on the device. parts: of each of the denoiser's blocks, one in each process;
-    1: each has all of it.
+    1: each has all of it. under: the frozen adapter below, with the file's digest.
     """
 
     source: ModelSource
@@ -107,11 +108,18 @@ class ModelPlan:
     converted: str | None
     resident: Mapping[str, int]
     parts: int = 1
+    under: Portable | None = None
+    under_sha256: str = ""
 
     @property
     def family(self) -> Family:
         """The model's family."""
         return self.source.family
+
+    @property
+    def beneath(self) -> dict[str, str]:
+        """The digest of the frozen adapter below, as a checkpoint pins it; empty where there is none."""
+        return {} if self.under is None else {"under": self.under_sha256}
 
     @property
     def adapted(self) -> tuple[str, ...]:
@@ -197,6 +205,7 @@ def make_plan(
     data, length = plan_data(config, family, processes=processes, phases=phases, scanned=scanned)
     options = family_options(config, family)
     objective = find_objective(source, options)
+    check_edits(source, data.examples)
     source.check_tokenizers()
     for component in components.values():
         storage.check(source, component)
@@ -210,6 +219,7 @@ def make_plan(
             f"data.cache_text = true cannot be combined with adapting {', '.join(sorted(adapted_encoders))}: "
             "cached encodings would not follow the training; leave it out"
         )
+    check_preserved(config, cache_text=cache_text)
     return RunPlan(
         config=config,
         model=ModelPlan(
@@ -256,6 +266,7 @@ def plan_data(
         enlarge=data.enlarge,
         seed=config.run.seed,
         multiple=family.images.size_multiple,
+        sizes=family.images.reference_sizes,
         max_aspect=data.max_aspect,
     )
     bucketed = sized(photos)
@@ -264,7 +275,8 @@ def plan_data(
     group = config.step.accumulation * processes
     steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
     apart_sized = sized(apart)
-    requests = requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images.size_multiple)
+    check_references(((str(e.photo.image), len(e.references)) for e in (*bucketed, *apart_sized)), family.images)
+    requests = requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images)
     planned = DataPlan(
         table=data,
         seed=config.run.seed,

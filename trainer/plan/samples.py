@@ -1,6 +1,6 @@
 """The samples that a run is asked for, with the pictures that belong to them: checked before a weight is read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from trainer.data import buckets
 from trainer.data.examples import Example
 from trainer.data.images.decode import decode, load_rgb
 from trainer.data.sources import Photo
-from trainer.models.base import SampleRequest
+from trainer.models.base import ImagePart, SampleRequest
 
 
-def requests_of(wanted: ValidationTable, trained: Sequence[Example], side: int, multiple: int) -> tuple[SampleRequest, ...]:
-    """The samples that are asked for. side: pixels, where none are given. multiple: of which their sides have to be. Raises
-    UserError for one that cannot be drawn."""
+def requests_of(
+    wanted: ValidationTable, trained: Sequence[Example], side: int, images: ImagePart
+) -> tuple[SampleRequest, ...]:
+    """The samples that are asked for. side: pixels, where none are given. Raises UserError for one that cannot be drawn."""
     if not (wanted.every_steps or wanted.every_epochs):
         return ()
     size = wanted.resolution or side
@@ -32,7 +33,8 @@ def requests_of(wanted: ValidationTable, trained: Sequence[Example], side: int, 
         key = f"validation.samples[{index}].references"
         given = sample.model_dump(exclude_none=True, exclude={"truth"})
         requests.append(SampleRequest(**default | given, images=references(sample.references, key)))
-    check_sizes(requests, multiple)
+    check_sizes(requests, images.size_multiple)
+    check_references(((f"validation sample {index}", len(one.images)) for index, one in enumerate(requests)), images)
     return tuple(replace(each, prompt=visible(each.prompt), negative=visible(each.negative)) for each in requests)
 
 
@@ -95,6 +97,22 @@ def _picture(read: Callable[[str | Path], Image.Image], path: str, key: str) -> 
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{key} = {path!r}: {reason}; give an image file, or leave it out") from error
+
+
+def as_shown(image: Image.Image, images: ImagePart) -> Image.Image:
+    """A sample's reference, no larger than the model is shown it."""
+    if images.reference_sizes:
+        size = buckets.nearest_size(*image.size, images.reference_sizes, step=images.size_multiple)
+        return buckets.fit(image, size, crop=buckets.WHOLE)[0]
+    return buckets.show_reference(image, buckets.reference_bucket(*image.size, step=1))
+
+
+def check_references(counts: Iterable[tuple[str, int]], images: ImagePart) -> None:
+    """Raises UserError where more references are shown than the model takes. counts: by photo or sample."""
+    most = images.most_references
+    for name, count in counts:
+        if most is not None and count > most:
+            raise UserError(f"{name} has {count} references, and this model is shown {most} at a time; leave out the others")
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:

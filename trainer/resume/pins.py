@@ -36,7 +36,7 @@ MAY_CHANGE = (
 PLACES = (
     "model.path", "model.config", "model.revision", "model.variant", "model.components.*.path", "data.sources.*.path",
     "data.sources.*.references", "data.sources.*.masks", "data.sources.*.held_out",
-    "adapter.init_from",
+    "adapter.init_from", "adapter.under",
 )  # fmt: skip
 
 # Names of photos that a refusal lists for each way to differ, and that the run's record keeps.
@@ -192,7 +192,7 @@ def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snaps
     cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
     """
     words = {"scheduler": "scheduler_config.json", "markers": "marker tensors of the objective", "tokenizers": "tokenizers"}
-    words |= {"variant": "variant (model.variant says which)"}
+    words |= {"variant": "variant (model.variant says which)", "under": "adapter below (adapter.under)"}
     words |= {name: f"{name} (its files or its config.json)" for name in cached}
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

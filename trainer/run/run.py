@@ -183,7 +183,7 @@ def build_components(
     components = Components(plan.model, digests=digests, compiler=compiler, **given)
     peers.say(str(report_captions(plan.data, components.family, components.model)))
     cached = plan.model.before_steps
-    contents = plan.model.source.contents(cached, digests.of)
+    contents = plan.model.source.contents(cached, digests.of) | plan.model.beneath
     pieces.enter("model", pins.pin_model(contents, cached=cached, snapshots=plan.model.source.snapshots))
     return components, contents
 

@@ -250,7 +250,7 @@ class Session:
         asked = SampleRequest(prompt, negative, *(size or (side, side)), seed, steps or wanted.steps, guidance, strength)
         components, state = self.run.components, self.run.state
         components.load(plan.model.family.vae)
-        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength):
+        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength), components.without_below():
             conditioning = conditionings(components, [prompt, negative])
             draw = beside(self.run.step.graphs, components.family.images.draw)
             return draw(components.model, asked, conditioning(prompt), conditioning(negative))

@@ -99,6 +99,7 @@ def begin(
     memo = open_memo(config, trusted=not asked.verify, layouts=asked.ports.layouts or ())
     plan = make_plan(config, source, processes=processes, phases=phases, scanned=memo)
     reader = asked.ports.adapter_files  # there, where it is asked
+    plan = reader.with_below(plan, say) if config.adapter.under else plan
     start = open_start(config.adapter.init_from, lambda: reader.read_start(plan), resumed=saved is not None)
     plan = _chosen(plan, there, asked.ports, kept=() if saved is None else start_point.fixed_levers(config), say=say)
     config = plan.config

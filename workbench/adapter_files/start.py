@@ -1,5 +1,7 @@
-"""adapter.init_from, read: another adapter, checked against the plan of the run that starts from it."""
+"""adapter.init_from and adapter.under, read: another adapter, checked against the plan of the run that has it."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from trainer.adapters.portable import Portable
 from trainer.base.account import Account, Heading
 from trainer.base.console import some
 from trainer.base.errors import UserError
+from trainer.base.files import hash_file
 from trainer.plan.run_plan import RunPlan
 from workbench.adapter_files.opening import NamedModel, open_adapter, open_checkpoint
 
@@ -36,6 +39,46 @@ def read_start(plan: RunPlan) -> tuple[Portable, Account]:
     portable = with_effect(portable, plan, account)
     check_fits(key, portable, plan)
     return portable, account
+
+
+def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
+    """The plan with what adapter.under names; the same where it names nothing. Reads the file's header, scales and digest.
+    Raises UserError for what does not fit."""
+    path = plan.config.adapter.under
+    if path is None:
+        return plan
+    key, family = f"adapter.under = {path!r}", plan.model.family
+    if not Path(path).is_file():
+        raise UserError(f"{key} is no file; give an adapter file, which has to be there in every start")
+    if kind_named(plan.config.adapter.type).magnitudes:
+        others = " or ".join(repr(name) for name, kind in KINDS.items() if not kind.magnitudes)
+        raise UserError(
+            f"{key} cannot be combined with adapter.type = {plan.config.adapter.type!r}: its magnitudes would be the lengths "
+            f"of W + U's rows, and over W alone, as its file is used, even untrained ones would change W; take {others}"
+        )
+    try:
+        opened = open_adapter(
+            Path(path), [NamedModel(family, plan.config.model.path, plan.model.source.config, plan.model.source)]
+        )
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    portable = opened.portable
+    if portable.kind.name != "lora":
+        raise UserError(f"{key} is a {portable.kind.word}; make a LoRA of it: python scripts/adapter.py convert --to lora")
+    if apart := [name for name in portable.layers if not name.startswith(f"{family.denoiser}.")]:
+        raise UserError(
+            f"{key} has layers of text encoders ({some(apart)}), and captions are encoded without it; take one of the "
+            f"{family.denoiser} alone"
+        )
+    for name, factors in portable.layers.items():
+        shape = plan.shapes.get((family.denoiser, name.partition(".")[2]))
+        if shape is None or factors.weight_shape != tuple(shape):
+            there = "no such layer" if shape is None else f"{list(shape)}"
+            raise UserError(f"{key}: {name} is for a weight {list(factors.weight_shape)}, the model has {there}")
+    for line in opened.account.lines():
+        say(line)
+    say(f"below the adapter: {path}, {len(portable.layers)} layers, frozen; in steps alone: not in samples, nor in the files")
+    return replace(plan, model=replace(plan.model, under=portable, under_sha256=hash_file(Path(path))))
 
 
 def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable:

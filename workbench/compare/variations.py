@@ -109,11 +109,12 @@ def read_comparison(path: str) -> Variations:
         for overrides in [(*_overrides(table.set), *_overrides(variant.set), f"run.seed={seed}", "run.stop_after=")]
     ]
     config = runs[0].config
-    if not config.validation.loss_every_steps or not config.data.held_out:
+    held_out = config.data.held_out or any(source.held_out for source in config.data.sources)
+    if not config.validation.loss_every_steps or not held_out:
         missing = [
             f"{key} = {value}"
             for key, value, there in (
-                ("data.held_out", 0.2, config.data.held_out),
+                ("data.held_out", 0.2, held_out),
                 ("validation.loss_every_steps", 25, config.validation.loss_every_steps),
             )
             if not there

@@ -29,9 +29,9 @@ from trainer.models.base import SampleRequest
 from trainer.models.loading import ModelSource
 from trainer.plan import storage
 from trainer.plan.data_sources import resolutions
-from trainer.plan.requirements import family_options
+from trainer.plan.requirements import family_options, unread_by_model
 from trainer.plan.run_plan import ModelPlan, fetched, find_objective
-from trainer.plan.samples import check_sizes, references
+from trainer.plan.samples import check_references, check_sizes, references
 from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session
 from workbench.adapter_files.opening import NamedModel, OpenedAdapter, open_adapter
@@ -62,6 +62,7 @@ class Drawing:
     steps: int | None = None
     guidance: float | None = None
     references: Sequence[str] = ()
+    cfg: float | None = None
 
     def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[AskedSample]:
         """The samples to draw with these adapters, by prompt, then seed, then strength."""
@@ -73,7 +74,7 @@ class Drawing:
             AskedSample(
                 visible(prompt), visible(self.negative), self.width or side, self.height or side, seed, steps, self.guidance,
                 strength,
-                **pictures, model=config.model.path, adapters=with_,
+                **pictures, cfg=self.cfg, model=config.model.path, adapters=with_,
             )
             for prompt in self.prompts for seed in self.seeds for strength in self.strengths
         ]  # fmt: skip
@@ -97,11 +98,7 @@ def draw(
     refuse_taken(out, place="folder with --out")
     session = Session.open(config, only="measure")
     config, source = session.config, session.source
-    if drawing.negative and "validation.samples.*.negative" not in source.family.reads:
-        raise UserError(f"--negative {drawing.negative!r}: {source.family.name} has no negative prompt; leave it out")
-    if drawing.references and "validation.samples.*.references" not in source.family.reads:
-        names = " ".join(drawing.references)
-        raise UserError(f"--references {names}: {source.family.name} is shown no images; leave it out")
+    _refuse_unread(drawing, source)
     requests = [asked for files in adapters.values() for asked in drawing.requests(config, files)]
     check_sizes(requests, source.family.images.size_multiple)
     model = NamedModel(source.family, config.model.path, source.config, source)
@@ -139,6 +136,22 @@ def draw(
         sampling.draw_samples(requests, sample=sample, folder=out)
     files = sorted(out.glob("*.png"))
     return [*files, _sheet(out, drawing, [*adapters], files)] if grid else files
+
+
+def _refuse_unread(drawing: Drawing, source: ModelSource) -> None:
+    """Raises UserError for what the model does not read."""
+    reads, name = set(source.family.reads) - unread_by_model(source).keys(), source.family.name
+    if drawing.negative and "validation.samples.*.negative" not in reads:
+        raise UserError(f"--negative {drawing.negative!r}: {name} has no negative prompt; leave it out")
+    beside = "validation.samples.*.cfg" in reads
+    if drawing.cfg is not None and not (beside and drawing.cfg > 1):
+        raise UserError(f"--cfg {drawing.cfg:g}: it is above 1, of a Flux whose distillation was undone; leave it out")
+    if drawing.negative and beside and drawing.cfg is None:
+        raise UserError(f"--negative {drawing.negative!r} has no effect on {name} without --cfg; leave it out, or give both")
+    if drawing.references and "validation.samples.*.references" not in reads:
+        names = " ".join(drawing.references)
+        raise UserError(f"--references {names}: this model of {name} is shown no images; leave it out")
+    check_references([("--references", len(drawing.references))], source.family.images)
 
 
 def _refuse_unlike(by_files: Mapping[tuple[str, ...], tuple[Portable | None, float]]) -> None:
@@ -189,7 +202,12 @@ def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
 
 def _as_read(config: Config, portable: Portable | None) -> Config:
     """The config whose adapter is what was read."""
-    keys = {"type": portable.kind.name if portable else "lora", "rslora": bool(portable and portable.rslora), "dropout": 0.0}
+    keys = {
+        "type": portable.kind.name if portable else "lora",
+        "rslora": bool(portable and portable.rslora),
+        "dropout": 0.0,
+        "under": None,
+    }
     return with_values(config, {f"adapter.{name}": value for name, value in keys.items()})
 
 

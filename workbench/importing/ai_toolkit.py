@@ -64,7 +64,10 @@ def _family(draft: Draft, options: Options) -> Family | None:
     if named := [] if arch else [name for name in marks if options.given[name] is True]:
         arch, line = named[0].removeprefix("model.is_"), options.told(named[0])
     common.set_path(draft, *options.line("model.name_or_path", "word"))
-    return common.set_family(draft, arch, line)
+    family = common.set_family(draft, arch, line)
+    if family is not None and family.variants.editing and arch.endswith(f"_{family.variants.editing}"):
+        draft.set("model.variant", family.variants.editing, line)
+    return family
 
 
 def _length(draft: Draft, options: Options) -> None:
@@ -210,6 +213,8 @@ def _samples(draft: Draft, options: Options) -> None:
             if value not in (None, ""):
                 sample[key] = (float(value) if key == "strength" else value, table.told(name))
         sample |= {FLAGS[flag]: (value, f"--{flag}") for flag, value in flags.items() if flag in FLAGS}
+        if (reference := flags.pop("ctrl_img", None)) is not None:
+            sample["references"] = ([reference], "--ctrl_img")
         if idle := [flag for flag in flags if flag not in FLAGS]:
             references = "references of a sample are validation.samples.references, of models that edit"
             draft.note(ABSENT, f"--{idle[0]} in a prompt: {references}")

@@ -13,6 +13,7 @@ from trainer.base import other_trainers
 from trainer.base.errors import UserError
 from trainer.data.layouts.kohya import NAME
 from trainer.models import Family
+from trainer.plan.requirements import CFG
 from workbench.importing import common
 from workbench.importing.draft import ABSENT, DIFFERS, FILL, SAME, Draft, Line, Options
 from workbench.importing.kohya_gui import programs
@@ -47,7 +48,7 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     _precision(draft, options, family)
     _objective(draft, options, family)
     _data(draft, options, config, data)
-    _intervals(draft, options, config, data)
+    _intervals(draft, options, family, config, data)
     options.pass_by("script", "config_file", "network_module", "train_data_dir", "reg_data_dir", "dataset_config")
     common.note_differences(draft, family)
     common.carry_rest(draft, options)
@@ -276,7 +277,7 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
     common.carry_rest(draft, table)
 
 
-def _intervals(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
+def _intervals(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:
     name = "save_every_n_steps"
     if options.has(name):
         draft.carry(options, name, "checkpoint.every_steps")
@@ -291,11 +292,12 @@ def _intervals(draft: Draft, options: Options, config: Path, data: Sequence[Path
         options.pass_by(every)
         if options.whole(every, 0) > 0 and not options.has(every.replace("epochs", "steps")):
             draft.in_epochs(table, *options.line(every, "whole"))
-    _samples(draft, options, config, data)
+    _samples(draft, options, family, config, data)
 
 
-def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
-    """The prompts: lines of a file or of a window."""
+def _samples(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:
+    """The prompts: lines of a file or of a window. Of a model that is told a guidance, --l is the other one beside it."""
+    flags = FLAGS | ({"l": "cfg"} if CFG in family.reads else {})
     listed, told = options.entries("sample_prompts"), "sample_prompts"
     if listed and not isinstance(options.get("sample_prompts"), list):
         path = find_beside(str(listed[0]), config, data)
@@ -311,5 +313,7 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
         prompt, given = prompt_line(str(line))
         if prompt and not prompt.startswith("#"):
             sample = {"prompt": (prompt, told)}
-            sample |= {FLAGS[flag]: (value, f"--{flag}") for flag, value in given.items() if flag in FLAGS and value != ""}
+            sample |= {flags[flag]: (value, f"--{flag}") for flag, value in given.items() if flag in flags and value != ""}
+            if "cfg" in sample and not (isinstance(cfg := sample["cfg"][0], (int, float)) and cfg > 1):
+                del sample["cfg"]  # there, too, no second pass
             draft.samples.append(sample)

@@ -237,4 +237,6 @@ def _samples(draft: Draft, options: Options) -> None:
         sample |= {"width": (int(sides[0]), line), "height": (int(sides[-1]), line)}
     if negative[0]:
         sample["negative"] = negative
+    if (cfg := options.line("validation_guidance_real", "number"))[0] not in (None, 1, 1.0):
+        sample["cfg"] = cfg
     draft.samples.append(sample)

@@ -18,8 +18,8 @@ from trainer.adapters.kinds import KINDS, kind_named
 from trainer.base.files import FileGroup
 from trainer.base.pictures import asked_of, at_full_strength, is_sound, png, pngs
 from trainer.base.run_layout import AVERAGE, Layout
-from trainer.data.buckets import reference_bucket, show_reference
 from trainer.plan.run_plan import RunPlan
+from trainer.plan.samples import as_shown
 from workbench.pages.rendering import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -126,7 +126,9 @@ def _number(asked: Mapping[str, Any], key: str) -> str:
 def _arguments(plan: RunPlan, about: About) -> list[str]:
     """What a pipeline takes to draw the first sample at full strength, in Python."""
     index, request = next(((at, one) for at, one in enumerate(plan.data.requests) if one.strength == 1), (0, None))
-    named = "" if plan.model.family.images.negative_text else "prompt="  # its first argument is a picture
+    images, variant = plan.model.family.images, plan.model.source.variant.name
+    is_edit = not images.negative_text or variant == plan.model.family.variants.editing
+    named = "prompt=" if is_edit else ""  # its first argument is a picture
     if request is None:
         return [named + repr(about.trigger_phrase or "a photo")]
     # The negative is given where it is empty, too: a pipeline may take none for something else than the empty text.
@@ -142,6 +144,7 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
         f"height={request.height}",
         f"num_inference_steps={request.steps}",
         *([] if request.guidance is None else [f"guidance_scale={request.guidance}"]),
+        *(f"{name}={value!r}" for name, value in images.arguments(variant, request).items()),
         f'generator=torch.Generator("cpu").manual_seed({request.seed})',
     ]
 
@@ -150,7 +153,7 @@ def _references(plan: RunPlan) -> Iterator[tuple[str, Image.Image]]:
     """(name in the card's folder, picture) of what the model is shown for the samples, no larger than it takes them."""
     for index, request in enumerate(plan.data.requests):
         for number, image in enumerate(request.images):
-            yield _shown(index, number), show_reference(image, reference_bucket(*image.size, step=1))
+            yield _shown(index, number), as_shown(image, plan.model.family.images)
 
 
 def _shown(index: int, number: int) -> str:

@@ -149,6 +149,7 @@ def _detail(request: str | None) -> str:
         parts = [f"{asked['width']} x {asked['height']} px", f"seed {asked['seed']}", f"{asked['steps']} steps"]
         parts += [f"not: {asked['negative']}"] if asked.get("negative") else []
         parts += [f"guidance {asked['guidance']:g}"] if asked.get("guidance") is not None else []
+        parts += [f"cfg {asked['cfg']:g}"] if asked.get("cfg") is not None else []
         parts += [f"strength {asked['strength']:g}"] if not at_full_strength(asked) else []
         parts += [f"shown {', '.join(Path(file).name for file in asked['references'])}"] if asked.get("references") else []
         parts += [f"average of the weights ({asked['weights']})"] if asked.get("weights") else []

@@ -254,6 +254,7 @@ class Rehearsal:
             crop_top_left=corner,
             target_size=size,
             references=tuple(references),
+            preserved=conditioning if self.plan.config.objective.preserve else None,
         )
 
     def step(self, batches: Sequence[Batch], losses: Callable[..., Tensor] | None = None) -> StepResult:

@@ -7,6 +7,7 @@ libraries, and what the allocator loses to rounding.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import psutil
@@ -23,7 +24,7 @@ from trainer.data.cache import fill
 from trainer.data.cache.texts import HELD_BYTES, at_once
 from trainer.data.examples import extremes
 from trainer.engine.encoding import captions_at_once, captions_of, prompts_of
-from trainer.models.base import SampleRequest
+from trainer.models.base import ImagePart, SampleRequest
 from trainer.plan import fixed_draws
 from trainer.plan.run_plan import RunPlan
 from trainer.run.setup import written_bytes
@@ -165,7 +166,8 @@ class Forecaster:
                 for phase in encoding
             ]
         if self.plan.data.requests:
-            training.append(self.sample(max(self.plan.data.requests, key=_pixels)))
+            images = self.plan.model.family.images
+            training.append(self.sample(max(self.plan.data.requests, key=lambda request: _pixels(request, images))))
         trained, start = self.run.trained, self.start_bytes()
         checkpoint, adapter = written_bytes(self.plan, trained[0], trained[-1].optimizer)
         if self.on_cpu and start:
@@ -272,6 +274,7 @@ class Forecaster:
             if average:
                 stack.enter_context(average.used())
             stack.enter_context(adapter.at_strength(request.strength))
+            stack.enter_context(self.run.components.without_below())
             self.run.sample(replace(request, steps=1), prompts, prompts)
         return phases[0]
 
@@ -390,6 +393,7 @@ def _tensors(module: nn.Module) -> Iterable[Tensor]:
     return (*module.parameters(), *module.buffers())
 
 
-def _pixels(request: SampleRequest) -> int:
+def _pixels(request: SampleRequest, images: ImagePart) -> int:
     """The pixels of a sample, and of the references that are shown for it."""
-    return request.width * request.height + sum(prod(buckets.reference_bucket(*e.size, step=1)) for e in request.images)
+    choose = partial(buckets.nearest_size, sizes=sizes) if (sizes := images.reference_sizes) else buckets.reference_bucket
+    return request.width * request.height + sum(prod(choose(*each.size, step=1)) for each in request.images)

@@ -196,6 +196,9 @@ def _references(examples: Sequence[Example]) -> str:
         ),
     }
     text = f"{counted(len(examples[0].references), 'reference')} beside each photo"
+    if any(each.stretched for each in examples[0].references):
+        sizes = Counter(each.bucket for example in examples for each in example.references)
+        return text + ", resized to " + ", ".join(f"{w}x{h}: {count}" for (w, h), count in sorted(sizes.items()))
     for what, is_changed in changes.items():
         if names := list(dict.fromkeys(e.photo.sample for e in examples if any(map(is_changed, e.references)))):
             text += f", {what} at {counted(len(names), 'photo')} ({shortlist(names, SHOWN)})"

@@ -33,13 +33,14 @@ def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
 
 
 def _add_named(account: Account, source: ModelSource, options: Mapping[str, Any]) -> None:
-    """What the name alone says of the model. What is predicted may be told by a key or a file, too."""
+    """What the name alone says of the model. What is predicted, and what is shown, may be told by a key or a file, too."""
     family, name = source.family.name, source.place.names[0]
     is_known = source.markers.v_prediction or source.scheduler.get("prediction_type") == "v_prediction"
     is_known = is_known or options.get("prediction", "auto") != "auto"
-    for kind, *of_prediction in kinds.named_kinds(family, name):
-        trained, remedy = of_prediction or (kinds.TRAINED[family], "train the model that it was made of")
-        if not (of_prediction and is_known):
+    is_known = is_known or source.family.variants.editing == source.variant.name
+    for kind, *of_key in kinds.named_kinds(family, name):
+        trained, remedy = of_key or (kinds.TRAINED[family], "train the model that it was made of")
+        if not (of_key and is_known):
             reason = f"its name says {kind} ({name}), and it is trained as {trained}"
             account.add(Heading.WARNING, reason, remedy=f"if the name is right, {remedy}")
 
@@ -49,6 +50,8 @@ def _add_parts(account: Account, source: ModelSource) -> None:
     index = source.root / "model_index.json"
     if index.is_file() and PUBLISHED not in index.parents:
         pipeline, usual = kinds.class_in(read_json(index)), kinds.PIPELINES.get(source.family.name)
+        if source.family.variants.editing == source.variant.name is not None:
+            usual = source.family.variants.editing_pipeline
         if usual is not None and pipeline not in ("", usual):
             account.add(Heading.NOTE, f"its pipeline calls itself {pipeline}, and is trained as {usual}")
     if found := [f"{name}: {place}" for name, place in source.found.items()]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.base.text import composed, decoded, folded, holds, invisible, opened, visible
+from trainer.base.text import composed, decoded, folded, holds, invisible, opened, replaced, visible
 
 FAMILY, PERSIAN = "\U0001f468\u200d\U0001f469\u200d\U0001f467\ufe0f", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
 ENGLAND = "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f"
@@ -133,6 +133,20 @@ def test_words_are_whole_ones_in_every_alphabet(text: str, words: str, there: bo
     assert holds(text, words) is there
     assert holds(unicodedata.normalize("NFD", text), words) is there
     assert holds(text, unicodedata.normalize("NFD", words)) is there
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "instead", "made"),
+    [
+        ("a photo of sks dog, sks dog", "sks dog", "dog", "a photo of dog, dog"),
+        ("an SKS dog's bed", "sks", "old", "an old dog's bed"),
+        ("sksdog and asks", "sks", "x", "sksdog and asks"), ("a sks", "sks", "", "a"), ("a sks dog", "sks", "", "a dog"),
+        ("a\u0301 dog, cafe\u0301", "caf\u00e9", "bar", "\u00e1 dog, bar"), ("aa aa", "aa", "aa aa", "aa aa aa aa"),
+        ("\u732b\u732b", "\u732b", "\u72ac", "\u72ac\u72ac"), ("", "a", "b", ""),
+    ],
+)  # fmt: skip
+def test_words_are_replaced_where_they_are_whole(text: str, words: str, instead: str, made: str) -> None:
+    assert replaced(text, words, instead) == made
 
 
 def test_plain_words_are_compared_as_a_search_for_whole_words_does() -> None:

@@ -49,7 +49,7 @@ def lines(source: ModelSource, **options: Any) -> str:
         ("flux1Dev_dedistilled", "dev"), ("Flux-Dev2Pro", "dev"), ("fluxUndistilled", "dev"), ("flux_dev", "dev"),
         ("black-forest-labs/FLUX.1-schnell", "schnell"), ("LibreFLUX", "schnell"), ("OpenFLUX.1", "schnell"),
         ("schnell-dedistilled", "schnell"), ("flux-dev-schnell-merge", None), ("devil_v2", None), ("my-developer", None),
-        ("mymodel", None), ("device", None),
+        ("mymodel", None), ("device", None), ("flux1-dev-kontext_fp8_scaled", None),
     ],
 )  # fmt: skip
 def test_names_say_dev_or_schnell_as_people_write_them(name: str, found: str | None) -> None:
@@ -147,7 +147,9 @@ def sdxl(folder: Path, **scheduler: Any) -> ModelSource:
 def test_the_account_warns_of_a_name_that_says_another_kind_and_no_other_part_of_the_path_does(tmp_path: Path) -> None:
     source = opened(tmp_path / "control", "my_flux-kontext.safetensors", DEV)
     said = "its name says FLUX.1 Kontext (an editing model) (my_flux-kontext), and it is trained as a Flux model"
-    assert f"warning: {said}; if the name is right, train the model that it was made of" in lines(source)
+    assert f"warning: {said} that is shown no references; if the name is right, set model.variant = 'kontext'" in lines(
+        source
+    )
     assert "control model" not in lines(source)
     assert "its name" not in lines(opened(tmp_path / "kontext", "mine.safetensors", DEV))
 

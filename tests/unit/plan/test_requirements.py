@@ -17,8 +17,9 @@ from trainer.base.errors import UserError
 from trainer.config import ScheduleTable
 from trainer.models import FAMILIES
 from trainer.models.base import MemoryPart
+from trainer.models.variants import Variant
 from trainer.optim import SCHEDULES
-from trainer.plan.requirements import FAMILY_KEYS, family_options, refuse_unread, refuse_unread_by_model
+from trainer.plan.requirements import CFG, FAMILY_KEYS, family_options, refuse_unread, refuse_unread_by_model
 
 SET = {
     "model.prediction": "v",
@@ -50,6 +51,7 @@ SET = {
     "data.sources.*.references": "files",
     "validation.samples.*.references": ["a.png"],
     "validation.samples.*.negative": "blurred",
+    "validation.samples.*.cfg": 4.0,
 }
 
 # What a key needs beside it to be read.
@@ -92,7 +94,8 @@ def test_every_such_key_is_one_of_the_config() -> None:
 @pytest.mark.parametrize("key", SET)
 def test_a_key_is_read_or_refused(family: str, key: str) -> None:
     if key in FAMILIES[family].reads:
-        given = config(family, key, SET[key], BESIDE_IT.get(key))
+        with_cfg = {CFG: SET[CFG]} if CFG in FAMILIES[family].reads and key.endswith(".negative") else {}
+        given = config(family, key, SET[key], BESIDE_IT.get(key, {}) | with_cfg)
         refuse_unread(given, FAMILIES[family])
         assert "*" in key or family_options(given, FAMILIES[family])[key.rpartition(".")[2]] == SET[key]
     else:
@@ -163,7 +166,8 @@ def test_a_list_that_is_not_read_is_refused_as_one() -> None:
 
 def test_guidance_is_refused_where_the_model_has_no_embedding_of_it() -> None:
     def model(embeds: bool) -> Any:
-        return SimpleNamespace(family=FAMILIES["flux"], config=lambda name: {"guidance_embeds": embeds})
+        config = {"guidance_embeds": embeds}
+        return SimpleNamespace(family=FAMILIES["flux"], config=lambda name: config, variant=Variant("dev"))
 
     for embeds, guidance in ((True, 1.0), (True, 2.0), (False, 1.0)):
         refuse_unread_by_model(config("flux", "objective.guidance", guidance), model(embeds))
@@ -174,6 +178,25 @@ def test_guidance_is_refused_where_the_model_has_no_embedding_of_it() -> None:
         refuse_unread_by_model(of_a_sample, source)
     with pytest.raises(UserError, match=f"^{re.escape(shown)}read it\\)$"):
         refuse_unread_by_model(given, source)
+
+
+def test_the_negative_of_a_flux_is_read_with_cfg_alone_whatever_guidance_it_is_told() -> None:
+    def asked(family: str, **sample: object) -> None:
+        more = {f"validation.samples.0.{key}": value for key, value in sample.items()}
+        refuse_unread(config(family, more=more), FAMILIES[family])
+
+    for guidance in (None, 1.0, 3.5):
+        told = {} if guidance is None else {"guidance": guidance}
+        asked("flux", negative="fur", cfg=4.0, **told)
+        with pytest.raises(
+            UserError, match=r"^validation\.samples\.0\.negative = 'fur' has no effect (on flux without cfg|with)"
+        ):
+            asked("flux", negative="fur", **told)
+    for family in ("sdxl", "flux2"):
+        with pytest.raises(UserError, match=rf"^validation\.samples\.0\.cfg = 4\.0 has no effect on {family}; leave it out"):
+            asked(family, cfg=4.0)
+    with pytest.raises(UserError, match="cfg"):
+        config("flux", more={"validation.samples.0.cfg": 1.0})
 
 
 # (what is set, beside what it has no effect, beside what it has one)

@@ -69,7 +69,7 @@ def test_the_keys_that_may_differ_are_these() -> None:
         "run.output_dir", "model.path", "model.config", "model.revision", "model.variant", "model.cache_dir",
         "model.components.*.path", "data.sources.*.path", "data.sources.*.references", "data.sources.*.masks",
         "data.sources.*.held_out", "data.cache_dir", "data.num_workers",
-        "adapter.init_from", "memory.gradient_checkpointing", "memory.offload", "memory.resident_blocks",
+        "adapter.init_from", "adapter.under", "memory.gradient_checkpointing", "memory.offload", "memory.resident_blocks",
         "validation.samples.*.references", "validation.samples.*.truth",
     }  # fmt: skip
 

@@ -48,6 +48,6 @@ def test_a_key_that_one_family_reads_is_marked_so() -> None:
     assert re.search(r"\| `shift` \| .* \| `flux`, `flux2`, `zimage` \|\n", page) and re.search(
         r"\| `clip_chunks` \| .* \| `sdxl` \|\n", page
     )
-    assert re.search(r"\| `negative` \| .* \| `sdxl`, `flux2`, `zimage` \|\n", page) and re.search(
+    assert re.search(r"\| `references` \| .* \| `flux`, `flux2` \|\n", page) and re.search(
         r"\| `rank` \| .* \| all \|\n", page
     )

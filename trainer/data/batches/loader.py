@@ -45,7 +45,7 @@ class Reader:
     cache: None if nothing is cached; then `encoders` make what a batch needs, with the same bytes.
     latent_fingerprint, text_fingerprint: as the cache was filled with; no text fingerprint means that captions are
     encoded live and `Batch.conditioning` is None.
-    collate: stacks the conditioning of single captions.
+    collate: stacks the conditioning of single captions. preserve_as: replaces triggers in `preserved_captions`; None: none.
     """
 
     examples: Mapping[str, Example]
@@ -56,13 +56,14 @@ class Reader:
     text_fingerprint: str | None
     collate: Callable[[Sequence[Conditioning]], Conditioning]
     encoders: Encoders | None = None
+    preserve_as: str | None = None
 
     def __getitem__(self, occurrences: MicroBatch) -> Batch:
         return self.finish(self.read(occurrences))
 
     def read(self, occurrences: MicroBatch) -> Batch:
         """The part of a batch that a worker can make: all of it with a cache. Without one, latents are still pixels."""
-        latents, references, texts, placements, weights = [], [], [], [], []
+        latents, references, texts, preserved, placements, weights = [], [], [], [], [], []
         for occurrence in occurrences:
             example = self.examples[occurrence.sample]
             view = views.drawn(self.seed, occurrence, example)
@@ -71,6 +72,7 @@ class Reader:
             placements.append(view.place(example))
             weights.append(self.loss_weights(example, view))
             texts.append(captions.drawn(self.seed, occurrence, example))
+            preserved += captions.drawn_preserved(self.seed, occurrence, example, self.preserve_as)
         return Batch(
             occurrences=occurrences,
             latents=torch.stack(latents),
@@ -81,6 +83,8 @@ class Reader:
             target_size=torch.tensor([p.target_size for p in placements], dtype=torch.int64),
             loss_weights=_stacked(weights),
             references=tuple(map(torch.stack, zip(*references, strict=True))),
+            preserved_captions=tuple(preserved),
+            preserved=None if self.cache is None or not preserved else self.conditioning(preserved),
         )
 
     def _latents(self, example: Example, view: View) -> torch.Tensor:
@@ -118,6 +122,7 @@ class Reader:
             latents=encoded(batch.latents),
             references=tuple(map(encoded, batch.references)),
             conditioning=None if self.text_fingerprint is None else self.conditioning(batch.captions),
+            preserved=self.conditioning(batch.preserved_captions) if batch.preserved_captions else None,
         )
 
     def conditioning(self, texts: Sequence[str]) -> Conditioning:

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass, field
 from trainer.base import draws
 from trainer.base.console import printable, shortlist
 from trainer.base.errors import UserError
+from trainer.base.text import holds, replaced
 from trainer.base.types import Occurrence
 from trainer.data.examples import Example
 
@@ -108,9 +109,33 @@ def refuse_truncated(captions: CaptionReport) -> None:
 
 def drawn(seed: int, occurrence: Occurrence, example: Example) -> str:
     """The caption that this appearance of the photo trains on: "" where it is dropped, else one of the example's."""
-    key = astuple(occurrence)
-    if draws.uniform(seed, "caption_dropout", *key) < example.photo.source.caption_dropout:
+    if draws.uniform(seed, "caption_dropout", *astuple(occurrence)) < example.photo.source.caption_dropout:
         return ""
+    return undropped(seed, occurrence, example)
+
+
+def undropped(seed: int, occurrence: Occurrence, example: Example) -> str:
+    """The same where nothing is dropped."""
     if len(example.captions) == 1:
         return example.captions[0]
-    return example.captions[int(draws.uniform(seed, "caption", *key) * len(example.captions))]
+    return example.captions[int(draws.uniform(seed, "caption", *astuple(occurrence)) * len(example.captions))]
+
+
+def drawn_preserved(seed: int, occurrence: Occurrence, example: Example, instead: str | None) -> list[str]:
+    """The caption of this appearance, as `preserved` has it, also where it is dropped; none where `instead` is None."""
+    return [] if instead is None else [preserved(undropped(seed, occurrence, example), example, instead)]
+
+
+def preserved(caption: str, example: Example, instead: str) -> str:
+    """The caption with `instead` in the place of its source's trigger; a regularisation image's caption as it is. Raises
+    UserError where the trigger's letters are others than the caption's."""
+    source, rules = example.photo.source, example.photo.source.caption_rules
+    if source.regularisation or not rules.trigger:
+        return caption
+    text = replaced(caption, rules.trigger, instead)
+    if holds(text, rules.trigger):
+        raise UserError(
+            f"{printable(example.sample)}: the trigger {rules.trigger!r} is not replaced in the caption {caption!r:.200}; "
+            "write it in the letters of the trigger, and objective.preserve_as without it"
+        )
+    return text if instead else text.strip(f" {rules.separator}")

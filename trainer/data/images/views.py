@@ -67,7 +67,8 @@ def drawn(seed: int, occurrence: Occurrence, example: Example) -> View:
 
 def beside(example: Example, view: View) -> list[tuple[Example, View]]:
     """The references as they are shown beside that view of the photo: whole, and mirrored where it is."""
-    return [(each, View(flip=view.flip, reference=True)) for each in example.references]
+    whole, cut = View(flip=view.flip, crop=WHOLE), View(flip=view.flip, reference=True)
+    return [(each, whole if each.stretched else cut) for each in example.references]
 
 
 def _variant(seed: int, example: Example, number: int) -> View:

@@ -1,7 +1,8 @@
-"""Flux (dev, and schnell without guidance embedding): CLIP and T5 text encoders, a rectified-flow transformer.
+"""Flux (dev, schnell without guidance embedding, Kontext): CLIP and T5 text encoders, a rectified-flow transformer.
 
-Conventions of the released pipeline: latents = (z - shift) * scale, packed 2 x 2; image ids are row and column, text ids
-zero; no attention mask for T5; CLIP gives only the pooled vector; the transformer takes t in [0, 1].
+Conventions of the released pipelines: latents = (z - shift) * scale, packed 2 x 2; image ids are row and column, text ids
+zero; no attention mask for T5; CLIP gives only the pooled vector; the transformer takes t in [0, 1]. Kontext's tensors are
+dev's; it is shown a reference, whose tokens follow the noised ones, with a 1 on the first axis of their ids.
 """
 
 import re
@@ -21,9 +22,14 @@ from trainer.models.shared import clip, joint_attention, vae
 from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
 from trainer.objectives import Flow
 
-DEFAULT_GUIDANCE = 3.5
+DEFAULT_GUIDANCE, KONTEXT_GUIDANCE = 3.5, 2.5  # the latter as in the examples of its pipeline
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
-DEV, SCHNELL = "dev", "schnell"
+DEV, SCHNELL, KONTEXT = "dev", "schnell", "kontext"
+# (width, height), of which FluxKontextPipeline gives a reference the one of the nearest aspect ratio.
+REFERENCE_SIZES = (
+    (672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104), (1024, 1024),
+    (1104, 944), (1184, 880), (1248, 832), (1328, 800), (1392, 752), (1456, 720), (1504, 688), (1568, 672),
+)  # fmt: skip
 # What names of either say, and of models made of it without distillation: as people write them, in lower case.
 NAMED_DEV = re.compile(r"(?<![a-z])(flux)?[-_. \d]*dev(?![a-z])|dev2pro|de[-_ ]?distil|un[-_ ]?distil")
 NAMED_SCHNELL = re.compile(r"schnell|libre[-_ ]?flux|open[-_ ]?flux")
@@ -47,7 +53,10 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def distillation(name: str) -> str | None:
-    """The one that a file or repository of this name is, or is made of; None where the name says neither, or both."""
+    """The one that a file or repository of this name is, or is made of; None where the name says neither, or both, or
+    Kontext, which index or user say."""
+    if "kontext" in name.lower():
+        return None
     dev, schnell = NAMED_DEV.search(name.lower()), NAMED_SCHNELL.search(name.lower())
     if schnell:
         return None if dev and "distil" not in dev[0] else SCHNELL
@@ -55,15 +64,15 @@ def distillation(name: str) -> str | None:
 
 
 def follows(variant: str, options: Mapping[str, Any]) -> str:
-    """What dev and schnell decide."""
-    tokens = options.get("text_length") or {DEV: T5_LENGTH_DEV, SCHNELL: T5_LENGTH_SCHNELL}[variant]
+    """What the variant decides."""
+    tokens = options.get("text_length") or (T5_LENGTH_SCHNELL if variant == SCHNELL else T5_LENGTH_DEV)
     return f"T5 reads up to {tokens} tokens of a caption (data.text_length), and adapter files say flux-1-{variant}"
 
 
 def published(tensors: set[str], variant: str | None = SCHNELL) -> str:
     """The folder of embedded configs for a file. A guidance embedding is dev's."""
     guided = any("guidance_in." in name or "guidance_embedder." in name for name in tensors)
-    return "flux-dev" if guided else f"flux-{variant}"
+    return "flux-dev" if guided or variant != SCHNELL else "flux-schnell"
 
 
 def t5_length(model: Model) -> int:
@@ -72,7 +81,7 @@ def t5_length(model: Model) -> int:
     chosen, longest = model.options.get("text_length"), model.tokenizers["tokenizer_2"].model_max_length
     if chosen and chosen > longest:
         raise UserError(f"data.text_length = {chosen} is more than the model's T5 tokenizer takes; use at most {longest}")
-    dev = model.configs["transformer"].get("guidance_embeds", False) or model.options.get("distillation") == DEV
+    dev = model.configs["transformer"].get("guidance_embeds", False) or model.options.get("distillation") in (DEV, KONTEXT)
     length = chosen or (T5_LENGTH_DEV if dev else T5_LENGTH_SCHNELL)
     return min(length, longest)
 
@@ -115,50 +124,68 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return patches.reshape(batch, packed // 4, height, width)
 
 
-def image_ids(height: int, width: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """fp32 [(H/2)(W/2), 3]: (0, row, column) of every token."""
-    ids = torch.zeros(height // 2, width // 2, 3, device=device)
+def image_ids(height: int, width: int, device: torch.device | str = "cpu", image: int = 0) -> torch.Tensor:
+    """fp32 [(H/2)(W/2), 3]: (image, row, column) of every token."""
+    ids = torch.full((height // 2, width // 2, 3), float(image), device=device)
     ids[..., 1] = torch.arange(height // 2, device=device)[:, None]
     ids[..., 2] = torch.arange(width // 2, device=device)[None, :]
     return ids.view(-1, 3)
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
-    """The predicted velocity, noise - latents: [B, 16, h, w]."""
+    """The predicted velocity, noise - latents: [B, 16, h, w]. A reference follows the noised tokens, as image 1."""
     transformer = model.modules["transformer"]
     height, width = noised.shape[-2:]
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.full((noised.shape[0],), float(model.options["guidance"]), device=noised.device)
+    images = (noised, *batch.references)
     tokens = transformer(
-        hidden_states=pack(noised),
+        hidden_states=torch.cat([pack(each.to(noised)) for each in images], dim=1),
         encoder_hidden_states=conditioning.sequence,
         pooled_projections=conditioning.pooled,
         timestep=time,
         guidance=guidance,
-        img_ids=image_ids(height, width, noised.device),
+        img_ids=torch.cat([image_ids(*each.shape[-2:], noised.device, index) for index, each in enumerate(images)]),
         txt_ids=torch.zeros(conditioning.sequence.shape[1], 3, device=noised.device),
         return_dict=False,
     )[0]
-    return unpack(tokens, height, width)
+    return unpack(tokens[:, : height * width // 4], height, width)
+
+
+def arguments(variant: str | None, request: SampleRequest) -> dict[str, Any]:
+    """What the pipeline is told beside the usual: Kontext's draws a million pixels unless it is given an area."""
+    given = {} if request.cfg is None else {"true_cfg_scale": request.cfg}
+    if variant != KONTEXT:
+        return given
+    given |= {"max_area": request.width * request.height}
+    return given | ({"guidance_scale": KONTEXT_GUIDANCE} if request.guidance is None else {})
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     """An image by diffusers' own pipeline."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxPipeline
 
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler))
     whole_or_tiled = vae.for_size(model.modules["vae"], request.width, request.height)
     parts = {"transformer": model.modules["transformer"], "vae": whole_or_tiled}
     absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
-    pipeline = FluxPipeline(scheduler=scheduler, **parts, **absent)
-    embedded = {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
-    return draw(pipeline, request, DEFAULT_GUIDANCE, **embedded)
+    variant = model.options.get("distillation")
+    given = arguments(variant, request) | {
+        "prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled,
+    }  # fmt: skip
+    if request.cfg is not None:
+        given |= {"negative_prompt_embeds": negative.sequence, "negative_pooled_prompt_embeds": negative.pooled}
+    if variant == KONTEXT:
+        given["image"] = list(request.images) or None
+    made = FluxKontextPipeline if variant == KONTEXT else FluxPipeline
+    return draw(made(scheduler=scheduler, **parts, **absent), request, given.pop("guidance_scale", DEFAULT_GUIDANCE), **given)
 
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
     """What adapter files say of the family."""
-    variant = DEV if config.get("guidance_embeds") else config.get("_variant") or SCHNELL
+    variant = config.get("_variant") or SCHNELL
+    variant = DEV if config.get("guidance_embeds") and variant != KONTEXT else variant
     return {
         "modelspec.architecture": f"flux-1-{variant}/lora",
         "modelspec.implementation": "https://github.com/black-forest-labs/flux",
@@ -195,10 +222,12 @@ FAMILY = base.Family(
         ),
         vae.component("vae.", "ae.safetensors"),
     ),
-    reads=(*READS, "objective.guidance", "data.text_length"),
+    reads=(*READS, "objective.guidance", "data.text_length", "data.sources.*.references", "validation.samples.*.references",
+           "validation.samples.*.negative", "validation.samples.*.cfg"),
     text=base.TextPart(tokens, encode_text, count_tokens),
     images=base.ImagePart(
-        objective, encode_images, predict, sample, TIMESTEPS,
+        objective, encode_images, predict, sample, TIMESTEPS, reference_sizes=REFERENCE_SIZES, most_references=1,
+        arguments=arguments,
         adjust=lambda name, module: keep_time_exact(module, module.time_text_embed) if name == "transformer" else None,
     ),
     files=base.FilePart(
@@ -208,7 +237,8 @@ FAMILY = base.Family(
         hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
     ),
     variants=base.VariantPart(
-        (DEV, SCHNELL), distillation, lambda config: DEV if config.get("guidance_embeds") else None, SCHNELL, follows
+        (DEV, SCHNELL), distillation, lambda config: DEV if config.get("guidance_embeds") else None, SCHNELL, follows,
+        editing=KONTEXT, editing_pipeline="FluxKontextPipeline",
     ),
     memory=base.MemoryPart(
         blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=joint_attention.processor,

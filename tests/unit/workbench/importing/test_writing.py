@@ -386,6 +386,36 @@ def test_an_entry_of_samples_stands_before_what_all_samples_share(tmp_path: Path
     assert [note for note in draft.notes[ABSENT] if "negative" in note]  # of the second: Flux is drawn without
 
 
+def test_a_second_pass_of_flux_is_cfg_and_its_guidance_stays(tmp_path: Path) -> None:
+    """Of sd-scripts --l beside --g, of which 1 is none there; of SimpleTuner validation_guidance_real."""
+    (tmp_path / "prompts.txt").write_text("a dog --g 2 --l 3.5 --n fur\na cat --g 2 --l 1\n")
+    file = tmp_path / "flux.sh"
+    file.write_text(
+        "accelerate launch flux_train_network.py --pretrained_model_name_or_path m.safetensors --train_data_dir img "
+        "--output_dir out --output_name dog --max_train_steps 10 --network_module networks.lora_flux --network_dim 4 "
+        "--sample_prompts prompts.txt --sample_every_n_steps 5\n"
+    )
+    found, _ = imported(file)
+    assert [found.get(f"validation.samples.0.{key}") for key in ("guidance", "cfg", "negative")] == [2, 3.5, "fur"]
+    assert found["validation.samples.1.guidance"] == 2 and "validation.samples.1.cfg" not in found
+    file = foreign_configs.write(tmp_path, "SimpleTuner")
+    tree = json.loads(file.read_text())
+    for real, wanted in ((3.0, 3.0), (1.0, None)):
+        file.write_text(json.dumps(tree | {"--validation_guidance_real": real, "--validation_negative_prompt": "fur"}))
+        found, draft = imported(file)
+        assert found.get("validation.samples.0.cfg") == wanted
+        assert found.get("validation.samples.0.negative", "") == ("fur" if wanted else "")
+
+
+def test_a_config_for_kontext_has_its_variant_and_its_pictures(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    text = file.read_text().replace("arch: flux,", "arch: flux_kontext,").replace("on a beach", "on a beach --ctrl_img a.png")
+    file.write_text(text.replace("- folder_path: img\n", "- folder_path: img\n          control_path: before\n"))
+    found, _ = imported(file)
+    assert found["model.variant"] == "kontext" and found["data.sources.0.references"] == "before"
+    assert found["validation.samples.0.references.0"] == "a.png" and found["validation.samples.0.prompt"] == "sks on a beach"
+
+
 def test_null_is_no_entry_of_a_list(tmp_path: Path) -> None:
     file = foreign_configs.write(tmp_path, "ai-toolkit")
     text = file.read_text().replace('prompts: ["[trigger] on a beach", ', "prompts: [null, ")
@@ -430,7 +460,7 @@ Numbers = tuple[int, float, float, object, int, tuple[str, int], int]
 PUBLISHED: dict[str, Numbers | str] = {
     "ai-toolkit/train_lora_flex2_24gb.yaml": "model.family",
     "ai-toolkit/train_lora_flux_24gb.yaml": (16, 16.0, 1e-4, [512, 768, 1024], 1, ("max_steps", 2000), 1),
-    "ai-toolkit/train_lora_flux_kontext_24gb.yaml": "model.family",
+    "ai-toolkit/train_lora_flux_kontext_24gb.yaml": (16, 16.0, 1e-4, [512, 768], 1, ("max_steps", 3000), 1),
     "ai-toolkit/train_lora_flux_schnell_24gb.yaml": (16, 16.0, 1e-4, [512, 768, 1024], 1, ("max_steps", 2000), 1),
     "onetrainer/Flux_2__flux2_LoRA_16GB.json": (16, 1.0, 3e-5, 512, 2, ("epochs", 100), 1),
     "onetrainer/Flux_2__flux2_LoRA_8GB.json": (16, 1.0, 3e-5, 512, 2, ("epochs", 100), 1),

@@ -1,0 +1,67 @@
+"""A frozen adapter below the one that is trained: each layer that it has gives U x more, U = s B A of its file.
+
+It is a part of the training's model, as if the file had been merged into W: W x + U x + the trained adapter's. Nobody draws
+with it, and no file has it. A and s B lie beside W in the layer's compute dtype; U is never made.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, linear
+
+from trainer.adapters.portable import Factors, Portable
+from trainer.base.errors import UserError
+
+A, SB = "below_a", "below_sb"  # buffers of the frozen layers
+
+
+class FrozenAdapter:
+    """The layers of a LoRA that add to what they have. portable: of the module's layers, by their full names.
+
+    Without values, on the meta device, nothing is read of the file. Raises UserError for a value that is not finite, and for
+    a grouped convolution.
+    """
+
+    def __init__(self, module: nn.Module, portable: Portable, device: torch.device, path: str | None = None) -> None:
+        self.on, key = True, f"adapter.under = {path!r}"
+        for name, factors in portable.layers.items():
+            layer = module.get_submodule(name.partition(".")[2])
+            base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+            if base.groups != 1:
+                raise UserError(f"{key}: {name} is a grouped convolution, which carries no adapter; take another file")
+            for buffer, tensor in _in_compute_dtype(name, factors, base.compute_dtype, device, key).items():
+                base.register_buffer(buffer, tensor, persistent=False)
+            layer.register_forward_hook(lambda _, inputs, y, base=base: self._added(base, inputs[0], y) if self.on else y)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A block in which the layers give what they give without it."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+    @staticmethod
+    def _added(base: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """y + U x, in y's dtype. Differentiable in x and y; of x nothing is saved, as A and B are frozen."""
+        a, sb_NR = (base.get_buffer(name).to(y.dtype) for name in (A, SB))
+        x = x.to(y.dtype)
+        return y + (linear(linear(x, a), sb_NR) if a.dim() == 2 else conv2d(base.product(x, a), sb_NR[:, :, None, None]))
+
+
+def _in_compute_dtype(
+    name: str, factors: Factors, dtype: torch.dtype, device: torch.device, key: str
+) -> Mapping[str, Tensor]:
+    """A [R, K] or [R, K, kh, kw] and s B [N, R] by their buffers' names, each rounded once."""
+    if device.type == "meta":
+        shapes = {A: factors.a.shape, SB: (factors.rows, factors.rank)}
+        return {buffer: torch.empty(shape, dtype=dtype, device=device) for buffer, shape in shapes.items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    made = {A: factors.a.make().to(wide), SB: factors.b.make().flatten(1).to(wide) * factors.scaling}
+    for buffer, tensor in made.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{key}: {buffer} of {name} is not finite; take another file")
+    return {buffer: tensor.to(device, dtype) for buffer, tensor in made.items()}
