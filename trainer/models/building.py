@@ -60,9 +60,8 @@ def shapes_of(component: Component, config: ComponentConfig, where: Path | str =
     if component.names is None:
         return _shapes(build(component, config, where))
     try:
-        return {
-            name: tuple(torch.Size(shape)) for name, shape in component.names(config).shapes.items()
-        }  # whole numbers alone
+        shapes = component.names(config).shapes
+        return {name: tuple(torch.Size(shape)) for name, shape in shapes.items()}  # TypeError but for whole numbers
     except Exception:
         build(component, config, where)  # raises UserError where the class does not take the config, either
         raise  # it does: the mistake is in our table of names

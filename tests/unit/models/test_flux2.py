@@ -391,7 +391,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(folder: Path, tmp_path: 
     [
         ("transformer", {"guidance_embeds": True}, r"it is FLUX\.2 \[dev\], which is not trained here"),
         ("text_encoder", {"num_hidden_layers": 20}, "has 20 layers, and the text is read after layers 9, 18, 27"),
-        ("text_encoder", {"hidden_size": 48}, r"= 96, the numbers of text .* config.json \(hidden_size\) give 48 \+ 48 \+ 48"),
+        ("text_encoder", {"hidden_size": 48}, r"= 96, the numbers .* config.json \(hidden_size\) give 48 \+ 48 \+ 48"),
         ("vae", {"latent_channels": 8}, r"reads 16 channels and predicts 32 \(out_channels\), the vae gives 8 \(each in 4\)"),
     ],
 )  # fmt: skip

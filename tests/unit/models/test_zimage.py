@@ -395,7 +395,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(folder: Path, tmp_path: 
     [
         ("transformer", {"siglip_feat_dim": 1152}, "siglip_feat_dim = 1152: it is Z-Image-Omni, which is not trained here"),
         ("text_encoder", {"num_hidden_layers": 28}, "has 28 layers, and the text is read after layer 35"),
-        ("text_encoder", {"hidden_size": 48}, r"cap_feat_dim = 32, the numbers of text .* config.json \(hidden_size\) give 48"),
+        ("text_encoder", {"hidden_size": 48}, r"cap_feat_dim = 32, the numbers .* config.json \(hidden_size\) give 48"),
         ("vae", {"latent_channels": 4}, r"reads 16 channels and predicts 4 \(out_channels\), the vae gives 4: they do not"),
         ("vae", {"shift_factor": None}, "shift_factor = None"),
     ],
