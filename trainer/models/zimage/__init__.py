@@ -46,11 +46,9 @@ def objective(
         )
     turbo = SHIFT.get(scheduler.get("shift")) == DISTILLED
     if not allow_distilled and (turbo or markers.distillation == DISTILLED):
-        says = (
-            "as its name or model.variant says" if markers.distillation == DISTILLED else "as its scheduler's shift, 3, says"
-        )
+        who = "its name or model.variant" if markers.distillation == DISTILLED else "its scheduler's shift, 3,"
         raise UserError(
-            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {says} says: trained as it is, it loses "
+            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {who} says: trained as it is, it loses "
             "that and blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what "
             "was made of Turbo without distillation (De-Turbo)"
         )
