@@ -150,7 +150,7 @@ def test_what_cannot_be_drawn_is_refused(models: Path, tmp_path: Path, capsys) -
     for arguments, said in (
         ([models / "sdxl", file, file, "--prompt", "a"], "a DoRA beside others is not drawn"),
         ([models / "sdxl", file, "--prompt", "a", "--width", "60"], "not a multiple of 8"),
-        ([models / "flux", "--prompt", "a", "--negative", "b"], "has no negative prompt"),
+        ([models / "flux", "--prompt", "a", "--negative", "b"], "has no effect on flux without --cfg"),
         ([models / "flux", file, "--prompt", "a"], "of no model that is known here"),
     ):
         assert sample.main([*map(str, arguments), "--out", str(out)]) == 2
