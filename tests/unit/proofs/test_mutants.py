@@ -30,7 +30,8 @@ def test_every_fault_is_another_program(catalogue: list[mutants.Mutant]) -> None
     for mutant in catalogue:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         applied = mutant.applied(text)
-        assert ast.dump(ast.parse(applied)) != ast.dump(ast.parse(text)), mutant.fault
+        parsed = (lambda each: ast.dump(ast.parse(each))) if mutant.file.endswith(".py") else str  # a template is no program
+        assert parsed(applied) != parsed(text), mutant.fault
     again = Counter((mutant.file, mutant.before, mutant.after) for mutant in catalogue)
     assert max(again.values()) == 1 and max(Counter(mutant.fault for mutant in catalogue).values()) == 1
 
