@@ -196,7 +196,7 @@ REFUSED = {
     "unknown layer": ({**FORMS["kohya"], "lora_unet_input_blocks_99_0.alpha": A},
                       "1 of its 2 modules .*'lora_unet_input_bl.*--base"),
     "unknown model": (pair("transformer_blocks.0.txt_mlp.lora_A.weight", "transformer_blocks.0.txt_mlp.lora_B.weight"),
-                      r"those of no model that is known here \(sdxl, flux-dev, flux-schnell, flux2-klein-4b, .*zimage-turbo\)"),
+                      r"those of no model that is known here \(sdxl, flux-dev, flux-schnell, .*zimage-turbo\)"),
     "twice": ({**FORMS["kohya"], **FORMS["diffusers"]}, "to_q twice, as '"),
     "one tensor twice": ({**FORMS["diffusers"], f"{Q}.lora.down.weight": A}, "has one tensor twice"),
     "integers": ({f"{STEM}.lora_down.weight": A.int(), f"{STEM}.lora_up.weight": B}, "int32 in .*floating point"),
