@@ -7,6 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -498,3 +499,32 @@ def test_a_published_config_has_the_numbers_of_its_program_or_is_refused_by_key(
 def test_every_published_config_is_in_the_table() -> None:
     files = {str(path.relative_to(foreign_configs.SHARED)) for path in foreign_configs.SHARED.glob("*/*")}
     assert files - {*PUBLISHED} == {"simpletuner/multidatabackend-small-dreambooth-512px.json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "targets"),
+    [
+        # Its preset's own regular expressions leave out the refiners, whose names end as the blocks' do (OneTrainer #1195).
+        ("z.json", {"training_method": "LORA", "model_type": "Z_IMAGE", "base_model_name": "Tongyi-MAI/Z-Image",
+                    "layer_filter_preset": "attn-mlp", "layer_filter_regex": True,
+                    "layer_filter": "^(?=.*attention)(?!.*refiner).*,^(?=.*feed_forward)(?!.*refiner).*",
+                    "concepts": [{"path": "img"}], "__version": 10},
+         ["*layers.*.attention*", "*layers.*.feed_forward*"]),
+        ("z.yaml", {"job": "extension", "config": {"name": "z", "process": [{
+            "type": "sd_trainer", "network": {"type": "lora", "linear": 8, "linear_alpha": 8},
+            "datasets": [{"folder_path": "img", "resolution": [512]}], "train": {"steps": 10, "lr": 1e-4},
+            "model": {"name_or_path": "Tongyi-MAI/Z-Image", "arch": "zimage"}}]}}, ["layers.*"]),
+    ],
+)  # fmt: skip
+def test_z_image_is_imported(tmp_path: Path, monkeypatch, name: str, content: dict[str, Any], targets: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("img").mkdir()
+    Path(name).write_text(json.dumps(content))  # which is YAML, too
+    draft = drafted(Path(name))
+    config = checked(draft, Path(name))
+    assert (config.model.family, config.model.path) == ("zimage", "Tongyi-MAI/Z-Image")
+    assert list(config.adapter.targets) == targets
+    layers = [f"{block}.0.{layer}" for block in ("layers", "noise_refiner", "context_refiner")
+              for layer in ("attention.to_q", "feed_forward.w2")]  # fmt: skip
+    taken = {layer for layer in layers if any(fnmatchcase(layer, pattern) for pattern in targets)}
+    assert taken == {"layers.0.attention.to_q", "layers.0.feed_forward.w2"}
