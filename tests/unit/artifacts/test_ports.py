@@ -23,6 +23,7 @@ MINIMAL = {
 ASKING = {
     "data.sources": {"data": {"sources": [{"path": "hf:a/b"}]}},
     "adapter.init_from": {"adapter": {"init_from": "bear.safetensors"}},
+    "adapter.under": {"adapter": {"under": "bear.safetensors"}},
     "memory.fit": {"memory": {"fit": "auto"}},
     "memory.resident_blocks": {"memory": {"offload": "blocks"}},
     "export.base_model": {"export": {"base_model": "a/b"}},

@@ -139,18 +139,21 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.full((noised.shape[0],), float(model.options["guidance"]), device=noised.device)
-    images = (noised, *batch.references)
+    shown, ids = pack(noised), image_ids(height, width, noised.device)
+    for index, each in enumerate(batch.references, 1):
+        shown = torch.cat([shown, pack(each.to(noised))], dim=1)
+        ids = torch.cat([ids, image_ids(*each.shape[-2:], noised.device, index)])
     tokens = transformer(
-        hidden_states=torch.cat([pack(each.to(noised)) for each in images], dim=1),
+        hidden_states=shown,
         encoder_hidden_states=conditioning.sequence,
         pooled_projections=conditioning.pooled,
         timestep=time,
         guidance=guidance,
-        img_ids=torch.cat([image_ids(*each.shape[-2:], noised.device, index) for index, each in enumerate(images)]),
+        img_ids=ids,
         txt_ids=torch.zeros(conditioning.sequence.shape[1], 3, device=noised.device),
         return_dict=False,
     )[0]
-    return unpack(tokens[:, : height * width // 4], height, width)
+    return unpack(tokens[:, : height * width // 4] if batch.references else tokens, height, width)
 
 
 def arguments(variant: str | None, request: SampleRequest) -> dict[str, Any]:
