@@ -60,8 +60,7 @@ def shapes_of(component: Component, config: ComponentConfig, where: Path | str =
     if component.names is None:
         return _shapes(build(component, config, where))
     try:
-        shapes = component.names(config).shapes
-        return {name: tuple(torch.Size(shape)) for name, shape in shapes.items()}  # TypeError but for whole numbers
+        return component.names(config).shapes
     except Exception:
         build(component, config, where)  # raises UserError where the class does not take the config, either
         raise  # it does: the mistake is in our table of names

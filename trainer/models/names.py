@@ -87,7 +87,8 @@ def original_shape(parts: Sequence[Shape], op: str) -> Shape:
     """The shape of the original's tensor that is made of parts of these shapes by `op`."""
     if not parts[0]:
         return ()
-    shape = (sum(part[0] for part in parts), *parts[0][1:])
+    rows = sum(part[0] for part in parts) if len(parts) > 1 else parts[0][0]  # a config may have a size that is no number
+    shape = (rows, *parts[0][1:])
     return shape[::-1] if op == "transpose" else (*shape, 1, 1) if op == "squeeze" else shape
 
 
