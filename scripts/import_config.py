@@ -1,10 +1,11 @@
-"""A config of this program from one of sd-scripts, OneTrainer, ai-toolkit or SimpleTuner.
+"""A config of this program from one of sd-scripts, kohya_ss, OneTrainer, ai-toolkit or SimpleTuner.
 
     python scripts/import_config.py train_lora_flux_24gb.yaml
     python scripts/import_config.py train.sh --data dataset.toml --set model.family=sdxl --out bear.toml
 
-FILE: sd-scripts' TOML, or a file with its command line; OneTrainer's JSON; ai-toolkit's YAML; SimpleTuner's JSON. Each line
-of the result says where it comes from; its head says what has no equivalent and what differs. docs/import.md has an example.
+FILE: sd-scripts' TOML, or a file with its command line; the JSON that kohya_ss's window saves, read as the options that it
+gives sd-scripts; OneTrainer's JSON; ai-toolkit's YAML; SimpleTuner's JSON. Each line of the result says where it comes from;
+its head says what has no equivalent and what differs. docs/import.md has an example.
 
 Exit status: 0 done; 2 for a file of no trainer that is known, and for what would train something else here.
 """

@@ -111,6 +111,9 @@ MISTAKES = [
     ("run.lr", 1e-4, "unknown key run.lr; did you mean optimizer.lr?"),
     ("train.accumulation", 2, "unknown table train; write step.accumulation for accumulation"),
     ("nothing.of_ours", 2, "unknown key nothing; see docs/keys.md for the keys that there are"),
+    # two keys for one thing
+    ("run.epochs", 3, "give exactly one of run.max_steps and run.epochs; both are given; --set run.epochs= takes out "
+     "the one, --set run.max_steps= the other"),
     # values of other trainers
     ("model.components.unet.dtype", "float8_e4m3fn",
      f"model.components.unet.dtype = 'float8_e4m3fn': did you mean 'fp8_e4m3'? The values are {DTYPES}"),

@@ -59,10 +59,9 @@ class RunTable(Table):
     @model_validator(mode="after")
     def _one_length(self) -> RunTable:
         if (self.max_steps is None) == (self.epochs is None):
-            given = "both are" if self.epochs is not None else "neither is"
-            raise ValueError(
-                f"give exactly one of run.max_steps and run.epochs; {given} given (--set run.max_steps= removes a key)"
-            )
+            both = "both are given; --set run.epochs= takes out the one, --set run.max_steps= the other"
+            given = both if self.epochs is not None else "neither is given"
+            raise ValueError(f"give exactly one of run.max_steps and run.epochs; {given}")
         return self
 
 

@@ -243,13 +243,13 @@ def _hints(model: NamedModel, file: TensorFile) -> list[tuple[str, str]]:
 def _not_known(path: Path, stems: Mapping, models: list[NamedModel], tables: Mapping[int, Mapping]) -> UserError:
     nearest = max(models, key=lambda model: len(stems.keys() & tables[id(model)].keys()))
     unknown = sorted(stems.keys() - tables[id(nearest)].keys())
-    keys = [key for stem in unknown for key in stems[stem].values()]
     if len(unknown) == len(stems):
+        keys = [key for stem in unknown for key in stems[stem].values()]
         labels = ", ".join(dict.fromkeys(model.label for model in models))
         return UserError(f"{path}: its keys are those of no model that is known here ({labels}): {some(keys)}")
     return UserError(
         f"{path}: {len(stems) - len(unknown)} of its {len(stems)} modules are those of {nearest.label}, the others are not: "
-        f"{some(keys)}{_advice(models)}"
+        f"{some(unknown)}{_advice(models)}"
     )
 
 

@@ -30,7 +30,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's options by name. arguments: None takes those of this process. Exits with status 2 after a
     mistake."""
     parser = Parser(
-        prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL, Flux or FLUX.2.", allow_abbrev=False
+        prog="train.py",
+        description="Fine-tune a LoRA, DoRA or LoKr adapter for SDXL, Flux, FLUX.2 or Z-Image.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--config", metavar="FILE", nargs="+", action="extend",

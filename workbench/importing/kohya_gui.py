@@ -30,6 +30,8 @@ def as_options(given: Mapping[str, Any]) -> dict[str, Any]:
     noise = "Multires" if str(given.get("noise_offset_type")).startswith("Multi") else "Original"
     parts = names["only"] | names["noise"]
     hidden += [name for kind, own in parts.items() if kind not in (*kinds, noise) for name in own.split()]
+    for switch, values, settings in names["idle_unless"]:  # always saved, and read beside these values alone
+        hidden += settings.split() if str(given.get(switch)).lower() not in values.split() else []
     rest = {
         names["renames"].get(name, name): value
         for name, value in given.items()

@@ -88,6 +88,36 @@ def test_a_setting_has_the_windows_own_meaning(tmp_path: Path, changes: dict[str
     assert {key: found.get(key) for key in expected} == expected
 
 
+# What the window always saves, whatever the loss and the schedule are.
+SAVED = {
+    "bucket_no_upscale": True, "huber_c": 0.2, "huber_scale": 1, "huber_schedule": "exponential", "loss_type": "l2",
+    "lr_scheduler_num_cycles": 3, "lr_scheduler_power": 2, "max_bucket_reso": 2048, "min_bucket_reso": 256,
+}  # fmt: skip
+
+
+def test_what_sd_scripts_does_not_read_there_either_is_no_note(tmp_path: Path) -> None:
+    _, draft = made(tmp_path, **SAVED)
+    assert not draft.notes[ABSENT] and not draft.notes[UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "absent"),
+    [
+        ({"loss_type": "huber", "huber_scale": ""}, {"objective.huber_c": 0.2}, []),
+        ({"loss_type": "smooth_l1", "huber_scale": ""}, {"objective.huber_schedule": "exponential"}, []),
+        ({"lr_scheduler": "cosine_with_restarts"}, {"schedule.cycles": 3}, []),
+        ({"lr_scheduler": "polynomial"}, {"schedule.power": 2.0}, []),
+        ({"bucket_no_upscale": False}, {}, ["max_bucket_reso = 2048", "min_bucket_reso = 256"]),
+    ],
+)  # fmt: skip
+def test_what_sd_scripts_reads_there_is_kept(
+    tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any], absent: list[str]
+) -> None:
+    found, draft = made(tmp_path, **{**SAVED, **changes})
+    assert {key: found.get(key) for key in expected} == expected
+    assert sorted(note.partition(":")[0] for note in draft.notes[ABSENT]) == absent
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
