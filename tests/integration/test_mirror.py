@@ -273,7 +273,7 @@ def test_keys_in_the_url_are_refused_and_not_printed(bench: Workbench, capfd) ->
         ("simplecache::s3://bucket/run", "give the URL of the store alone"),
         (
             "https://bucket.s3.amazonaws.com/run",
-            'https:// is only read from; give the bucket itself, for example "s3://BUCKET/PREFIX"',
+            'https:// cannot be written to; give the bucket itself, for example "s3://BUCKET/PREFIX"',
         ),
     ):
         assert start(bench, bench.tree(checkpoint__mirror=url)) == 2

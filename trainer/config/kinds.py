@@ -93,10 +93,7 @@ def check_mirror(url: str) -> str:
     if parts.scheme == "memory":
         raise ValueError(f"memory:// ends with the process, and a mirror is there to outlive it; give another URL, {example}")
     if parts.scheme in ("http", "https"):
-        raise ValueError(
-            f"{parts.scheme}:// is only read from; give the bucket itself, {example}, and a provider's address as "
-            "AWS_ENDPOINT_URL (docs/mirror.md)"
-        )
+        raise ValueError(f"{parts.scheme}:// cannot be written to; give the bucket itself, {example} (docs/mirror.md)")
     if "://" not in url or not (parts.netloc + parts.path).strip("/"):
         raise ValueError(f"give a URL and a place in it, {example}")
     return url.rstrip("/")
