@@ -271,6 +271,10 @@ def test_keys_in_the_url_are_refused_and_not_printed(bench: Workbench, capfd) ->
     for url, why in (
         ("memory://bucket/run", "memory:// ends with the process"),
         ("simplecache::s3://bucket/run", "give the URL of the store alone"),
+        (
+            "https://bucket.s3.amazonaws.com/run",
+            'https:// cannot be written to; give the bucket itself, for example "s3://BUCKET/PREFIX"',
+        ),
     ):
         assert start(bench, bench.tree(checkpoint__mirror=url)) == 2
         assert why in capfd.readouterr().err

@@ -92,6 +92,8 @@ def check_mirror(url: str) -> str:
         raise ValueError(f"what stands before a store would answer in its place; give the URL of the store alone, {example}")
     if parts.scheme == "memory":
         raise ValueError(f"memory:// ends with the process, and a mirror is there to outlive it; give another URL, {example}")
+    if parts.scheme in ("http", "https"):
+        raise ValueError(f"{parts.scheme}:// cannot be written to; give the bucket itself, {example} (docs/mirror.md)")
     if "://" not in url or not (parts.netloc + parts.path).strip("/"):
         raise ValueError(f"give a URL and a place in it, {example}")
     return url.rstrip("/")

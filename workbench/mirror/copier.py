@@ -163,7 +163,9 @@ class Copier:
         self._changed = threading.Condition()
         self._pending: list[int] = []  # steps, ascending
         self._ends: list[str] = []  # files, by their paths in the output folder
-        self._begun, self._closed, self._taken = False, False, False
+        self._begun, self._closed = False, False
+        self.taken = False  # another start has claimed the place
+        self.newest: int | None = None  # the newest step that this start knows to be whole there
         self._hurry = threading.Event()  # the end is near: no long pause is slept through
         self._copied: dict[str, tuple[int, int]] = {}  # results: size and time of what was copied
 
@@ -212,7 +214,7 @@ class Copier:
     def missing(self) -> list[str]:
         """The names of what is to be copied and is not yet; none where the mirror is another's now."""
         with self._changed:
-            return [] if self._taken else [*map(folder_name, reversed(self._pending)), *self._ends]
+            return [] if self.taken else [*map(folder_name, reversed(self._pending)), *self._ends]
 
     def _work(self, back: int) -> None:
         while True:
@@ -232,10 +234,11 @@ class Copier:
                 else:
                     self._copy_file(end)
             except Taken:
-                self._taken = True
+                self.taken = True
                 return self.say(
                     f"warning: checkpoint.mirror = {self.mirror.url!r} is claimed by another run now, or by another start of "
-                    "this one; this run goes on without a mirror and copies nothing more there: give it another prefix"
+                    "this one; this run goes on without a mirror and copies nothing more there: stop it where the other is "
+                    "the same run on another machine, else give it another prefix"
                 )
             except Exception as error:  # whatever a backend raises: the run goes on
                 if self._closed:
@@ -269,6 +272,7 @@ class Copier:
         try:
             if folder.exists():
                 self.mirror.put(folder, step, log.read_bytes() if log.exists() else b"")
+                self.newest = max(step, self.newest or 0)
                 self.mirror.prune(self.keep_last)
         except FileNotFoundError:
             if folder.exists():

@@ -74,6 +74,13 @@ class Mirroring:
                     f"warning: {copier.mirror.url} lacks {shortlist(missing, NAMED)}{how_long}{why}; all of it is whole in "
                     f"{context.layout.root}: start again with --resume_from auto, and it is copied"
                 )
+            elif copier.taken:
+                processes.say(
+                    f"warning: {copier.mirror.url} is another start's: what this run made since it was claimed is in "
+                    f"{context.layout.root} alone"
+                )
+            elif copier.newest is not None:
+                processes.say(f"mirror {copier.mirror.url}: all is copied, up to {folder_name(copier.newest)}")
         if not isinstance(ended or stopped, PeerStopped):
             processes.wait()
         if ended is None and isinstance(stopped, Interrupted):

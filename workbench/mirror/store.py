@@ -48,7 +48,7 @@ def check_library(url: str) -> None:
 
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        way = f"pip install '.[{EXTRAS[protocol]}]'" if protocol in EXTRAS else "install it"
+        way = f"pip install -e '.[{EXTRAS[protocol]}]'" if protocol in EXTRAS else "install it"
         raise UserError(f"checkpoint.mirror = {url!r} needs a library that is not there: {error}; {way}") from error
     except ValueError as error:
         raise UserError(

@@ -167,7 +167,11 @@ def test_two_starts_on_one_prefix_do_not_share_it(machine: Machine, tmp_path: Pa
         machine.here(2, owned=False)
         first.offer(2)
     assert machine.fs.mirror().listing() == before and machine.fs.mirror().steps() == [1]
-    assert "is claimed by another run now" in machine.said[0] and len(machine.said) == 1 and not other.said
+    claimed, alone = machine.said
+    assert "is claimed by another run now" in claimed and alone == (
+        f"warning: {URL} is another start's: what this run made since it was claimed is in {machine.layout.root} alone"
+    )
+    assert other.said == [f"mirror {URL}: all is copied, up to {folder_name(1)}"]
     with pytest.raises(UserError, match="holds another run"):
         machine.ask()
 
@@ -245,7 +249,8 @@ def run(machine: Machine, ending: BaseException | None = None, copying: Any = No
 
 def test_an_end_waits_until_all_is_there(machine: Machine) -> None:
     run(machine)
-    assert machine.fs.mirror().steps() == [1] and machine.waited == 1 and not machine.said
+    assert machine.fs.mirror().steps() == [1] and machine.waited == 1
+    assert machine.said == [f"mirror {URL}: all is copied, up to {folder_name(1)}"]
     assert machine.fs.mirror().owner() == {"run": "bear", "id": files.read_json(machine.layout.mirror)["id"]}
 
 
@@ -254,6 +259,7 @@ def test_a_run_that_is_ended_is_copied_too(machine: Machine, ending: Exception) 
     with pytest.raises(type(ending)):
         run(machine, ending)
     assert machine.fs.mirror().steps() == [1] and machine.waited == (not isinstance(ending, PeerStopped))
+    assert machine.said == [f"mirror {URL}: all is copied, up to {folder_name(1)}"]
 
 
 def test_a_second_ctrl_c_waits_for_nothing(machine: Machine) -> None:

@@ -332,7 +332,7 @@ def test_what_is_not_installed_is_named_with_what_to_install(monkeypatch) -> Non
     # fsspec remembers what it has imported: asked as if it had not yet.
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(
-        UserError, match=r"'s3://a/b' needs a library that is not there: Install s3fs.*pip install '\.\[s3\]'"
+        UserError, match=r"'s3://a/b' needs a library that is not there: Install s3fs.*pip install -e '\.\[s3\]'"
     ):
         check_library("s3://a/b")
     with pytest.raises(UserError, match="fsspec knows no s4://; give one of s3, "):
