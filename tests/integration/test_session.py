@@ -123,7 +123,10 @@ def test_a_mistake_is_an_exception_and_leaves_nothing(bench: Workbench) -> None:
         opened(bench, "out", adapter__rules=[{"component": "unet", "match": "nothing.*", "rank": 2}]).__enter__()
     assert not (bench.tmp / "out").exists()
     with opened(bench, "out") as session:
-        assert session.step == 0
+        assert session.step == 0 and repr(session).endswith("out': step 0 of 4)")
+        photos = len(session.run.plan.data.photos)
+        assert repr(session.run.plan).endswith(f"out': 4 steps, {photos} photos)")
+    assert repr(session).endswith("out': not open)")
 
 
 def test_the_door_is_opened_without_the_libraries() -> None:

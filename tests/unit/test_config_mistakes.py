@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import runpy
+import traceback
 from importlib import resources
 
 import pytest
@@ -246,6 +247,14 @@ def test_a_config_of_ones_own_is_meant_before_one_of_the_project(tmp_path) -> No
         with pytest.raises(UserError) as refused:
             configs.load(str(tmp_path / name), [])
         assert str(refused.value).splitlines()[0].endswith(remedy)
+
+
+@pytest.mark.parametrize(("name", "keys"), [("no.toml", []), ("tiny_sdxl.toml", ["optimizer.rl=1"])])
+def test_a_notebook_shows_no_error_of_a_library_before_the_message(name: str, keys: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        configs.load(name, keys)
+    told = "".join(traceback.format_exception(refused.value))
+    assert told.count("Traceback") == 1 and "trainer.base.errors.UserError: " in told
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,8 @@ def refuse_unserved(config: Config, ports: Ports) -> str:
         for key, asks in ASKED[part].items():
             if value := asks(config):
                 raise UserError(
-                    f"{key} = {value!r} is read by {part!r}, a part that this run was opened without; give it "
-                    "(ports=...), or leave the key out"
+                    f"{key} = {value!r} is read by {part!r}, a part that this run was opened without; from Python "
+                    "give all parts: from workbench import PORTS, Session.open(config, ports=PORTS); or leave the key out"
                 )
     lost = {
         "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",

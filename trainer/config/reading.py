@@ -70,7 +70,7 @@ def read_toml(path: str, option: str) -> dict[str, Any]:
         meant = named.get(patterns.near(file.stem, named, cutoff=0.8) or "")
         first = "docs/compare.md tells how to write one" if compares else "python train.py --new PHOTOS writes one"
         remedy = f"did you mean {meant}?" if meant else first
-        raise UserError(f"{option} {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from error
+        raise UserError(f"{option} {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{option} {path}: not valid TOML: {error}{_remedy(text, error)}{_other(file)}") from error
     except ValueError as error:
@@ -106,7 +106,7 @@ def parse(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(drop_removed(tree))
     except ValidationError as error:
-        raise UserError(mistakes.explain(error.errors(include_url=False))) from error
+        raise UserError(mistakes.explain(error.errors(include_url=False))) from None  # it says all of it
 
 
 def literal(value: Any) -> str:

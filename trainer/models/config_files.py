@@ -158,7 +158,8 @@ def check_values(
         same = type(value) is type(wanted) and value == wanted  # an infinity, too, where the library has it
         if same or (key not in taken and wanted is None):
             continue
-        fits = key not in needed if value is None else _alike(value, wanted) or (key in taken and hint is not Any and _fits(value, hint))
+        typed = key in taken and hint is not Any  # a class without annotations takes what is like its default
+        fits = key not in needed if value is None else _alike(value, wanted) or (typed and _fits(value, hint))
         if not fits or not _counts(key, value, wanted):
             kind = hint.__name__ if isinstance(hint, type) else hint
             should = f"others have {shown(wanted)}" if wanted is not None else f"{kind} is taken"

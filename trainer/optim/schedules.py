@@ -112,10 +112,16 @@ class ScheduleState:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.schedule, self.anew, self.say = schedule, anew, say
+        self.base_lrs = list(schedule.base_lrs)  # the config's: Session.lr changes the schedule's own
+
+    def rates(self) -> list[float]:
+        """The rates that the config has at the schedule's place, one for each group."""
+        by_group = zip(self.base_lrs, self.schedule.lr_lambdas, strict=True)
+        return [float(base * share(self.schedule.last_epoch)) for base, share in by_group]
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's place and its present rates, one for each group."""
-        rates = [float(rate) for rate in self.schedule.get_last_lr()]
+        """The schedule's place and the config's rates there, one for each group."""
+        rates = self.rates()
         return {"last_epoch": self.schedule.last_epoch, "_step_count": self.schedule._step_count, "_last_lr": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,8 +136,7 @@ class ScheduleState:
             raise ValueError(f"rates {rates}")
         self.schedule.last_epoch, self.schedule._step_count = counts
         if self.anew:
-            before, by_group = rates, zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
-            rates = [float(base * rate(self.schedule.last_epoch)) for base, rate in by_group]
+            before, rates = rates, self.rates()
             if (now := max(rates, default=0.0)) != (then := max(before, default=0.0)):
                 self.say(f"learning rate of the next step: {now:.3g}; it would have been {then:.3g}")
         self.schedule._last_lr = rates

@@ -147,7 +147,7 @@ class ModelPlan:
         return precision.needs_scaling(self.storage[name].compute for name in {self.family.denoiser, *self.adapted})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunPlan:
     """Everything that is known before weights are read. config: the resolved one."""
 
@@ -158,6 +158,11 @@ class RunPlan:
     shapes: dict[tuple[str, str], tuple[int, ...]]  # of the adaptable layers' weights, by component and name
     skipped: tuple[str, ...]  # layers without a gradient path
     truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
+
+    def __repr__(self) -> str:
+        """A line, where a field for each layer and photo would fill a notebook; workbench's `described` has it in words."""
+        run, photos = self.config.run, len(self.data.photos)
+        return f"RunPlan({run.name!r} -> {run.output_dir!r}: {self.length.max_steps} steps, {photos} photos)"
 
     @property
     def saves_before_the_end(self) -> bool:

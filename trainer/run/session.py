@@ -88,6 +88,11 @@ class Session:
         self._steps: Generator[SimpleNamespace] | None = None
         self._left = False
 
+    def __repr__(self) -> str:
+        """Its folder, and where it is."""
+        made = "not open" if self._built is None else f"step {self.step} of {self.run.plan.length.max_steps}"
+        return f"Session({self.config.run.output_dir!r}: {made if self.only == 'train' else 'it measures'})"
+
     @classmethod
     def open(
         cls,

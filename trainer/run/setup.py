@@ -91,7 +91,7 @@ def begin(
     """
     allowed = asked.allowed
     if lost := refuse_unserved(config, asked.ports):
-        say(f"note: no {lost}: this run was opened without the parts that make them (ports)")
+        say(f"note: no {lost}: this run was opened without the parts that make them (ports=workbench.PORTS has them)")
     _check_machine(config, asked, say)
     saved, config, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     given = config.step.accumulation

@@ -72,7 +72,7 @@ def test_every_key_that_a_part_alone_reads_is_in_the_table() -> None:
 @pytest.mark.parametrize("key", [key for keys in ASKED.values() for key in keys])
 def test_what_is_asked_of_a_part_that_is_not_there_is_refused_by_its_key(key: str) -> None:
     config = configs.parse(MINIMAL | ASKING[key])
-    with pytest.raises(UserError, match=rf"^{re.escape(key)} = .* this run was opened without"):
+    with pytest.raises(UserError, match=rf"^{re.escape(key)} = .* this run was opened without; .*workbench import PORTS"):
         refuse_unserved(config, Ports())
     assert refuse_unserved(config, PORTS) == ""
 

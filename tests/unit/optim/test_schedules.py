@@ -163,3 +163,22 @@ def test_a_schedule_that_was_lengthened_says_what_rate_comes_next() -> None:
         state(total, anew=True, say=lines.append).load_state_dict(short.state_dict())
     now, then = (1e-3 * (1 + math.cos(math.pi * 8 / total)) / 2 for total in (20, 10))
     assert lines == [f"learning rate of the next step: {now:.3g}; it would have been {then:.3g}"]
+
+
+def test_rates_that_were_set_are_not_kept() -> None:
+    """What trainer.Session.lr does to a schedule ends with its process."""
+
+    def state() -> ScheduleState:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+        return ScheduleState(build_schedule("cosine", optimizer, warmup=0, total_steps=10))
+
+    whole, changed, resumed = state(), state(), state()
+    changed.schedule.base_lrs = [2e-4]
+    for each in (whole, changed):
+        for _ in range(4):
+            each.schedule.optimizer.step()
+            each.schedule.step()
+    assert changed.schedule.get_last_lr() != whole.schedule.get_last_lr()
+    resumed.load_state_dict(changed.state_dict())
+    set_there = [group["lr"] for group in resumed.schedule.optimizer.param_groups]
+    assert resumed.schedule.get_last_lr() == set_there == whole.schedule.get_last_lr()
