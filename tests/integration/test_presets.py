@@ -27,8 +27,18 @@ PRESETS = sorted((ROOT / "configs").glob("*_*gb.toml"))
 SMALLER = (512, 768)  # than what the presets have
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in PRESETS])
+TRIED = {"8gb", "12gb"}  # of each family, the others as proofs
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, id=path.stem, marks=pytest.mark.slow if path.stem.partition("_")[2] in TRIED else pytest.mark.proof
+        )
+        for path in PRESETS
+    ],
+)
 def test_a_preset_fits_its_card_with_5_percent_to_spare(tmp_path, monkeypatch, path: Path) -> None:
     """At full size, as the file is and with smaller photos, over enough that text encoders get eight captions at once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
