@@ -20,6 +20,7 @@ from trainer.models.flux import names
 from trainer.models.names import ComponentConfig
 from trainer.models.shared import clip, joint_attention, vae
 from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
+from trainer.models.shared.vae import encode_images
 from trainer.objectives import Flow
 
 DEFAULT_GUIDANCE, KONTEXT_GUIDANCE = 3.5, 2.5  # the latter as in the examples of its pipeline
@@ -43,13 +44,6 @@ TEXTS = {"pooled_projection_dim": [("text_encoder", "hidden_size")], "joint_atte
 def objective(scheduler: ComponentConfig, markers: Markers, *, timesteps: str = "auto", **choices: Any) -> Flow:
     """Shifted by the resolution, if not asked otherwise; "sigmoid" is the name of times that are not."""
     return flow(scheduler, "flux", timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps, **choices)
-
-
-def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
-    """Latents [B, 16, H/8, W/8] of pixels [B, 3, H, W] from -1 to 1: the posterior's mean, shifted and scaled."""
-    module = model.modules["vae"]
-    mean = vae.posterior_mean(module, pixels.to(model.device))
-    return (mean - module.config.shift_factor) * module.config.scaling_factor
 
 
 def distillation(name: str) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trainer.base import tiles
-from trainer.models.base import Component
+from trainer.models.base import Component, Model
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 # Defaults of the class for keys missing from config.json.
@@ -108,6 +108,13 @@ def for_size(module: Any, width: int, height: int) -> Any:
 def posterior_mean(module: Any, pixels: torch.Tensor) -> torch.Tensor:
     """fp32 [B, C, h, w] of pixels [B, 3, H, W] in [-1, 1]."""
     return for_size(module, pixels.shape[-1], pixels.shape[-2]).encode(pixels).latent_dist.mean.float()
+
+
+def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents [B, 16, H/8, W/8] of pixels [B, 3, H, W] from -1 to 1: the posterior's mean, shifted and scaled."""
+    module = model.modules["vae"]
+    mean = posterior_mean(module, pixels.to(model.device))
+    return (mean - module.config.shift_factor) * module.config.scaling_factor
 
 
 def component(prefix: str, file: str) -> Component:

@@ -24,6 +24,7 @@ from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, draw
 from trainer.models.shared import qwen, vae
 from trainer.models.shared.flow import READS, TIMESTEPS, flow
+from trainer.models.shared.vae import encode_images
 from trainer.models.zimage import attention, names
 from trainer.objectives import Flow
 
@@ -66,13 +67,6 @@ def distillation(name: str) -> str | None:
     if re.search(r"(?<![a-z])(turbo|zit)(?![a-z])", name):
         return DISTILLED
     return BASE if re.fullmatch(r"z[-_ ]?image([-_ ](bf16|fp32|fp8)\w*)?", name) else None
-
-
-def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
-    """Latents [B, 16, H/8, W/8] of pixels [B, 3, H, W] from -1 to 1: the posterior's mean, shifted and scaled."""
-    module = model.modules["vae"]
-    mean = vae.posterior_mean(module, pixels.to(model.device))
-    return (mean - module.config.shift_factor) * module.config.scaling_factor
 
 
 def rows(count: int) -> int:
