@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from tests.harness import PHOTOS, Workbench, metrics_of
-from tests.numerics.test_compiled_blocks import AOT
 from trainer import config as configs
 from trainer.adapters.kinds import KINDS
 from trainer.base.errors import UserError
@@ -37,9 +36,9 @@ def adapter_bytes(out: Path) -> bytes:
 
 
 def traced_only(monkeypatch) -> None:
-    """Have blocks traced and differentiated, but not compiled any further."""
+    """Have blocks traced, but not compiled any further."""
     lookup = torch._dynamo.lookup_backend
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup(AOT))
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup("eager"))
 
 
 @pytest.mark.proof
@@ -85,41 +84,45 @@ def in_shapes(folder: Path, sizes: tuple[tuple[int, int], ...]) -> Path:
     return folder
 
 
-def programs(bench: Workbench, monkeypatch, family: str, steps: int, **overrides: Any) -> list[int]:
-    """How many programs were made in each step."""
+def programs(
+    bench: Workbench, monkeypatch, family: str, shapes: int, stops: tuple[int, ...], **overrides: Any
+) -> list[list[int]]:
+    """How many programs were made in each step, of each start: it stops after so many steps, and the next goes on."""
     traced_only(monkeypatch)
-    photos = in_shapes(bench.tmp / "photos", ((64, 64), (80, 48), (96, 32)))
+    photos = in_shapes(bench.tmp / "photos", ((64, 64), (80, 48), (96, 32))[:shapes])
     tree = bench.tree(
-        family, run__max_steps=steps, step__compile="blocks", step__accumulation=2, data__batch_size=1,
+        family, run__max_steps=stops[-1], step__compile="blocks", step__accumulation=2, data__batch_size=1,
         data__sources=[{"path": str(photos)}], memory__gradient_checkpointing=True, **overrides,
     )  # fmt: skip
-    for stop, resume in ((steps // 2, None), (steps, "auto")):
+    for stop in stops:
         torch.compiler.reset()
         tree["run"]["stop_after"] = stop
-        train(configs.parse(tree), resume_from=resume)
-    return [entry.get("compiled", 0) for entry in metrics_of(bench.tmp / "out")]
+        train(configs.parse(tree), resume_from=None if stop == stops[0] else "auto")
+    made = [entry.get("compiled", 0) for entry in metrics_of(bench.tmp / "out")]
+    return [made[start:stop] for start, stop in zip((0, *stops), stops, strict=False)]
 
 
 @pytest.mark.parametrize(
-    ("family", "steps", "each"),
+    ("family", "shapes", "stops", "each"),
     [
-        pytest.param("sdxl", 8, 3, marks=pytest.mark.slow),
-        pytest.param("sdxl", 200, 3, marks=pytest.mark.proof),
-        pytest.param("flux", 200, 4, marks=pytest.mark.proof),
+        pytest.param("sdxl", 2, (6,), 3, marks=pytest.mark.slow),
+        pytest.param("sdxl", 3, (100, 200), 3, marks=pytest.mark.proof),
+        pytest.param("flux", 3, (100, 200), 4, marks=pytest.mark.proof),
     ],
 )
-def test_a_shape_makes_its_programs_once(bench: Workbench, monkeypatch, family: str, steps: int, each: int) -> None:
+def test_a_shape_makes_its_programs_once(
+    bench: Workbench, monkeypatch, family: str, shapes: int, stops: tuple[int, ...], each: int
+) -> None:
     """Neither an update nor samples, a held-out loss, an encoder's adapter or a checkpoint makes a further one; a resumed
     run makes its own."""
     encoder = {"component": "text_encoder", "match": "*q_proj", "rank": 2}
     made = programs(
-        bench, monkeypatch, family, steps, precision__compute="bf16", adapter__rules=[encoder], validation__every_steps=2,
-        validation__steps=1, validation__prompts=["a bear"], validation__loss_every_steps=3, data__held_out=1,
+        bench, monkeypatch, family, shapes, stops, precision__compute="bf16", adapter__rules=[encoder], data__held_out=1,
+        validation__every_steps=2, validation__steps=1, validation__prompts=["a bear"], validation__loss_every_steps=3,
         checkpoint__every_steps=2,
     )  # fmt: skip
-    half = steps // 2
-    for part in (made[:half], made[half:]):
-        assert sum(part[:3]) == sum(part) == 3 * each  # of the three shapes of an epoch, in its three updates
+    for part in made:
+        assert sum(part[:shapes]) == sum(part) == shapes * each  # in the first epoch, of an update for each shape
 
 
 CARD = Memory(80 * 2**30, None, dora_torch, torch.device("cuda"))

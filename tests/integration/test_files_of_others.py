@@ -172,7 +172,7 @@ def test_a_changed_value_is_read_or_named(roots: dict[str, Path]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_changed_value_is_read_or_named(roots: dict[str, Path], family: str) -> None:
     wrong = faults(every_change(roots[family], family, KINDS), roots)

@@ -57,8 +57,13 @@ def planned(bench: Workbench, **more: Any) -> RunPlan:
     return make_plan(resolve(config, source), source, processes=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", [LEVERS, ["optimizer_bits", "batch", "checkpointing", "resident_blocks"]])
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(LEVERS, marks=pytest.mark.slow),
+        pytest.param(["optimizer_bits", "batch", "checkpointing", "resident_blocks"], marks=pytest.mark.proof),
+    ],
+)
 def test_every_budget_is_kept_and_what_is_listed_first_goes_first(bench: Workbench, monkeypatch, order) -> None:
     """On an accelerator, by the real forecast: from what the run needs as it is, to what it needs at the least."""
     monkeypatch.setattr(estimate, "CONTEXT", 0)  # larger than this model
