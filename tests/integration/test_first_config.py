@@ -70,7 +70,7 @@ def new(bench: Workbench, monkeypatch, photos: str, *more: str, model: Path | st
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_its_config_trains_to_the_end_unchanged(bench: Workbench, monkeypatch, capsys, layout) -> None:
     """Its length and the steps of its samples alone are set for the test, where --new chooses them. What is trained is the
-    same of every layout (test_layouts.py), so one is, and the others are planned."""
+    same of every layout (test_layouts.py), so one is."""
     monkeypatch.setattr(new_config, "STEPS", (5, 5))
     photos = layout(bench.tmp)
     name, trigger = LAYOUTS[layout]
@@ -89,15 +89,15 @@ def test_its_config_trains_to_the_end_unchanged(bench: Workbench, monkeypatch, c
     assert given == trigger or trigger is None
     assert f'\ntrigger "{given}": name it in your prompts; a caption without it gets it\n' in said
     assert config["data"]["resolution"] == 64 and config["validation"]["prompts"]
-    trained = layout is captions_beside
-    assert cli.main(["--config", f"{name}.toml", *(["--resume_from", "auto"] if trained else ["--plan"])]) == 0
-    assert (bench.tmp / "outputs" / name / "adapters" / f"{name}.safetensors").is_file() == trained
+    if layout is captions_beside:
+        assert cli.main(["--config", f"{name}.toml", "--resume_from", "auto"]) == 0
+        assert (bench.tmp / "outputs" / name / "adapters" / f"{name}.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_it_takes_the_config_of_a_cards_size_and_keeps_its_comments(bench: Workbench, monkeypatch, capsys) -> None:
     photos = captions_beside(bench.tmp)
-    for size, preset in (("8GiB", "sdxl_8gb"), ("11.7GiB", "sdxl_12gb"), ("80GiB", "sdxl_80gb"), ("4GiB", "sdxl_8gb")):
+    for size, preset in (("11.7GiB", "sdxl_12gb"), ("4GiB", "sdxl_8gb")):
         assert new(bench, monkeypatch, photos, "--plan_memory", size) == 0
         text = (bench.tmp / "bear_photos.toml").read_text()
         assert f"from configs/{preset}.toml" in text.splitlines()[0]

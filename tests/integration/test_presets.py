@@ -27,15 +27,13 @@ PRESETS = sorted((ROOT / "configs").glob("*_*gb.toml"))
 SMALLER = (512, 768)  # than what the presets have
 
 
-TRIED = {"8gb", "12gb"}  # of each family, the others as proofs
+TRIED = {"sdxl_8gb", "flux_12gb", "flux2_8gb", "zimage_12gb"}  # one of each family, the others as proofs
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(
-            path, id=path.stem, marks=pytest.mark.slow if path.stem.partition("_")[2] in TRIED else pytest.mark.proof
-        )
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in TRIED else pytest.mark.proof)
         for path in PRESETS
     ],
 )
@@ -89,8 +87,10 @@ def test_what_a_step_over_float8_takes(
     assert step.peak <= most * 2**30, f"{step.peak / 2**30:.2f} GiB"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "most"), [("flux", 5.5), ("sdxl", 2.2)])
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [pytest.param("flux", 5.5, marks=pytest.mark.slow), pytest.param("sdxl", 2.2, marks=pytest.mark.proof)],
+)
 def test_a_step_over_a_streamed_base(tmp_path, family: str, most: float) -> None:
     """GiB of the device at 1024 px, batch 1, with every block streamed; and what is saved is the payload of the blocks, but
     for two of the largest."""
