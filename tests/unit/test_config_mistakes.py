@@ -302,19 +302,6 @@ def test_every_name_was_looked_up_at_the_commit_or_is_marked() -> None:
         assert {*tables.not_looked_up[trainer].split()} == unknown
 
 
-def test_facts_of_other_trainers_are_of_names_that_there_are() -> None:
-    from trainer.models import FAMILIES
-
-    tables, facts = other_trainers.tables(), other_trainers.facts()
-    assert facts.defaults.keys() == facts.defaults_at.keys() == facts.unlooked_defaults.keys() == facts.differs.keys()
-    assert facts.defaults.keys() == facts.targets.keys() == {*tables.trainers[:-1]}
-    for trainer, unlooked in facts.unlooked_defaults.items():
-        assert {*unlooked.split()} <= facts.defaults[trainer].keys()
-        for family, targets in facts.targets[trainer].items():
-            assert "*" in targets or targets in FAMILIES[family].adapters.presets
-    assert facts.flavours.keys() == FAMILIES.keys() == facts.layer_presets.keys()
-
-
 # As the programs' own sources have them, and some that they have not, which people write all the same.
 REAL = {
     "sd-scripts": "train_blocks train_t5xxl block_dims network_reg_dims network_reg_lrs loraplus_unet_lr_ratio "

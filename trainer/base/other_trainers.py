@@ -9,19 +9,6 @@
     values     how others spell what a key may be, in lower case with underscores
 
 docs/other_trainers.md shows names and values, and scripts/reference_pages.py writes it.
-
-other_trainers_facts.json has the numbers that a config there and one here do not share, for workbench/importing:
-
-    defaults   by program, what an option is that its config leaves out; defaults_at: where that was looked up
-    unlooked_defaults  those of them that were not looked up
-    targets    by program and family, the layers that it adapts where its config does not say: a preset here, or patterns
-    layer_presets  by family, OneTrainer's names for parts of a layer's name
-    flavours   by family, SimpleTuner's names for models; "" is its default
-    times      by program, its names for distributions of times, and ours
-    guidance, layers_option  by program, the name of an option that has a family's name in it
-    model_names  by family, a pattern of the names that its models have
-    optimizers  what a library there calls an option of the one here; its defaults, by program and optimizer
-    differs    by program and family ("": all), what it does otherwise whatever its config says
 """
 
 import json
@@ -29,7 +16,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any
 
 TABLED = ("dtype",)  # so common a name that it means the same only in its table
 
@@ -55,31 +41,6 @@ class OtherTrainers:
                 for known in (name, *(() if last in TABLED else (last,))):
                     keys.setdefault(known, row["here"])
         return keys
-
-
-@dataclass(frozen=True)
-class OtherDefaults:
-    """The tables of other_trainers_facts.json, with lists of names written in one string, parted by blanks."""
-
-    defaults: Mapping[str, Mapping[str, Any]]
-    defaults_at: Mapping[str, str]
-    unlooked_defaults: Mapping[str, str]
-    targets: Mapping[str, Mapping[str, str]]
-    layer_presets: Mapping[str, Mapping[str, str]]
-    flavours: Mapping[str, Mapping[str, str]]
-    times: Mapping[str, Mapping[str, str]]
-    guidance: Mapping[str, str]
-    layers_option: Mapping[str, str]
-    differs: Mapping[str, Mapping[str, list[str]]]
-    model_names: Mapping[str, str]
-    optimizers: Mapping[str, Mapping[str, Any]]
-
-
-@cache
-def facts() -> OtherDefaults:
-    """The content of other_trainers_facts.json."""
-    file = resources.files("trainer.base") / "other_trainers_facts.json"
-    return OtherDefaults(**json.loads(file.read_text(encoding="utf-8")))
 
 
 @cache

@@ -125,7 +125,7 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
     """The photo, or the problems of it, its mask, its references and its caption, one line each."""
     problems: list[str] = []
     name, source = str(listed.image), listed.source
-    if not _is_utf8(source.path + listed.name):
+    if any("\ud800" <= character <= "\udfff" for character in source.path + listed.name):  # half a pair: no UTF-8
         problems.append(f"{name}: the file's name is not UTF-8")
     seen, mask, notes = None, None, ()
     with _noting(problems, name):
@@ -208,10 +208,6 @@ def _read_reference(listed: FoundPhoto, place: Place, number: int, memo: Memo, p
         )
         return Photo(name, listed.source, place, seen.size, "", 1, seen.sha256, seen.choices, notes=notes)
     return None
-
-
-def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _black(mask: Facts, source: Source) -> tuple[str, ...]:

@@ -139,25 +139,6 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def exactly(weight: StoredWeight) -> Tensor:
-    """The weight in fp64, [N, K]: codes, levels, scales and offsets as they are stored, each step in fp64.
-
-    Written from the definition of StoredWeight and for no speed: it shares nothing with `values`, and so judges that.
-    """
-    rows, columns = weight.shape
-    if weight.bits is None:
-        number = weight.codes.double().flatten()
-    else:
-        mask = 2**weight.bits - 1
-        parts = [(weight.codes.int() >> shift) & mask for shift in range(0, 8, weight.bits)]
-        codes = torch.stack(parts, dim=1).flatten()[: rows * columns].long()
-        number = codes.double() if weight.levels is None else weight.levels.double()[codes]
-    for given, combine in ((weight.scale, torch.Tensor.mul_), (weight.offset, torch.Tensor.add_)):
-        if given is not None:
-            combine(number, given.double().repeat_interleave(weight.block or columns)[: rows * columns])
-    return number.view(rows, columns)
-
-
 def squares_and_product(weight: StoredWeight, a_RK: Tensor) -> tuple[Tensor, Tensor]:
     """(||W_n||^2 [N], W A^T [N, R]), summed in fp64: for a table at the end of a run."""
     rows, at_KR = weight.shape[0], a_RK.double().t().contiguous()

@@ -37,7 +37,9 @@ def build(component: Component, config: ComponentConfig, where: Path | str = "")
             raise ValueError("its layers are not those of the models that are trained here")
         return made
 
-    with blamed_on(where or _usual(component), component, lambda: culprit(config, component.library, cls.__name__, made)):
+    with blamed_on(
+        where or f"{component.name}/config.json", component, lambda: culprit(config, component.library, cls.__name__, made)
+    ):
         module = made(config)
     return module.eval().requires_grad_(False)
 
@@ -68,7 +70,3 @@ def shapes_of(component: Component, config: ComponentConfig, where: Path | str =
 
 def _shapes(module: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-
-
-def _usual(component: Component) -> str:
-    return f"{component.name}/config.json"

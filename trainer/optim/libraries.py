@@ -1,5 +1,6 @@
 """The libraries' optimizers: how each is imported (where it is asked for), how it is made, and what it keeps."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,40 +35,9 @@ def like(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def bitsandbytes(name: str) -> Callable[[], type]:
-    """A function that imports bitsandbytes and returns its optimizer `name`."""
-
-    def library() -> type:
-        import bitsandbytes
-
-        return getattr(bitsandbytes.optim, name)
-
-    return library
-
-
-def kozistr(name: str) -> Callable[[], type]:
-    """A function that imports pytorch-optimizer and returns its optimizer `name`."""
-
-    def library() -> type:
-        import pytorch_optimizer
-
-        return getattr(pytorch_optimizer, name)
-
-    return library
-
-
-def transformers_adafactor() -> type:
-    """transformers' Adafactor."""
-    from transformers.optimization import Adafactor
-
-    return Adafactor
-
-
-def schedulefree() -> type:
-    """schedulefree's AdamW."""
-    from schedulefree import AdamWScheduleFree
-
-    return AdamWScheduleFree
+def imported(module: str, name: str) -> Callable[[], type]:
+    """A function that imports a library's module and returns its optimizer `name`."""
+    return lambda: getattr(importlib.import_module(module), name)
 
 
 # --- how they are made: (class, groups, keywords) -> optimizer --------------------------------------------------------

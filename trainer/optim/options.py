@@ -27,11 +27,6 @@ def library_of(name: str) -> str:
     return f"{library.__module__.partition('.')[0]}.{library.__name__}"
 
 
-def package_of(name: str) -> str:
-    """The PACKAGE that has the optimizer of that name."""
-    return library_of(name).partition(".")[0]
-
-
 def options_of(name: str) -> dict[str, inspect.Parameter]:
     """What [optimizer.options] may hold. Imports the library."""
     entry = optimizer_named(name)

@@ -27,10 +27,6 @@ class Descent:
     reads: tuple[str, ...] = ("end",)
 
 
-def _constant(done: int, length: int) -> float:
-    return 1.0
-
-
 def _linear(done: int, length: int) -> float:
     return max(0.0, float(length - done) / float(max(1, length)))
 
@@ -46,10 +42,6 @@ def _cosine_restarts(done: int, length: int, cycles: int) -> float:
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(cycles) * done / length % 1.0))))
 
 
-def _polynomial(done: int, length: int, power: float) -> float:
-    return _linear(done, length) ** power
-
-
 def _rex(done: int, length: int) -> float:
     left = _linear(done, length)
     return left / (0.5 + 0.5 * left)
@@ -61,20 +53,21 @@ def _wsd(done: int, length: int, decay: int) -> float:
 
 
 SCHEDULES = {
-    "constant": Descent(_constant, "the base rate", ()),
+    "constant": Descent(lambda done, length: 1.0, "the base rate", ()),
     "linear": Descent(_linear, "a line (diffusers, get_linear_schedule_with_warmup)"),
     "cosine": Descent(_cosine, "half a cosine wave (Loshchilov and Hutter, SGDR, 2017, eq. 5, without restarts)"),
     "cosine_restarts": Descent(
         _cosine_restarts, "`cycles` half waves of equal length (SGDR, eq. 5, T_mult = 1)", ("end", "cycles")
     ),
     "polynomial": Descent(
-        _polynomial, "(1 - p)^`power` (diffusers, get_polynomial_decay_schedule_with_warmup)", ("end", "power")
+        lambda done, length, power: _linear(done, length) ** power,
+        "(1 - p)^`power` (diffusers, get_polynomial_decay_schedule_with_warmup)", ("end", "power"),
     ),
     "rex": Descent(_rex, "(1 - p) / (1/2 + (1 - p) / 2) (Chen et al., REX, 2021)"),
     "wsd": Descent(
         _wsd, "the base rate, then a line over `decay` (Hu et al., MiniCPM, 2024; Hägele et al., 2024)", ("end", "decay")
     ),
-}
+}  # fmt: skip
 
 
 def build_schedule(

@@ -9,7 +9,7 @@ import torch
 from trainer.base import patterns
 from trainer.base.errors import UserError
 from trainer.optim import libraries
-from trainer.optim.libraries import Finds, Groups, StateLayout
+from trainer.optim.libraries import Finds, Groups, StateLayout, imported
 from trainer.optim.parameters import flatten, matrices
 
 
@@ -61,7 +61,7 @@ class OptimizerKind:
 def _blockwise(name: str, states: int, **more: Any) -> OptimizerKind:
     """bitsandbytes decodes and encodes the whole state on a CPU."""
     shared = ("step", *(f"qmap{i + 1}" for i in range(states)))
-    library, keeps = libraries.bitsandbytes(name), libraries.blockwise_keeps(states)
+    library, keeps = imported("bitsandbytes.optim", name), libraries.blockwise_keeps(states)
     return OptimizerKind(library, keeps, libraries.blockwise, eight_bit=True, shared=shared, **more)
 
 
@@ -70,28 +70,29 @@ OPTIMIZERS = {
     "adamw8bit": _blockwise("AdamW8bit", 2, cpu_scratch=20),
     "paged_adamw8bit": _blockwise("PagedAdamW8bit", 2, hold=libraries.paged, paged=True, cpu_scratch=20),
     "lion": OptimizerKind(
-        libraries.kozistr("Lion"), libraries.keeps("exp_avg"), libraries.counting, betas=(0.9, 0.99), eps=None,
+        imported("pytorch_optimizer", "Lion"), libraries.keeps("exp_avg"), libraries.counting, betas=(0.9, 0.99), eps=None,
         group_keys=("step",), cpu_scratch=4,
     ),
     "lion8bit": _blockwise("Lion8bit", 1, betas=(0.9, 0.99), eps=None, cpu_scratch=20),
     # With its scale_parameter a matrix moves in proportion to its size: B, which starts at zero, would hardly move.
     "adafactor": OptimizerKind(
-        libraries.transformers_adafactor, libraries.adafactor_keeps, betas=None, eps=None, flat=False,
-        presets={"scale_parameter": False}, fixed={"relative_step": False, "warmup_init": False}, cpu_scratch=8,
+        imported("transformers.optimization", "Adafactor"), libraries.adafactor_keeps, betas=None, eps=None,
+        flat=False, presets={"scale_parameter": False}, fixed={"relative_step": False, "warmup_init": False}, cpu_scratch=8,
     ),
     # The presets are its author's advice for diffusion models (github.com/konstmish/prodigy).
     "prodigy": OptimizerKind(
-        libraries.kozistr("Prodigy"), libraries.keeps("s", "p0", "exp_avg", "exp_avg_sq"), libraries.prodigy,
+        imported("pytorch_optimizer", "Prodigy"), libraries.keeps("s", "p0", "exp_avg", "exp_avg_sq"), libraries.prodigy,
         presets={"safeguard_warmup": True, "bias_correction": True}, group_keys=("step", "d", "d_max", "d_numerator"),
         derived=("d_de_nom", "d_hat"), finds=Finds(), cpu_scratch=4,
     ),
     "schedulefree_adamw": OptimizerKind(
-        libraries.schedulefree, libraries.keeps("z", "exp_avg_sq"), group_keys=("k", "weight_sum", "lr_max"),
-        derived=("scheduled_lr",), modes=True, schedules=("constant",), cpu_scratch=4,
+        imported("schedulefree", "AdamWScheduleFree"), libraries.keeps("z", "exp_avg_sq"),
+        group_keys=("k", "weight_sum", "lr_max"), derived=("scheduled_lr",), modes=True, schedules=("constant",),
+        cpu_scratch=4,
     ),
     "came": OptimizerKind(
-        libraries.kozistr("CAME"), libraries.came_keeps, libraries.counting, betas=(0.9, 0.999, 0.9999), eps=None, flat=False,
-        group_keys=("step",), cpu_scratch=8,
+        imported("pytorch_optimizer", "CAME"), libraries.came_keeps, libraries.counting, betas=(0.9, 0.999, 0.9999),
+        eps=None, flat=False, group_keys=("step",), cpu_scratch=8,
     ),
     # With match_rms_adamw an update of a matrix is as large as AdamW's: one optimizer.lr for both parts (arXiv 2502.16982).
     "muon": OptimizerKind(

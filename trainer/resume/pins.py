@@ -282,7 +282,8 @@ def pin_environment(
 
 def versions(optimizer: str) -> dict[str, str]:
     """The versions of the libraries that a step is computed by. optimizer: its name in the table."""
-    return {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
+    package = optim.options.library_of(optimizer).partition(".")[0]
+    return {library: _version(library) for library in dict.fromkeys((*LIBRARIES, package))}
 
 
 def _version(library: str) -> str:

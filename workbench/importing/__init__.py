@@ -6,5 +6,5 @@
     ONE.py       what one program's options mean, where they are not only called otherwise
     writing.py   the draft -> a checked config, and its text
 
-The names that stand for one another are in trainer/base/other_trainers.json, the defaults in other_trainers_facts.json.
+The names that stand for one another are in trainer/base/other_trainers.json, all else that is known in catalogues.py.
 """

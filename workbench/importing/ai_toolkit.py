@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainer.models import Family
 from workbench.importing import common
+from workbench.importing.catalogues import programs
 from workbench.importing.draft import ABSENT, Draft, Line, Options
-from workbench.importing.kohya_gui import programs
 from workbench.importing.reading import literal, prompt_line
 
 # The times of flow matching; a weighted loss or a learnt blend has no equivalent.

@@ -17,8 +17,8 @@ from trainer.config.kinds import Compute, Dtype
 from trainer.models import FAMILIES, Family
 from trainer.optim.options import options_of
 from trainer.optim.table import OPTIMIZERS
+from workbench.importing.catalogues import facts, programs
 from workbench.importing.draft import ABSENT, ASSUMED, DIFFERS, FILL, SAME, SWITCHES, UNKNOWN, Draft, Line, Options, nested
-from workbench.importing.kohya_gui import programs
 from workbench.importing.reading import as_number, as_share, literal, path_here
 
 PHOTOS = "data/my_photos"  # stands for the folder of photos that a config does not name
@@ -36,7 +36,7 @@ def set_family(draft: Draft, word: str | None, why: str, model: str = "") -> Fam
 
     model: a model's path, whose name tells the family where no word does.
     """
-    patterns, last = other_trainers.facts().model_names, model.replace("\\", "/").rpartition("/")[2].lower()
+    patterns, last = facts().model_names, model.replace("\\", "/").rpartition("/")[2].lower()
     guessed = "" if word else next((family for family, pattern in patterns.items() if re.search(pattern, last)), "")
     word = word or guessed
     name = draft.fixed.get("model.family") or other_trainers.value_for(word, FAMILIES)
@@ -101,7 +101,7 @@ def set_compute(draft: Draft, family: Family, value: str | None, why: str, *, st
 
 def set_targets(draft: Draft, family: Family) -> None:
     """Write the layers that the program adapts where its config does not say."""
-    patterns = other_trainers.facts().targets[draft.trainer].get(family.name)
+    patterns = facts().targets[draft.trainer].get(family.name)
     if patterns is None:
         draft.note(FILL, f"adapter.targets: which layers {draft.trainer} adapts of this model was not looked up")
         return
@@ -111,7 +111,7 @@ def set_targets(draft: Draft, family: Family) -> None:
 
 def note_differences(draft: Draft, family: Family) -> None:
     """Say what the program does otherwise in every run: with all models, then with this one."""
-    differs = other_trainers.facts().differs[draft.trainer]
+    differs = facts().differs[draft.trainer]
     for text in (*differs.get("", ()), *differs.get(family.name, ())):
         draft.note(DIFFERS, text)
 
@@ -186,11 +186,11 @@ def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
         draft.cannot("optimizer.name", f"{why}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
         return
     draft.set("optimizer.name", known, why)
-    taken, facts = options_of(known), other_trainers.facts().optimizers
-    defaults = facts["defaults"].get(draft.trainer, {}).get(known, {})
+    taken, there_called = options_of(known), facts().optimizers
+    defaults = there_called["defaults"].get(draft.trainer, {}).get(known, {})
     options = replace(options, given={**dict.fromkeys(defaults), **options.given}, defaults=defaults)
     for there in options.given:
-        key, value = facts["options"].get(there, there), options.get(there)
+        key, value = there_called["options"].get(there, there), options.get(there)
         line = f"{options.told(there)}, of the optimizer"
         if key in ("weight_decay", "eps") and value is not None:
             draft.set(f"optimizer.{key}", float(options.number(key)), line)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 from typing import Any
 
+from workbench.importing.catalogues import programs
 from workbench.importing.command_line import words
 
 UNSET = (None, "", False, "none", "None")
-
-
-@cache
-def programs() -> dict[str, Any]:
-    """programs.json: by what options a program is known (signs, one of each group; refused, two of them, and how to go on),
-    kohya_ss's names, and of each program what a name in a table is here, and of what kind."""
-    return json.loads((resources.files("workbench.importing") / "programs.json").read_text(encoding="utf-8"))
 
 
 def as_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.base import other_trainers
 from trainer.models import Family
 from workbench.importing import common
+from workbench.importing.catalogues import facts, programs
 from workbench.importing.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options
-from workbench.importing.kohya_gui import programs
 from workbench.importing.reading import find_beside, read_tree
 
 PARTS = ("unet", "prior", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4", "vae",
@@ -107,7 +106,7 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     common.set_targets(draft, family)
     preset, words = options.word("layer_filter_preset", ""), options.word("layer_filter", "")
     line = options.told("layer_filter" if words else "layer_filter_preset")
-    patterns, regex = other_trainers.facts().layer_presets[family.name].get(preset), options.flag("layer_filter_regex")
+    patterns, regex = facts().layer_presets[family.name].get(preset), options.flag("layer_filter_regex")
     if preset and (not words or (regex and patterns is not None)):  # a preset's own expression says what its name does
         if patterns is None:
             draft.note(ABSENT, f"{line}: a preset that was not looked up; all layers are trained")
@@ -179,7 +178,7 @@ def _objective(draft: Draft, options: Options, family: Family) -> None:
     kind, line = options.line("timestep_distribution", "word")
     bias, (weight, why) = options.line("noising_bias", "number"), options.line("noising_weight", "number")
     shift, dynamic = options.line("timestep_shift", "number"), options.line("dynamic_timestep_shifting", "flag")
-    times = other_trainers.facts().times[draft.trainer].get(kind)
+    times = facts().times[draft.trainer].get(kind)
     if times is None:
         draft.cannot("objective.timesteps", f"{line}: no such distribution here")
     elif kind != "UNIFORM" or "objective.shift" in family.reads:

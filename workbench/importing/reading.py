@@ -18,10 +18,11 @@ import yaml
 from trainer.base.errors import UserError, reading
 from trainer.base.text import decoded
 from workbench.importing import kohya_gui
+from workbench.importing.catalogues import programs
 from workbench.importing.command_line import command_options, variables
 
 # Options by which a config is known as that of a program: one of each group. Of those, no other program has the last group's.
-SIGNS: dict[str, list[list[str]]] = kohya_gui.programs()["signs"]
+SIGNS: dict[str, list[list[str]]] = programs()["signs"]
 WINDOW = {"LoRA_type", "max_resolution"}  # names of kohya_ss's own
 WINDOWS_PATH = re.compile(r'"[A-Za-z]:\\(?![\\/])[^"\n]*"')
 READERS: dict[str, Callable[[str], Any]] = {
@@ -39,7 +40,7 @@ def read(path: Path) -> tuple[str, dict[str, Any]]:
     if names & WINDOW:
         with reading(path, "additional_parameters", remedy="correct it in the file"):
             return "sd-scripts", kohya_gui.as_options(tree)
-    for trainer, refused in kohya_gui.programs()["refused"].items():
+    for trainer, refused in programs()["refused"].items():
         if len(names.intersection(refused["names"].split())) > 1:
             raise UserError(f"{path}: a config of {trainer}, which is not read here; {refused['go on']}")
     for trainer, groups in SIGNS.items():

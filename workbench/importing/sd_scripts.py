@@ -15,8 +15,8 @@ from trainer.data.layouts.kohya import NAME
 from trainer.models import Family
 from trainer.plan.requirements import CFG
 from workbench.importing import common
+from workbench.importing.catalogues import facts, programs
 from workbench.importing.draft import ABSENT, DIFFERS, FILL, SAME, Draft, Line, Options
-from workbench.importing.kohya_gui import programs
 from workbench.importing.reading import find_beside, literal, prompt_line, read_text, read_tree
 
 # What a subset may say, and what it is in a source.
@@ -180,7 +180,7 @@ def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: Li
         times, line = times or "uniform", f"{line}, {weighed}"
         draft.set("objective.shift", *shift)
     else:
-        times = other_trainers.facts().times[draft.trainer].get(sampling)
+        times = facts().times[draft.trainer].get(sampling)
         if times is None:
             draft.cannot("objective.timesteps", f"{line}: no such distribution here")
             return

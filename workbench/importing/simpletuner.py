@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.base import other_trainers
 from trainer.models import Family
 from workbench.importing import common
+from workbench.importing.catalogues import facts
 from workbench.importing.draft import ABSENT, DIFFERS, Draft, Line, Options
 from workbench.importing.reading import find_beside, path_here, read_tree
 
@@ -54,7 +54,7 @@ def _path(draft: Draft, options: Options, family: Family) -> None:
     if options.has(name):
         common.set_path(draft, *options.line(name, "word"))
         return
-    flavours = other_trainers.facts().flavours[family.name]
+    flavours = facts().flavours[family.name]
     flavour = options.word("model_flavour", flavours[""])
     line = options.told("model_flavour") if options.has("model_flavour") else f"model_flavour is left out: {flavour} there"
     if flavour not in flavours:
@@ -116,7 +116,7 @@ def _network(draft: Draft, options: Options, family: Family, config: Path, data:
     common.set_scale(draft, rank, (alpha, why))
     if not dora[0]:
         draft.carry(options, "lora_dropout", "adapter.dropout", "number")
-    layers = other_trainers.facts().layers_option[draft.trainer]
+    layers = facts().layers_option[draft.trainer]
     if options.word(layers) != "all":
         draft.cannot("adapter.targets", f"{options.told(layers)}: write the layers as patterns")
 
@@ -145,7 +145,7 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
 
 
 def _times(draft: Draft, options: Options, family: Family) -> None:
-    numbers = ("flow_schedule_shift", "flow_sigmoid_scale", other_trainers.facts().guidance[draft.trainer])
+    numbers = ("flow_schedule_shift", "flow_sigmoid_scale", facts().guidance[draft.trainer])
     shift, scale, guidance = (options.line(name, "number") for name in numbers)
     uniform, auto = (options.line(f"flow_{name}", "flag") for name in ("use_uniform_schedule", "schedule_auto_shift"))
     if not options.flag("offset_noise"):

@@ -22,6 +22,7 @@ from trainer.models import FAMILIES
 from trainer.plan import optimizer_rules
 from trainer.plan.requirements import unread_keys
 from workbench.importing import ai_toolkit, common, onetrainer, sd_scripts, simpletuner
+from workbench.importing.catalogues import facts
 from workbench.importing.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options, nested
 from workbench.importing.reading import read
 
@@ -61,7 +62,7 @@ def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] =
         *tables, last = key.split(".")
         fixed[key] = reduce(lambda node, part: node[part], tables, one).get(last)
     draft = Draft(trainer, fixed)
-    TRANSLATIONS[trainer].translate(draft, Options(tree, file, other_trainers.facts().defaults[trainer]), file, data)
+    TRANSLATIONS[trainer].translate(draft, Options(tree, file, facts().defaults[trainer]), file, data)
     if draft.refusals:
         raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {each}" for each in draft.refusals))
     for entry in (draft.keys, *(entry for entries in draft.lists.values() for entry in entries)):
@@ -149,15 +150,15 @@ def tree_of(draft: Draft) -> dict[str, Any]:
 
 def text_of(draft: Draft, file: Path) -> str:
     """The draft as TOML: what is to be known of it as a whole at its head, and each line's reason behind it."""
-    facts = other_trainers.facts()
+    known = facts()
     commit = other_trainers.tables().commits[draft.trainer]
     lines = [
         f"# Made of {printable(os.fspath(file))} ({draft.trainer}) by scripts/import_config.py.",
         "# The reason of each line stands behind it.",
-        f"# Names: {draft.trainer} {commit}. Its defaults: {facts.defaults_at[draft.trainer]}.",
+        f"# Names: {draft.trainer} {commit}. Its defaults: {known.defaults_at[draft.trainer]}.",
         "# All other keys have their defaults; docs/keys.md has every key.",
     ]
-    names, reasons = facts.unlooked_defaults[draft.trainer].split(), "\n".join(why for _, why in draft.keys.values())
+    names, reasons = known.unlooked_defaults[draft.trainer].split(), "\n".join(why for _, why in draft.keys.values())
     if unlooked := [name for name in names if re.search(rf"(^|\s){name} is left out", reasons)]:
         draft.note(DIFFERS, f"from the documentation, not looked up, are the defaults there of {', '.join(unlooked)}")
     for heading, notes in draft.notes.items():

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trainer.base.types import StoredWeight
 from trainer.engine.components import Components
-from trainer.kernels.decode import exactly
 from trainer.kernels.dora_torch import TINY
 from trainer.quantization import FrozenLinear
 from trainer.quantization.layers import FrozenLayer
@@ -83,6 +83,25 @@ def _adapted(kind: type) -> type:
         return checkpoint(_with_adapter, *given, use_reentrant=False)
 
     return type(f"Exact{kind.__name__}", (kind,), {"forward": forward, "stale": False})
+
+
+def exactly(weight: StoredWeight) -> Tensor:
+    """The weight in fp64, [N, K]: codes, levels, scales and offsets as they are stored, each step in fp64.
+
+    Written from the definition of StoredWeight and for no speed: it shares nothing with the kernels, and so judges them.
+    """
+    rows, columns = weight.shape
+    if weight.bits is None:
+        number = weight.codes.double().flatten()
+    else:
+        mask = 2**weight.bits - 1
+        parts = [(weight.codes.int() >> shift) & mask for shift in range(0, 8, weight.bits)]
+        codes = torch.stack(parts, dim=1).flatten()[: rows * columns].long()
+        number = codes.double() if weight.levels is None else weight.levels.double()[codes]
+    for given, combine in ((weight.scale, torch.Tensor.mul_), (weight.offset, torch.Tensor.add_)):
+        if given is not None:
+            combine(number, given.double().repeat_interleave(weight.block or columns)[: rows * columns])
+    return number.view(rows, columns)
 
 
 def _weight(layer: FrozenLayer) -> Tensor:

@@ -25,10 +25,8 @@ VIEWS = (
 FAR = 12  # bits of 128 that two prints of one photo may differ by
 SHARE = 4  # and at most this part (1 / SHARE) of the bits that are set in either: a plain photo has few
 COLOUR = 12  # levels of 255 that their colours may differ by
-EQUAL, LIGHT = (
-    12,
-    26,
-)  # or at most 1 / EQUAL of these bits differ, and the mean of the colours by at most LIGHT: grey, lighter
+# Or at most 1 / EQUAL of these bits differ, and the mean of the colours by at most LIGHT: grey, lighter.
+EQUAL, LIGHT = 12, 26
 NEIGHBOURS = 64  # how many others, next in brightness, a print is compared with among those that share one part of its bits
 
 

@@ -14,6 +14,8 @@ from scripts import import_config
 from tests import foreign_configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
+from trainer.models import FAMILIES
+from workbench.importing.catalogues import facts
 from workbench.importing.draft import Options
 from workbench.importing.reading import SIGNS, read_tree
 from workbench.importing.writing import checked, drafted, text_of
@@ -150,10 +152,25 @@ def test_numbers_in_words_are_taken_and_a_fault_of_this_program_is_none_of_the_u
     file.write_text(text.replace("0.0003", '"3e-4"').replace('"--lora_rank": 8', '"--lora_rank": "8"'))
     draft = drafted(file)
     assert (draft.value("optimizer.lr"), draft.value("adapter.rank")) == (3e-4, 8)
-    monkeypatch.delitem(other_trainers.facts().flavours, "flux")
+    monkeypatch.delitem(facts().flavours, "flux")
     file.write_text(text.replace('"--pretrained_model_name_or_path": "MODEL", ', ""))
     with pytest.raises(KeyError):
         drafted(file)
+
+
+def test_facts_of_other_trainers_are_of_names_that_there_are() -> None:
+    tables, known = other_trainers.tables(), facts()
+    assert {*vars(known)} == {
+        "defaults", "defaults_at", "unlooked_defaults", "targets", "layer_presets", "flavours", "times", "guidance",
+        "layers_option", "differs", "model_names", "optimizers",
+    }  # fmt: skip
+    assert known.defaults.keys() == known.defaults_at.keys() == known.unlooked_defaults.keys() == known.differs.keys()
+    assert known.defaults.keys() == known.targets.keys() == {*tables.trainers[:-1]}
+    for trainer, unlooked in known.unlooked_defaults.items():
+        assert {*unlooked.split()} <= known.defaults[trainer].keys()
+        for family, targets in known.targets[trainer].items():
+            assert "*" in targets or targets in FAMILIES[family].adapters.presets
+    assert known.flavours.keys() == FAMILIES.keys() == known.layer_presets.keys()
 
 
 @pytest.mark.parametrize("trainer", ["SimpleTuner", "sd-scripts"])
