@@ -14,14 +14,8 @@ from trainer.optim import OPTIMIZERS
 # Key pattern -> why the key must not change on resume. The first match wins; an empty reason, or no match, allows it.
 SHAPE, MODEL = "the saved adapter would not fit, or would mean another change", "the adapter was trained on that model"
 NEVER = {
-    "adapter.dropout": "",
-    "adapter.kernels": "",
-    "adapter.max_norm": "",
-    "adapter.module_dropout": "",
-    "adapter.rank_dropout": "",
-    "adapter.rules.*.lr": "",
-    "adapter.rules.*.stop_step": "",
-    "adapter.rules.*.weight_decay": "",
+    **dict.fromkeys(("adapter.dropout", "adapter.module_dropout", "adapter.rank_dropout", "adapter.kernels"), ""),
+    **dict.fromkeys(("adapter.max_norm", *(f"adapter.rules.*.{key}" for key in ("lr", "stop_step", "weight_decay"))), ""),
     "adapter.*": SHAPE,
     "model.*": MODEL,
     "precision.*": "the saved state was computed so",

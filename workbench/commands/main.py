@@ -37,9 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         overrides = [item for group in options.overrides for item in group]
         if len(options.config or ()) > 1:
-            from workbench.commands.queue import run_files
-
-            return run_files(options.config, overrides, without_config(given), goes_on="" if planned else next_one())
+            return run_several(options.config, overrides, given, goes_on="" if planned else next_one())
         from workbench.commands.launch import asked, compare_runs, launched, next_command, size_of, train
 
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
@@ -82,6 +80,13 @@ def main(arguments: list[str] | None = None) -> int:
         gc.enable()
         LIVE.json = False
     return 0
+
+
+def run_several(files: list[str], overrides: list[str], arguments: list[str], *, goes_on: str) -> int:
+    """The status of a queue of runs, which this process only waits for. goes_on: the command that goes on with it, or ""."""
+    from workbench.commands.queue import run_files
+
+    return run_files(files, overrides, without_config(arguments), goes_on=goes_on)
 
 
 def write_first(photos: str, *, model: str | None, memory: int | None, overrides: list[str]) -> None:

@@ -72,9 +72,7 @@ class Reader:
             placements.append(view.place(example))
             weights.append(self.loss_weights(example, view))
             texts.append(captions.drawn(self.seed, occurrence, example))
-            if self.preserve_as is not None:  # also where the caption is dropped
-                whole = captions.undropped(self.seed, occurrence, example)
-                preserved.append(captions.preserved(whole, example, self.preserve_as))
+            preserved += captions.drawn_preserved(self.seed, occurrence, example, self.preserve_as)
         return Batch(
             occurrences=occurrences,
             latents=torch.stack(latents),

@@ -121,6 +121,11 @@ def undropped(seed: int, occurrence: Occurrence, example: Example) -> str:
     return example.captions[int(draws.uniform(seed, "caption", *astuple(occurrence)) * len(example.captions))]
 
 
+def drawn_preserved(seed: int, occurrence: Occurrence, example: Example, instead: str | None) -> list[str]:
+    """The caption of this appearance, as `preserved` has it, also where it is dropped; none where `instead` is None."""
+    return [] if instead is None else [preserved(undropped(seed, occurrence, example), example, instead)]
+
+
 def preserved(caption: str, example: Example, instead: str) -> str:
     """The caption with `instead` in the place of its source's trigger; a regularisation image's caption as it is. Raises
     UserError where the trigger's letters are others than the caption's."""
