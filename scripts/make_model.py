@@ -234,7 +234,7 @@ def tiny_sdxl(clip_vocabulary: int) -> dict[str, dict[str, Any]]:
             "norm_num_groups": 8,
             "projection_class_embeddings_input_dim": second + 6 * 32,
             "sample_size": 8,
-            "transformer_layers_per_block": [1, 1, 2],
+            "transformer_layers_per_block": [1, 1, 1],
         },
         "vae": vae_config(published("sdxl", "vae/config.json")),
     }

@@ -92,8 +92,13 @@ def test_a_wild_layer_is_the_first(tmp_path: Path) -> None:
     assert found["excluded"]["measured"]["squared"] < found["measured"]["squared"] / 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["flux", "flux2", "sdxl"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("flux", marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.proof) for each in ("flux2", "sdxl")),
+    ],
+)
 def test_every_family_is_audited_by_the_same_code(bench: Workbench, family: str) -> None:
     """Held-out photos count where there are any; layers that the config or the family keeps are not among those listed."""
     model = bench.models / family

@@ -256,19 +256,20 @@ def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
     assert checked == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("largest", "what", "keys"),
     [
-        (ENCODING, "model.components.vae.dtype = 'bf16'", {"model__components__vae": {"dtype": "bf16"}}),
-        (ENCODING, "data.resolution = 512", {"data__resolution": 512}),
-        (
-            CAPTIONS,
-            "model.components.text_encoder_2.dtype = 'fp8_e4m3'",
-            {"model__components__text_encoder_2": {"dtype": "fp8_e4m3"}},
+        pytest.param(
+            ENCODING, "model.components.vae.dtype = 'bf16'", {"model__components__vae": {"dtype": "bf16"}},
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(ENCODING, "data.resolution = 512", {"data__resolution": 512}, marks=pytest.mark.slow),
+        pytest.param(
+            CAPTIONS, "model.components.text_encoder_2.dtype = 'fp8_e4m3'",
+            {"model__components__text_encoder_2": {"dtype": "fp8_e4m3"}}, marks=pytest.mark.slow,
         ),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("whatever_it_saves")
 def test_advice_where_encoding_is_the_largest_phase(bench: Workbench, largest: str, what: str, keys: dict) -> None:
     """Alone on the ladder, each is what the changed config would take; together, what is the largest phase changes."""
@@ -420,7 +421,7 @@ MEASURED = GPU["steps"]["steps"]
 
 def gpu_rows() -> list:
     """In --all that of codes, at the smaller size; a step over any other format is foretold in the same way."""
-    chosen = [row["pixels"] == 512 and row["storage"] in ("nf4", "bf16") for row in MEASURED]
+    chosen = [row["pixels"] == 512 and row["storage"] == "nf4" for row in MEASURED]
     names = [f"{row['model']} {row['storage']} {row['pixels']}" for row in MEASURED]
     return [
         pytest.param(row, id=name, marks=pytest.mark.slow if short else pytest.mark.proof)
@@ -465,8 +466,7 @@ def test_the_peaks_that_a_gpu_measured(tmp_path_factory, row: dict) -> None:
 H200 = json.loads((BENCHMARKS / "GPU-2026-11-26.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pixels", [1024, 512])
+@pytest.mark.parametrize("pixels", [pytest.param(1024, marks=pytest.mark.slow), pytest.param(512, marks=pytest.mark.proof)])
 def test_the_time_that_a_card_was_busy(tmp_path_factory, pixels: int) -> None:
     """An H200, a DoRA over bf16: what the host takes is no part of it. A LoRA's step was another one then: it made products
     again that nothing reads."""

@@ -161,7 +161,7 @@ def test_record_is_deterministic_and_sees_every_bit(bench: Workbench) -> None:
     assert record([("unet", two)]) != first
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_peak_memory_of_loading_a_float8_component() -> None:
     """VmHWM stays below the final size + the largest tensor + 1 GiB, from a bf16 file of 2 GiB (the script checks)."""
     done = subprocess.run(

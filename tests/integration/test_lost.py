@@ -1,7 +1,7 @@
 """Under torchrun's agent a run that loses processes ends as one that lost none: tests/proofs/lost.py, in parts.
 
-`slow` has seven seeds, in which every kind of fault comes, and a machine that is frozen, missed and comes back; `proof` has
-sixty seeds. That a start reads no key of another is in unit/runtime/test_starts.py.
+`slow` has seven seeds, in which every kind of fault comes; `proof` has sixty, and a machine that is frozen, missed and comes
+back. That a start reads no key of another is in unit/runtime/test_starts.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_the_seeds_have_every_kind_of_fault_and_both_processes() -> None:
     assert {(fault.kind, fault.place) for fault in many} == {(kind, at) for kind in PLACES for at in PLACES[kind]}
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_machine_that_freezes_is_done_without_and_comes_back(server: Server, bench: Workbench) -> None:
     """--nnodes=1:2, an agent for each of two machines. The first goes on alone with the update of both, and the second is
     taken in again when it wakes up. Its old process ends before it does anything."""

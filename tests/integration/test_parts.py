@@ -83,11 +83,16 @@ def copy(tmp_path_factory) -> Path:
     return code
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_of_the_workbench_can_be_deleted(bench: Workbench, copy: Path, folder: str) -> None:
+@pytest.mark.parametrize(
+    "folders",
+    [
+        pytest.param([*FOLDERS], id="all of them", marks=pytest.mark.slow),
+        *(pytest.param([each], id=each, marks=pytest.mark.proof) for each in FOLDERS),
+    ],
+)
+def test_a_folder_of_the_workbench_can_be_deleted(bench: Workbench, copy: Path, folders: list[str]) -> None:
     """The rest imports, and a command that is made of it is refused by name."""
-    gone = (folder, *STANDS_ON.get(folder, ()))
+    gone = dict.fromkeys(name for folder in folders for name in (folder, *STANDS_ON.get(folder, ())))
     aside = [(copy / "workbench" / name).rename(copy / f"{name}.aside") for name in gone]
     try:
         files = [path.relative_to(copy).with_suffix("") for path in copy.glob("*/**/*.py") if "aside" not in str(path)]
@@ -99,10 +104,11 @@ def test_a_folder_of_the_workbench_can_be_deleted(bench: Workbench, copy: Path, 
         (bench.tmp / "run.toml").write_text(configs.dumps(bench.config()).replace("tensorboard = false\n", ""))
         for name in ("their.toml", "compare.toml"):
             (bench.tmp / name).write_text("")
-        program, *words = FOLDERS[folder]
-        done = run("-c", PROGRAM, str(copy / program), *words, folder=bench.tmp, code=copy)
-        named = "checkpoint.mirror = " if folder == "mirror" else f"workbench/{folder} is not here"
-        assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr, done.stderr
+        for folder in folders:
+            program, *words = FOLDERS[folder]
+            done = run("-c", PROGRAM, str(copy / program), *words, folder=bench.tmp, code=copy)
+            named = "checkpoint.mirror = " if folder == "mirror" else f"workbench/{folder} is not here"
+            assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr, done.stderr
     finally:
         for name, path in zip(gone, aside, strict=True):
             path.rename(copy / "workbench" / name)

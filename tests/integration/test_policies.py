@@ -754,13 +754,23 @@ class ReadOnly:
         return checked
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "after"),
     [
-        ("out", "."), ("out/config.toml", "."), ("out/checkpoints", "out/metrics.jsonl"),
-        ("out/samples", "out/metrics.jsonl"), ("out/adapters", "."), ("out/metrics.jsonl", "."),
-        ("out/phases.jsonl", "."), ("its cache", "."), ("converted", "."), ("out", "out/checkpoints/step-00000002"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("out", "."), ("out/checkpoints", "out/metrics.jsonl"), ("out/adapters", "."), ("its cache", "."),
+                ("out", "out/checkpoints/step-00000002"),
+            )
+        ),
+        *(
+            pytest.param(*each, marks=pytest.mark.proof)
+            for each in (
+                ("out/config.toml", "."), ("out/samples", "out/metrics.jsonl"), ("out/metrics.jsonl", "."),
+                ("out/phases.jsonl", "."), ("converted", "."),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_a_read_only_file_system_ends_with_6(bench: Workbench, monkeypatch, capfd, place: str, after: str) -> None:

@@ -41,7 +41,8 @@ BLOCKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 }
 STORAGES = ("bf16", "fp8_e4m3", "int8", "nf4")
 FACTORS = (tuple(BLOCKS), ("lora", "dora", "lokr"), STORAGES)
-FEW = pairs(*FACTORS)
+# A double block has nothing that a single one and SDXL's have not, at twice their time.
+FEW = {("double", "dora", "fp8_e4m3"), *pairs(("single", "sdxl"), *FACTORS[1:])}
 
 
 @dataclass

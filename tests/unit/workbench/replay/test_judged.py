@@ -35,8 +35,10 @@ def test_a_step_is_explained_where_all_of_it_is(
     assert JudgedStep(1, number(loss), number(norm), layers).explained is explained
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("storage", "compute"), [("nf4", "bf16"), ("fp16", "fp16")])
+@pytest.mark.parametrize(
+    ("storage", "compute"),
+    [pytest.param("nf4", "bf16", marks=pytest.mark.slow), pytest.param("fp16", "fp16", marks=pytest.mark.proof)],
+)
 def test_a_wrong_gradient_of_one_layer_is_named(bench: Workbench, storage: str, compute: str) -> None:
     """Of a step that is right and of the same with one layer's gradient turned, in the judgement of the same repetitions."""
     stored = {"transformer": {"dtype": storage}}
