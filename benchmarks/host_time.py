@@ -11,8 +11,9 @@ Triton kernel writes is filled with a constant in place of its launch: all that 
 driver's part is not. On the other side is PEFT over diffusers' model under autocast (plain_peft.py).
 
 Each side is a process, and the sides take turns, a step each. A figure is the median over the rounds, a ratio the median of
-the ratios within a round. Milliseconds are the processor's, so another program does not count. "operators" are those that
-torch dispatches, without views and empty tensors, and launches of ours; "calls" are Python's function calls.
+the ratios within a round, against an earlier commit with the interval of bench_cli.py. Milliseconds are the processor's, so
+another program does not count. "operators" are those that torch dispatches, without views and empty tensors, and launches of
+ours; "calls" are Python's function calls.
 """
 
 from __future__ import annotations
@@ -405,6 +406,7 @@ def main() -> int:
         for name, (launcher, wrapper) in wrappers().items():
             print(f"{name:<32} the launch {launcher:5.1f} us, with our wrapper {wrapper:5.1f}: + {wrapper - launcher:.1f}")
         return 0
+    from benchmarks.bench_cli import interval
     from tests.proofs.shared import worktree
 
     rows = []
@@ -425,7 +427,8 @@ def main() -> int:
                 print(f"{row.side.adapter}, compiled over eager: {ratio(row, eager):.2f}")
             for row in (lora, dora, *made) if asked.against else ():
                 then = by[Side(family, "ours", row.side.adapter, "fp8_e4m3", True, asked.against)]
-                print(f"{row.side.name} over {asked.against}: {ratio(row, then):.2f}")
+                mean, low, high = interval([now / before for now, before in zip(row.ms, then.ms, strict=True)])
+                print(f"{row.side.name} over {asked.against}: {mean:.3f}, 95 % interval {low:.3f} to {high:.3f}")
     if asked.json:
         asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
