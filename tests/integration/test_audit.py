@@ -171,7 +171,7 @@ def test_what_cannot_be_audited_is_refused_before_a_weight_is_read(bench: Workbe
     assert not (bench.tmp / "audit").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_the_printed_table_is_a_config(bench: Workbench) -> None:
     """What the config excludes itself stays excluded."""
     kept = {"dtype": "nf4", "exclude": ["mid_block.*"]}

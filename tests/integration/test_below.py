@@ -72,7 +72,7 @@ def test_it_is_a_part_of_the_steps_and_of_nothing_that_the_run_leaves(bench: Wor
     assert keys[0] == keys[1]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_compiled_blocks_have_it_too(bench: Workbench, files: dict[str, Path], monkeypatch) -> None:
     traced_only(monkeypatch)
     under = {"adapter__under": str(files["lora"]), "run__max_steps": 2, "data__bucket_step": 64, **SAMPLE}

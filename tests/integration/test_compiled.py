@@ -220,7 +220,7 @@ def test_auto_is_none_on_a_cpu_and_a_run_keeps_it(bench: Workbench, monkeypatch,
     assert "step.compile" not in capsys.readouterr().out and "compiled" not in metrics_of(bench.tmp / "out")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_run_that_auto_compiled_stays_compiled(bench: Workbench, monkeypatch) -> None:
     """Where it goes on without a card, too; where nothing compiles, it is refused."""
     traced_only(monkeypatch)

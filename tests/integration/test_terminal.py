@@ -163,17 +163,19 @@ def objects(text: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_with_logging_json_each_line_is_an_object(bench: Workbench) -> None:
+def test_with_logging_json_each_line_is_an_object(bench: Workbench, capfd) -> None:
     """Of a run, also one that is stopped, of its plan, and of what ends it; the steps are those of the log. Nothing else
     stands on stderr than what ended it, and the acknowledgement of a signal."""
     arguments, output = command(bench, run__max_steps=3, logging__json=True, validation__prompts=["a bear"])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
     def ask(*more: str) -> tuple[int, list[dict], str]:
-        done = subprocess.run([*eager(arguments), *more], capture_output=True, text=True, env=environment)
-        return done.returncode, objects(done.stdout), done.stderr
+        capfd.readouterr()
+        status, said = cli.main([*arguments[2:], *more]), capfd.readouterr()
+        return status, objects(said.out), said.err
 
-    status, lines, errors = ask()
+    done = subprocess.run(eager(arguments), capture_output=True, text=True, env=environment)
+    status, lines, errors = done.returncode, objects(done.stdout), done.stderr
     steps = [{k: v for k, v in line.items() if k not in ("level", "message")} for line in lines if "step" in line]
     log = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert (status, errors) == (0, "") and steps == log and len(steps) == 3

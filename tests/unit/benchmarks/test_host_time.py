@@ -55,8 +55,7 @@ COMPILED = {("flux", "LoRA"): 85 - 6, ("flux", "DoRA"): 131, ("sdxl", "LoRA"): 4
 
 @pytest.mark.parametrize(
     ("family", "adapter"),
-    [pytest.param(*cell, marks=pytest.mark.slow) for cell in (("flux", "DoRA"), ("sdxl", "LoRA"))]
-    + [pytest.param(*cell, marks=pytest.mark.proof) for cell in (("flux", "LoRA"), ("sdxl", "DoRA"))],
+    [pytest.param(*cell, marks=pytest.mark.slow if cell == ("flux", "DoRA") else pytest.mark.proof) for cell in COMPILED],
 )
 def test_compiled_blocks_launch_what_eager_ones_do_but_for_what_nothing_reads(tmp_path, monkeypatch, family, adapter) -> None:
     """A program that lost a kernel would be quick, and wrong."""
