@@ -35,10 +35,10 @@ def adapter_bytes(out: Path) -> bytes:
     return (out / "adapters" / "bear.safetensors").read_bytes()
 
 
-def traced_only(monkeypatch) -> None:
-    """Have blocks traced, but not compiled any further."""
+def traced_only(monkeypatch, backend: str = "eager") -> None:
+    """Have blocks traced, but not compiled any further. backend: torch's; AOT differentiates too, and leaves out what is dead."""
     lookup = torch._dynamo.lookup_backend
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup("eager"))
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup(backend))
 
 
 @pytest.mark.proof

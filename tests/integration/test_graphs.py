@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests.harness import PHOTOS, Workbench, built, take_step
 from tests.integration.test_compiled import traced_only
+from tests.numerics.test_compiled_blocks import AOT
 from tests.tape import Running, Taping
 from trainer import config as configs
 from trainer.base.errors import UserError
@@ -119,7 +120,7 @@ def test_compiled_blocks_are_recorded_once_their_programs_are_made(
     """Traced alone, they have the bytes of eager blocks; they run what these do, but for what is dead; and neither a
     recording nor what follows makes a program."""
     seen = dict[str, Any]()
-    traced_only(monkeypatch)
+    traced_only(monkeypatch, AOT)
     (bench.tmp / "photo").mkdir()
     Image.new("RGB", (64, 64), "red").save(bench.tmp / "photo" / "1.png")
     (bench.tmp / "photo" / "1.txt").write_text("a bear")

@@ -187,10 +187,10 @@ def test_the_plan_says_what_is_read_and_what_is_fetched(bench: Workbench, both: 
     with stand_in.serve({ID: both}) as served:
         served.use(monkeypatch, bench.tmp / "home")
         out = told(bench.config(**keys))
-        assert "reads the fp16 files, 3.8 MiB (enough for bf16; the plain ones have 7.5 MiB)" in out
+        assert "reads the fp16 files, 3.2 MiB (enough for bf16; the plain ones have 6.3 MiB)" in out
         assert "reads the plain files, 0.3 MiB (fp32 is asked for)" in out
-        assert "to be downloaded 4.6 MiB, into" in out and served.weights_sent() == []
-        assert "reads the plain files, 7.5 MiB (model.variant = 'none')" in told(bench.config(**keys, model__variant="none"))
+        assert "to be downloaded 4.0 MiB, into" in out and served.weights_sent() == []
+        assert "reads the plain files, 6.3 MiB (model.variant = 'none')" in told(bench.config(**keys, model__variant="none"))
 
 
 def test_model_variant(bench: Workbench, both: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_connection_that_is_lost_keeps_what_came(bench: Workbench, both: Path,
                 served.drop_after = 0
 
         served.pause = 0.2
-        with pytest.raises(UserError, match=r"could not be had.*\n.* of 4.6 MiB are kept, and the next start goes on from"):
+        with pytest.raises(UserError, match=r"could not be had.*\n.* of 4.0 MiB are kept, and the next start goes on from"):
             fetch(source, check=lost)
         kept = partials(home)
         assert len(kept) == 1 and all(kept.values())
@@ -459,7 +459,7 @@ def test_too_little_room_is_told_before_the_download(bench: Workbench, both: Pat
         monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
         assert cli.main(["--config", str(bench.write(bench.tree(model__path=ID, precision__compute="bf16")))]) == 6
         error = capsys.readouterr().err
-        assert f"downloading {ID} takes 4.6 MiB, and only 3.0 MiB are free" in error
+        assert f"downloading {ID} takes 4.0 MiB, and only 3.0 MiB are free" in error
         assert served.weights_sent() == []
 
 
