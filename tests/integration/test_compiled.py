@@ -36,7 +36,7 @@ def adapter_bytes(out: Path) -> bytes:
 
 
 def traced_only(monkeypatch, backend: str = "eager") -> None:
-    """Have blocks traced, but not compiled any further. backend: torch's; AOT differentiates too, and leaves out what is dead."""
+    """Have blocks traced, but not compiled any further. backend: torch's; AOT differentiates, too: what is dead goes."""
     lookup = torch._dynamo.lookup_backend
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup(backend))
 
