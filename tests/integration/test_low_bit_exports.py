@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, repeat
+from itertools import cycle, product, repeat
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,10 @@ SCALING = 0.5  # alpha / rank
 # The largest error of a row's norm by the "magnitude" convention, measured over all layers of both tiny models with s B A
 # three times as large as W, and rounded up. Their rows are short, so that W16 - W is less orthogonal to s B A than in a real
 # model.
-ROW_ERROR = {"fp8_e4m3": 0.009, "fp8_e5m2": 0.022, "int8": 0.002, "int4": 0.03, "int2": 0.14, "nf4": 0.04, "fp4": 0.04}
+ROW_ERROR = {"fp8_e4m3": 0.01, "fp8_e5m2": 0.02, "int8": 0.002, "int4": 0.024, "int2": 0.13, "nf4": 0.03, "fp4": 0.031}
+# Each with a large update, where the norms are off most, over one family; each kind with a small one over the other.
+TRIED = (*zip(cycle(STOCK), LOW_BIT, repeat(3.0), strict=False), ("flux", "fp8_e4m3", 0.1), ("flux", "int2", 0.1),
+         ("sdxl", "nf4", 0.1))  # fmt: skip
 
 
 def made(tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -203,10 +206,9 @@ def test_an_untrained_dora_is_the_identity_on_the_16bit_model(models: Path, tmp_
 
 @pytest.mark.parametrize(
     ("family", "dtype", "size"),
-    # Each with a large update, where the norms are off most, over one family; each kind with a small one over the other.
-    [pytest.param(*case, marks=() if case[1] == "int2" else pytest.mark.slow)
-     for case in [*zip(cycle(STOCK), LOW_BIT, repeat(3.0), strict=False), ("flux", "fp8_e4m3", 0.1),
-                  ("flux", "int2", 0.1), ("sdxl", "nf4", 0.1)]],
+    [pytest.param(*case, marks=() if case in TRIED and case[1] == "int2" else
+                  pytest.mark.slow if case in TRIED else pytest.mark.proof)
+     for case in product(STOCK, LOW_BIT, (0.1, 3.0))],
 )  # fmt: skip
 def test_a_trained_dora(models: Path, tmp_path: Path, stock, family: str, dtype: str, size: float) -> None:
     """Exact for ComfyUI's releases. For readers that divide by ||W16 + s B A||, each row has its direction, and its norm but
