@@ -1,6 +1,6 @@
 """Under torchrun's agent a run that loses processes ends as one that lost none: tests/proofs/lost.py, in parts.
 
-`slow` has seven seeds, in which every kind of fault comes; `proof` has sixty, and a machine that is frozen, missed and comes
+`slow` has four seeds, in which every kind of fault comes; `proof` has sixty, and a machine that is frozen, missed and comes
 back. That a start reads no key of another is in unit/runtime/test_starts.py.
 """
 
@@ -23,7 +23,7 @@ from tests.proofs.forks import Server
 from tests.proofs.lost import PLACES, Run, drawn
 from trainer import config as configs
 
-SEEDS = (3, 4, 7, 10, 16, 22, 47)
+SEEDS = (1, 5, 7, 22)
 
 
 @pytest.fixture(scope="module")
