@@ -72,7 +72,7 @@ def test_what_is_told_is_what_runs_measure(bench: Workbench, capsys) -> None:
     assert "url(" not in (page := (bench.tmp / "audit" / "audit.html").read_text()) and table["exclude"][0] in page
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_wild_layer_is_the_first(tmp_path: Path) -> None:
     """One weight in each row a hundred times as large as the largest: eight bits have no room for the others then."""
     model = tmp_path / "wild"

@@ -47,7 +47,7 @@ def photos(bench: Workbench) -> Path:
 
 def compare(bench: Workbench, photos: Path, *arguments: str, variants: dict = DEFAULT, **more: Any) -> int:
     keys = {"run__max_steps": 2, "data__sources": [{"path": str(photos)}], "data__held_out": 2}
-    base = bench.tree(**(keys | {"validation__loss_every_steps": 1} | more))
+    base = bench.tree("flux", **(keys | {"validation__loss_every_steps": 1} | more))
     del base["data"]["cache_dir"]
     bench.write(base, "base.toml")
     asked = {

@@ -102,13 +102,9 @@ def programs(
     return [made[start:stop] for start, stop in zip((0, *stops), stops, strict=False)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
-    ("family", "shapes", "stops", "each"),
-    [
-        pytest.param("sdxl", 2, (6,), 3, marks=pytest.mark.slow),
-        pytest.param("sdxl", 3, (100, 200), 3, marks=pytest.mark.proof),
-        pytest.param("flux", 3, (100, 200), 4, marks=pytest.mark.proof),
-    ],
+    ("family", "shapes", "stops", "each"), [("sdxl", 2, (6,), 3), ("sdxl", 3, (100, 200), 3), ("flux", 3, (100, 200), 4)]
 )
 def test_a_shape_makes_its_programs_once(
     bench: Workbench, monkeypatch, family: str, shapes: int, stops: tuple[int, ...], each: int

@@ -87,10 +87,8 @@ def test_what_a_step_over_float8_takes(
     assert step.peak <= most * 2**30, f"{step.peak / 2**30:.2f} GiB"
 
 
-@pytest.mark.parametrize(
-    ("family", "most"),
-    [pytest.param("flux", 5.5, marks=pytest.mark.slow), pytest.param("sdxl", 2.2, marks=pytest.mark.proof)],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize(("family", "most"), [("flux", 5.5), ("sdxl", 2.2)])
 def test_a_step_over_a_streamed_base(tmp_path, family: str, most: float) -> None:
     """GiB of the device at 1024 px, batch 1, with every block streamed; and what is saved is the payload of the blocks, but
     for two of the largest."""

@@ -79,7 +79,7 @@ def test_only_the_named_metadata_may_differ(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_history
 def test_the_bytes_of_the_commit_before(tmp_path: Path, capsys) -> None:
-    failed = same_bytes.prove(same_bytes.BEFORE, cells(*SOME), tmp_path)
+    failed = same_bytes.prove(same_bytes.BEFORE, cells(SOME[0]), tmp_path)
     assert not failed, capsys.readouterr().out
 
 

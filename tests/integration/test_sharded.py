@@ -34,7 +34,7 @@ def config_of(bench: Workbench, out: str, family: str, storage: str, adapter: st
     keys = {
         "run__max_steps": 4, "adapter__type": adapter, "adapter__dropout": 0.0, "adapter__targets": "attention+mlp",
         "precision__compute": "bf16", "model__components": {FAMILIES[family].denoiser: {"dtype": storage}},
-        "validation__every_steps": 2, "validation__loss_every_steps": 2, "validation__samples": [SAMPLE],
+        "validation__every_steps": 2, "validation__loss_every_steps": 4, "validation__samples": [SAMPLE],
         "export__every_steps": 2, "ema__kind": "constant", "memory__gradient_checkpointing": True,
     }  # fmt: skip
     return tree(bench, out, processes=2, family=family, **(keys | more))
@@ -50,7 +50,7 @@ def left(out: Path) -> dict[str, Any]:
 CELLS = [
     ("sdxl", "fp8_e4m3", "dora", 2, pytest.mark.slow),
     ("flux", "nf4", "lora", 2, pytest.mark.slow),
-    ("sdxl", "nf4", "lokr", 2, pytest.mark.slow),
+    ("sdxl", "nf4", "lokr", 2, pytest.mark.proof),
     ("zimage", "fp8_e4m3", "dora", 2, pytest.mark.slow),  # whose processes go through the blocks once a length of captions
     ("flux", "int8", "dora", 4, pytest.mark.proof),
     ("sdxl", "bf16", "lora", 4, pytest.mark.proof),
