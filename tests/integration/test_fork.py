@@ -26,7 +26,7 @@ DRAWN = {"logging__draws": True, "data__held_out": 2, "validation__loss_every_st
 @pytest.fixture
 def original(bench: Workbench) -> Path:
     """The checkpoint of step 2 of a run of 5."""
-    tree = bench.tree(run__max_steps=5, adapter__type="dora", checkpoint__every_steps=2, **DRAWN)
+    tree = bench.tree("flux", run__max_steps=5, adapter__type="dora", checkpoint__every_steps=2, **DRAWN)
     assert cli.main(["--config", str(bench.write(tree))]) == 0
     return bench.tmp / "out" / "checkpoints" / "step-00000002"
 
@@ -131,7 +131,7 @@ def test_a_stop_before_its_first_step_names_the_one_command_that_goes_on(origina
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("adapter.rank=2",), "adapter.rank cannot change in mid-run: the saved adapter would not fit"),
-    (("model.family=flux",), "model.family cannot change in mid-run: the adapter was trained on that model"),
+    (("model.family=sdxl",), "model.family cannot change in mid-run: the adapter was trained on that model"),
     (("data.sources=[]",), "data.sources: a fork keeps photos and draws"),
     (("run.seed=3",), "run.seed: a fork keeps photos and draws"),
     (("data.batch_size=1",), "data.batch_size: a fork keeps photos and draws"),

@@ -31,10 +31,10 @@ pytestmark = pytest.mark.usefixtures("few_draws")
 
 def start(bench: Workbench, *arguments: str, **more) -> int:
     settings = {
-        "run__max_steps": 4, "adapter__targets": ["*attn1.to_q"], "checkpoint__every_steps": 2,
+        "run__max_steps": 4, "adapter__targets": ["*attn.to_q"], "checkpoint__every_steps": 2,
         "validation__every_steps": 2, "validation__steps": 1, "validation__prompts": ["a bear"],
     }  # fmt: skip
-    return cli.main(["--config", str(bench.write(bench.tree(**(settings | more)))), *arguments])
+    return cli.main(["--config", str(bench.write(bench.tree("flux", **(settings | more)))), *arguments])
 
 
 def said(bench: Workbench) -> str:
@@ -245,7 +245,7 @@ def test_signs_of_life_go_with_the_run(bench: Workbench, monkeypatch) -> None:
         at_step(patch, lambda: signal.raise_signal(signal.SIGTERM))
         assert start(bench, "--set", f"data.cache_dir={bench.tmp / 'cache'}", "--set", "checkpoint.background=false") == 143
     assert not layout.alive.exists() and not list(layout.root.glob(".*.tmp"))
-    phases = {"hashing", "encoding photos", "loading unet", "drawing samples", "training", "saving step 2"}
+    phases = {"hashing", "encoding photos", "loading transformer", "drawing samples", "training", "saving step 2"}
     assert phases <= {re.sub(r"^(hashing|drawing samples)\b.*", r"\1", what) for what in doing}, set(doing)
     doing.clear()
     with monkeypatch.context() as patch:

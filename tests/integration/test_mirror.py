@@ -47,9 +47,10 @@ def s3(moto: ObjectStore, monkeypatch) -> Iterator[ObjectStore]:
 def tree_of(bench: Workbench, prefix: str = "", **overrides) -> dict:
     mirror = {"checkpoint__mirror": f"s3://{BUCKET}/{prefix}", "checkpoint__mirror_wait": 30.0} if prefix else {}
     tree = bench.tree(
+        "flux",
         **{
             "run__max_steps": 4, "checkpoint__every_steps": 1, "checkpoint__keep_last": 2,
-            "adapter__targets": ["*attn1.to_q"], "validation__every_steps": 2, "validation__steps": 1,
+            "adapter__targets": ["*attn.to_q"], "validation__every_steps": 2, "validation__steps": 1,
             "validation__prompts": ["a bear"], "export__every_steps": 2, "export__formats": ["diffusers"],
             "ema__kind": "constant",
         } | mirror | overrides
@@ -263,8 +264,8 @@ def test_keys_in_the_url_are_refused_and_not_printed(bench: Workbench, capfd) ->
         "s3://me:1@hush-hush@bucket/run", "s3:/me:hush-hush@bucket/run", "simplecache::ftp://me:hush-hush@host/run",
         "zip://a.zip::s3://me:hush-hush@bucket/run", "simplecache::abfs://box/run?sig=hush-hush",
     ):  # fmt: skip
-        assert start(bench, bench.tree(checkpoint__mirror=url)) == 2
-        assert start(bench, bench.tree(), "--set", f'checkpoint.mirror="{url}') == 2
+        assert start(bench, bench.tree("flux", checkpoint__mirror=url)) == 2
+        assert start(bench, bench.tree("flux"), "--set", f'checkpoint.mirror="{url}') == 2
         captured = capfd.readouterr()
         assert "hush-hush" not in captured.out + captured.err and not files_with("hush-hush", bench.tmp / "out")
         assert "checkpoint.mirror = '" in captured.err and "keys do not belong in a URL" in captured.err
@@ -276,8 +277,8 @@ def test_keys_in_the_url_are_refused_and_not_printed(bench: Workbench, capfd) ->
             'https:// cannot be written to; give the bucket itself, for example "s3://BUCKET/PREFIX"',
         ),
     ):
-        assert start(bench, bench.tree(checkpoint__mirror=url)) == 2
+        assert start(bench, bench.tree("flux", checkpoint__mirror=url)) == 2
         assert why in capfd.readouterr().err
     for url in ("bucket/run", "s3://", "s3:///"):
-        assert start(bench, bench.tree(checkpoint__mirror=url)) == 2
+        assert start(bench, bench.tree("flux", checkpoint__mirror=url)) == 2
         assert 'give a URL and a place in it, for example "s3://BUCKET/PREFIX"' in capfd.readouterr().err

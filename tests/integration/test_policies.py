@@ -44,11 +44,12 @@ from workbench.planning.remedies import what_would_fit
 from workbench.summary.plan import describe
 
 LENGTH = 6  # two updates an epoch
-TARGETS = ["up_blocks.1.attentions.*attn1.to_q"]  # late layers: what is before them needs no backward pass
+TARGETS = ["single_transformer_blocks.*attn.to_q"]  # late layers: what is before them needs no backward pass
 
 
 def tree(bench: Workbench, out: str = "out", **overrides) -> dict:
     return bench.tree(
+        "flux",
         **{
             "run__output_dir": str(bench.tmp / out), "run__max_steps": LENGTH, "step__accumulation": 2,
             "adapter__type": "dora", "adapter__targets": TARGETS, "optimizer__lr": 1e-2,
@@ -779,7 +780,7 @@ def test_a_read_only_file_system_ends_with_6(bench: Workbench, monkeypatch, capf
     config = tree(
         bench, run__max_steps=4, checkpoint__every_steps=2, export__every_steps=3, **SAMPLES | {"validation__every_steps": 3},
         ema__kind="constant", data__cache_dir=str(bench.tmp / "its cache"),
-        model__cache_dir=str(bench.tmp / "converted"), model__components__unet__dtype="fp8_e4m3",
+        model__cache_dir=str(bench.tmp / "converted"), model__components__transformer__dtype="fp8_e4m3",
     )  # fmt: skip
     with monkeypatch.context() as patch:
         disk = ReadOnly(bench.tmp / place, bench.tmp / after, patch)

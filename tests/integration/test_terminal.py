@@ -151,7 +151,7 @@ def test_what_libraries_say_is_plain_lines_without_their_bars(bench: Workbench) 
 
 
 def command(bench: Workbench, **overrides) -> tuple[list[str], Path]:
-    tree = bench.tree(adapter__targets=["*attn1.to_q"], data__batch_size=1, **overrides)
+    tree = bench.tree("flux", adapter__targets=["*attn.to_q"], data__batch_size=1, **overrides)
     return [sys.executable, str(ROOT / "train.py"), "--config", str(bench.write(tree))], Path(tree["run"]["output_dir"])
 
 
@@ -181,7 +181,7 @@ def test_with_logging_json_each_line_is_an_object(bench: Workbench, capfd) -> No
     assert (status, errors) == (0, "") and steps == log and len(steps) == 3
     said = [line["message"] for line in lines]
     assert any(line["level"] == "warning" and "nothing was learned" in line["message"] for line in lines)
-    assert any(text.startswith("loading unet: ") for text in said) and any("\nEffect" in f"\n{text}" for text in said)
+    assert any(text.startswith("loading transformer: ") for text in said) and any("\nEffect" in f"\n{text}" for text in said)
     assert len([text for text in said if text.startswith("step ")]) == 3, "each is told once"
 
     status, lines, errors = ask("--plan")
