@@ -77,8 +77,7 @@ class Compared:
 
 def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan: bool = False) -> None:
     """Train what is missing of a comparison, and write its page; or print the command of each run. train: trains a run, or
-    goes on with it. Raises what `train` does,
-    and UserError, before a weight is read, for a comparison that cannot be made."""
+    goes on with it. Raises what `train` does, and UserError, before a weight is read, for what cannot be compared."""
     LIVE.json = asked.runs[0].config.logging.json
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
