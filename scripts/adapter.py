@@ -11,9 +11,9 @@
     python scripts/adapter.py push outputs/bear/adapters --repo me/bear                # to the Hugging Face hub, as private
 
 Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL, Flux and
-FLUX.2 (docs/adapter_files.md, docs/average.md). --base names the model where a file is for another size than the published
-ones, and where weights are needed. Exit status: 0 done; 2 for a file or an argument that cannot be used, with the reason on
-stderr; 4 for values that are not finite.
+FLUX.2 (docs/adapter_files.md, docs/average.md). --base names the model where weights are needed, and, but for
+show, where a file is for another size than the published ones and does not lie where its run wrote it. Exit
+status: 0 done; 2 for a file or an argument that cannot be used, with the reason on stderr; 4 for values that are not finite.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def show(chosen: argparse.Namespace) -> None:
     """Print what a file is: its kind, ranks, scales, norms and gaps."""
     from workbench.adapters import show as report
 
-    opened = opened_file(chosen.file, chosen.base, chosen.family)
+    models = models_for(chosen.file, chosen.base, chosen.family)
+    opened = opened_at(chosen.file, models, chosen.family, any_size=models is None)
     weight, meaning = base_weight(opened), opened.portable.meaning
     layers = [report.layer_report(name, factors, meaning, weight) for name, factors in opened.portable.layers.items()]
     write("\n".join(report.lines(opened, layers)))
@@ -313,10 +314,10 @@ def base_of_run(path: Path) -> str | None:
     return read_resolved(layout.config).get("model", {}).get("path")
 
 
-def opened_at(path: Path, models, family: str | None):
+def opened_at(path: Path, models, family: str | None, *, any_size: bool = False):
     from workbench.adapter_files.opening import open_adapter
 
-    return open_adapter(path, models, family=family)
+    return open_adapter(path, models, family=family, any_size=any_size)
 
 
 def models_of(path: str):

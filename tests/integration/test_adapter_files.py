@@ -547,8 +547,8 @@ def test_a_conversion_reads_a_tensor_a_few_times(tmp_path: Path, monkeypatch) ->
     assert reads.keys() == file.keys() and max(reads.values()) <= 2 + 3 and len(file) > 500
 
 
-def test_a_file_where_its_run_wrote_it_needs_no_base(outputs: Runs, tmp_path: Path, capsys) -> None:
-    """Its run's config.toml beside it names the model; elsewhere the message asks for it."""
+def test_a_file_where_its_run_wrote_it_needs_no_base(outputs: Runs, models: Path, tmp_path: Path, capsys) -> None:
+    """Its run's config.toml beside it names the model; elsewhere `show` reads sizes in the file, and others ask for it."""
     file = outputs("flux lora") / "adapters" / "bear.safetensors"
     capsys.readouterr()  # of the run
     assert script.main(["show", str(file)]) == 0
@@ -556,9 +556,23 @@ def test_a_file_where_its_run_wrote_it_needs_no_base(outputs: Runs, tmp_path: Pa
     assert said[0].startswith("model: ") and said[0].endswith("flux, as config.toml of its run says")
     assert script.main(["compare", str(file), str(file)]) == 0
     assert "flux, as config.toml of its run says" in capsys.readouterr().out
-    (tmp_path / "moved.safetensors").write_bytes(file.read_bytes())
-    assert script.main(["show", str(tmp_path / "moved.safetensors")]) == 2
+    (moved := tmp_path / "moved.safetensors").write_bytes(file.read_bytes())
+    assert script.main(["convert", str(moved), str(tmp_path / "no.safetensors"), "--to", "kohya"]) == 2
     assert "give it with --base" in capsys.readouterr().err
+    # Kohya's file has modules of several layers, whose rows are parted.
+    assert script.main(["convert", str(file), str(kohya := tmp_path / "kohya.safetensors"), "--to", "kohya"]) == 0
+    for path in (moved, kohya):
+        capsys.readouterr()
+        assert script.main(["show", str(path)]) == 0
+        said = capsys.readouterr().out
+        assert "LoRA for flux (another size than the published ones; --base MODEL" in said
+        assert "not adapted of" not in said and "every layer of" not in said
+        own = open_adapter(path, any_size=True).portable.layers
+        known = open_adapter(path, models_at(str(models / "flux"), quantization.recognise)).portable.layers
+        assert own.keys() == known.keys()
+        for name, factors in known.items():
+            ends = own[name].tensors()
+            assert all(torch.equal(ends[end].make(), tensor.make()) for end, tensor in factors.tensors().items())
 
 
 def test_merge_tells_the_order_of_its_arguments(outputs: Runs, models: Path, tmp_path: Path, capsys) -> None:

@@ -66,6 +66,10 @@ def test_a_run_is_made_once_and_what_changed_is_made_again(
     said = capsys.readouterr().out
     assert [name.rpartition("-")[0] for name in trained] == ["one-1", "two-1", "one-2", "two-2"]
     assert "one is " in said or "one and two are not told apart" in said
+    # The plan of the first run, then what differs; the numbers of an optimizer stand in one line.
+    assert said.count("parts of the model\n") == said.count("\ndata 3 images: ") == 1
+    assert said.count("\noptimizer adamw, lr 0.01, ") == 2 and said.count("\noptimizer adamw, lr 0.0001, ") == 1
+    assert said.count("\n  all else as in the plan above\n") == 3
     assert f"comparison: {bench.tmp}/out/comparison.html" in said
     page = (bench.tmp / "out" / "comparison.html").read_text()
     assert all(f'href="{name}/report.html"' in page for name in trained) and "one less two" in page

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.harness import ROOT, Workbench
 from trainer import Session
@@ -64,6 +65,26 @@ def test_the_rate_can_be_changed_and_a_sample_drawn(bench: Workbench) -> None:
         assert rates == pytest.approx([1e-3, 5e-4, 2.5e-4, 1.25e-4]) and picture.size == (64, 64)
         with pytest.raises(UserError, match="a rate above 0"):
             session.lr = 0
+
+
+@pytest.mark.slow
+def test_a_sample_has_the_fields_of_the_configs_and_is_refused_alike(bench: Workbench) -> None:
+    """Drawn as the run draws those of the config."""
+    wanted = {"prompt": "a bear", "width": 48, "height": 64, "seed": 7, "steps": 1, "cfg": 2.0, "negative": "fur"}
+    config = bench.config("flux", validation__samples=[wanted], validation__every_steps=1, run__max_steps=1)
+    with Session.open(config) as session:
+        for _ in session:
+            picture = session.sample(**wanted)
+        (drawn,) = sorted((bench.tmp / "out" / "samples" / "step-00000001").glob("*.png"))
+        assert picture.size == (48, 64) and picture.tobytes() == Image.open(drawn).tobytes()
+        assert session.sample(**wanted | {"negative": "a"}).tobytes() != picture.tobytes()
+        for fields, refusal in (
+            ({"negative": "fur"}, "validation.samples.0.negative = 'fur' has no effect on flux without cfg"),
+            ({"cfg": 1.0}, "session.sample: cfg"), ({"size": (64, 64)}, "session.sample: unknown key size"),
+            ({"width": 50}, "50"), ({"references": ["a.png"]}, r"references"),
+        ):  # fmt: skip
+            with pytest.raises(UserError, match=refusal):
+                session.sample("a bear", **fields)
 
 
 @pytest.mark.slow

@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import ZImagePipeline
 from peft import PeftModel
+from PIL import Image
 
 from scripts import adapter as adapter_tool
 from scripts import make_model
@@ -19,6 +21,7 @@ from tests.harness import Workbench, built, metrics_of, pairs
 from tests.integration.test_graphs import trained
 from trainer import config as configs
 from trainer.base.errors import UserError
+from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import TensorFile
 from trainer.models.weights import original_shape
 from trainer.quantization import recognise
@@ -106,6 +109,28 @@ def assert_adapted_weights(bench: Workbench, out: Path, cell: tuple, pipe: ZImag
             missing = 2 * scaling * ((w16 - w) * (b @ a)).sum(1)
             expected = g * (adapted.square().sum(1) - missing).sqrt()
             assert torch.allclose(m16, expected, rtol=1e-5, atol=0), name
+
+
+@pytest.mark.slow
+def test_a_sample_is_the_stock_pipelines_with_the_adapter(bench: Workbench) -> None:
+    """By the exported file, with a second pass for its guidance; and not what the base draws."""
+    asked = {"prompt": "a bear", "negative": "fur", "width": 48, "height": 64, "seed": 5, "steps": 2, "guidance": 3.0}
+    config = bench.tree(
+        "zimage", precision__compute="fp32", adapter__targets="all", optimizer__lr=1e-2, validation__samples=[asked],
+        validation__every_steps=3, model__components={name: {"dtype": "fp32"} for name in ("transformer", "text_encoder")},
+    )  # fmt: skip
+    train(config, bench=bench)
+    layout = Layout(bench.tmp / "out")
+    pipe = ZImagePipeline.from_pretrained(bench.models / "zimage", torch_dtype=torch.float32)
+    pipe.load_lora_weights(str(layout.adapters / "bear.safetensors"))
+    drawn = pipe(
+        prompt="a bear", negative_prompt="fur", width=48, height=64, num_inference_steps=2, guidance_scale=3.0,
+        generator=torch.Generator("cpu").manual_seed(5),
+    ).images[0]  # fmt: skip
+    before, ours = (np.asarray(Image.open(layout.samples_of(step) / "00.png")).astype(int) for step in (0, 3))
+    assert ours.shape == (64, 48, 3)
+    assert abs(ours - np.asarray(drawn).astype(int)).max() <= 1, "one of 256 levels, where sums round otherwise"
+    assert abs(ours - before).max() > 1
 
 
 @pytest.fixture(scope="module")

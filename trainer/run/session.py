@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
+from pydantic import ValidationError
 
 from trainer import kernels
 from trainer.artifacts.on_stop import leave_in_time
@@ -26,16 +27,17 @@ from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import QUIET, Alive, Phases, Record
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
-from trainer.config import Config, LoggingTable, load, with_values
+from trainer.config import Config, LoggingTable, SampleTable, load, mistakes, with_values
 from trainer.config.reading import literal
 from trainer.data.memo import Memo
 from trainer.data.sources import Scanned
 from trainer.engine.components import Components
 from trainer.engine.encoding import conditionings
 from trainer.engine.graphs import beside
-from trainer.models.base import SampleRequest
 from trainer.objectives import OwnLoss
+from trainer.plan.requirements import refuse_unread, refuse_unread_by_model
 from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, resolve
+from trainer.plan.samples import requests_of
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.unlike import refuse_unlike_configs
 from trainer.run.output_folder import opened
@@ -244,21 +246,25 @@ class Session:
         for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
             group["lr"] = rate
 
-    def sample(
-        self, prompt: str, *, negative: str = "", size: tuple[int, int] | None = None, seed: int = 0,
-        steps: int | None = None, guidance: float | None = None, strength: float = 1.0,
-    ) -> Image:  # fmt: skip
-        """A picture by the adapter as it is. size: (width, height) in pixels; None is the data's. Text encoders that the run
-        has let go are loaded for it, one after another."""
-        wanted, plan = self.config.validation, self.run.plan
-        side = wanted.resolution or plan.data.resolution
-        asked = SampleRequest(prompt, negative, *(size or (side, side)), seed, steps or wanted.steps, guidance, strength)
-        components, state = self.run.components, self.run.state
+    def sample(self, prompt: str, **fields: Any) -> Image:
+        """A picture by the adapter as it is. fields: of an entry of validation.samples (docs/keys.md), with its defaults.
+        Text encoders that the run has let go are loaded for it, one by one. Raises UserError where a config is refused."""
+        plan, components, state = self.run.plan, self.run.components, self.run.state
+        try:
+            samples = (SampleTable.model_validate({"prompt": prompt, **fields}),)
+        except ValidationError as error:
+            raise UserError(f"session.sample: {mistakes.explain(error.errors(include_url=False))}") from error
+        config = with_values(
+            self.config, {"validation.prompts": (), "validation.samples": samples, "validation.every_steps": 1}
+        )
+        refuse_unread(config, plan.model.family)
+        refuse_unread_by_model(config, plan.model.source)
+        (asked,) = requests_of(config.validation, (), plan.data.resolution, plan.model.family.images)
         components.load(plan.model.family.vae)
-        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(strength), components.without_below():
-            conditioning = conditionings(components, [prompt, negative])
+        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(asked.strength), components.without_below():
+            conditioning = conditionings(components, [asked.prompt, asked.negative])
             draw = beside(self.run.step.graphs, components.family.images.draw)
-            return draw(components.model, asked, conditioning(prompt), conditioning(negative))
+            return draw(components.model, asked, conditioning(asked.prompt), conditioning(asked.negative))
 
     def export(self, path: str | Path) -> list[Path]:
         """Write the adapter as it is, in the config's formats: diffusers' file at the path, the others beside it. Returns the

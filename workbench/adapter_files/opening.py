@@ -41,7 +41,7 @@ from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
 from trainer.runtime.precision import COMPUTE_DTYPES
 from workbench.adapter_files.keys import Module, key_table
-from workbench.adapter_files.reading import ReadAdapter, read_adapter, stems_of
+from workbench.adapter_files.reading import ReadAdapter, Shapes, read_adapter, stems_of
 
 HINTS = ("modelspec.architecture", "ss_base_model_version")
 
@@ -177,9 +177,12 @@ def looks_like_an_adapter(path: Path) -> bool:
         return False
 
 
-def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, family: str | None = None) -> OpenedAdapter:
+def open_adapter(
+    path: Path | str, models: list[NamedModel] | None = None, *, family: str | None = None, any_size: bool = False
+) -> OpenedAdapter:
     """An adapter file, read, with the model that it is for. path: of a file, or of a folder that PEFT saved. models: that it
-    may be for; None: the published ones, of all families or of `family`.
+    may be for; None: the published ones, of all families or of `family`. any_size: a LoRA or DoRA of other rows and columns
+    is read by its own (`_sizes_in`); it has no label then.
 
     Raises UserError where the file is of another kind, is for none of them, or may be for several families.
     """
@@ -207,8 +210,9 @@ def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, fa
     if not known:
         raise _not_known(path, stems, models, tables)
     fitting = [model for model in known if all(hint == file.metadata.get(key) for key, hint in _hints(model, file))] or known
-    if len(fitting) > 1:
-        fitting = [model for model in fitting if _shaped(file, stems, tables[id(model)], model)] or fitting
+    shapes = {id(model): model.full_layers(model.named_in(stems)) for model in fitting}
+    sizes = {at: _sizes_in(file, stems, tables[at], layers) for at, layers in shapes.items()}
+    fitting = [model for model in fitting if sizes[id(model)].items() <= shapes[id(model)].items()] or fitting
     named = {model.family.name for model in fitting}
     if len(named) > 1:
         raise UserError(
@@ -216,24 +220,25 @@ def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, fa
             "give --family"
         )
     model = fitting[0]
-    shapes = model.full_layers(model.named_in(stems))
-    read = read_adapter(file, stems, tables[id(model)], shapes, _advice(models))
-    used = {name: shapes[name] for name in read.portable.layers}
-    same = [m.label for m in fitting if used.items() <= m.full_layers(m.named_in(stems)).items()]
+    layers = shapes[id(model)] | (sizes[id(model)] if any_size else {})
+    read = read_adapter(file, stems, tables[id(model)], layers, _advice(models))
+    used = {name: layers[name] for name in read.portable.layers}
+    same = [m.label for m in fitting if used.items() <= shapes[id(m)].items()]
     return OpenedAdapter(path, model, tuple(same), read)
 
 
-def _shaped(file: TensorFile, stems: Mapping[str, Mapping[str, str]], table: Mapping[str, Module], model: NamedModel) -> bool:
-    """Whether the layers of a model have the rows and columns of what the file adds to them. stems: of `table`."""
-    shapes = model.full_layers(model.named_in(stems))
+def _sizes_in(file: TensorFile, stems: Mapping, table: Mapping[str, Module], shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """The shapes of the layers' weights as A and B have them. A module of several layers is parted as in `shapes`, where its
+    rows and columns are those in one proportion; else each part has all of its rows, which nothing fits."""
+    sizes: dict[str, tuple[int, ...]] = {}
     for stem, keys in stems.items():
-        parts = [shapes[part] for part in table[stem].parts]
-        wanted = {"a": (1, parts[0][1]), "b": (0, sum(part[0] for part in parts))}
-        for role, (axis, count) in wanted.items():
-            shape = file.entries[keys[role]].shape if role in keys else ()
-            if len(shape) > 1 and shape[axis] != count:
-                return False
-    return True
+        a, b = (file.entries[keys[role]].shape if role in keys else () for role in "ab")
+        parts = {name: shapes[name] for name in table[stem].parts}
+        rows, columns = sum(shape[0] for shape in parts.values()), shapes[table[stem].parts[0]][1]
+        for name, shape in parts.items() if len(a) > 1 < len(b) else ():
+            even = len(parts) > 1 and b[0] * columns == rows * a[1]
+            sizes[name] = b[0] * shape[0] // rows if even else b[0], a[1], *shape[2:]
+    return sizes
 
 
 def _hints(model: NamedModel, file: TensorFile) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from workbench.adapter_files.opening import OpenedAdapter
 from workbench.adapters.convert import WeightOf, gain
 
 SHOWN = 12  # lines of a list
+OTHER_SIZE = "another size than the published ones; --base MODEL tells which layers have no adapter"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
     dtypes = Counter(str(t.dtype).removeprefix("torch.") for f in portable.layers.values() for t in f.tensors().values())
     parameters = sum(torch.Size(t.shape).numel() for f in portable.layers.values() for t in f.tensors().values())
     rows = [
-        f"{opened.path}: {portable.kind.word} for {opened.model.family.name} ({' or '.join(opened.labels)})",
+        f"{opened.path}: {portable.kind.word} for {opened.model.family.name} ({' or '.join(opened.labels) or OTHER_SIZE})",
         f"  keys: {_counted(read.conventions, 'module(s)')}",
         f"  layers: {_counted(Counter(name.partition('.')[0] for name in portable.layers), 'layers')}; "
         f"{parameters:,} numbers, {_counted(dtypes, 'tensors')}",
@@ -78,7 +79,7 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
     if read.absent:
         rows += _listed("  rows without an adapter, whose magnitudes are the model's norms and were left out", read.absent)
     rows += _norms(layers)
-    for component in opened.components:
+    for component in opened.components if opened.labels else ():
         there = {layer.name for layer in layers}
         absent = [f"{component}.{name}" for name in opened.model.layers(component) if f"{component}.{name}" not in there]
         if absent:

@@ -3,13 +3,18 @@
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from trainer import config
+from trainer.artifacts.ports import Ports, Summary
 from trainer.base.errors import UserError
 from trainer.base.files import parse_size
 from trainer.base.run_layout import Layout
+from trainer.plan.run_plan import RunPlan
 from trainer.resume import allowed_changes
 from trainer.resume.allowed_changes import Allowance
 from trainer.run.session import Session
@@ -40,15 +45,26 @@ def next_command(options: Namespace, loaded: config.Config, arguments: Sequence[
     return shlex.join(["python", "train.py", "--config", str(layout.config), "--resume_from", "auto"])
 
 
-def asked(resume_from: str | None, allowed: Allowance | None = None, **more: bool) -> Launch:
-    """The way a command starts a run: with all parts. more: planned, elsewhere, verify."""
-    return Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), PORTS, **more)
+def asked(resume_from: str | None, allowed: Allowance | None = None, ports: Ports = PORTS, **more: bool) -> Launch:
+    """The way a command starts a run. more: planned, elsewhere, verify."""
+    return Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), ports, **more)
 
 
-def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance | None = None, verify: bool = False) -> bool:
-    """Train a run with all parts; returns whether its end was reached. verify: every photo is read."""
-    with Session(loaded, "train", asked(resume_from, allowed, verify=verify)) as session:
+def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance | None = None, **more: Any) -> bool:
+    """Train a run with all parts; returns whether its end was reached. more: ports, and what `asked` takes."""
+    with Session(loaded, "train", asked(resume_from, allowed, **more)) as session:
         return session.train()
+
+
+def differences(summary: Summary, first: list[str], plan: RunPlan) -> str:
+    """What a run's start says of its plan: of the first run all, which is put into `first`; then what is not as there, below
+    its heads."""
+    lines, news, head = summary.described(plan).splitlines(), list[str](), ""
+    for line in lines if first else ():
+        head = head if line.startswith(" ") else line
+        news += [each for each in dict.fromkeys((head, line)) if line not in first and each not in news]
+    first += [] if first else lines
+    return "\n".join([*news, "  all else as in the plan above"] if news else lines)
 
 
 def compare_runs(file: str, *, only_plan: bool) -> None:
@@ -56,7 +72,9 @@ def compare_runs(file: str, *, only_plan: bool) -> None:
     from workbench.compare.comparison import compare_all
     from workbench.compare.variations import read_comparison
 
-    compare_all(read_comparison(file), partial(train, resume_from="auto"), only_plan=only_plan)
+    summary = PORTS.summary and SimpleNamespace(described=partial(differences, PORTS.summary, []))
+    ports = replace(PORTS, summary=summary)
+    compare_all(read_comparison(file), partial(train, resume_from="auto", ports=ports), only_plan=only_plan)
 
 
 def size_of(text: str) -> int:

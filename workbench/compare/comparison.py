@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trainer import __version__
 from trainer import config as configs
@@ -77,8 +77,7 @@ class Compared:
 
 def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan: bool = False) -> None:
     """Train what is missing of a comparison, and write its page; or print the command of each run. train: trains a run, or
-    goes on with it. Raises what `train` does,
-    and UserError, before a weight is read, for a comparison that cannot be made."""
+    goes on with it. Raises what `train` does, and UserError, before a weight is read, for what cannot be compared."""
     LIVE.json = asked.runs[0].config.logging.json
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
@@ -106,7 +105,7 @@ def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan
         except NonFiniteError as error:
             write(f"{name}: ended: {error}")  # which is what came of this variant
         except Interrupted as error:
-            _go_on_later(error, name)
+            raise Interrupted(error.signum, f"{error.where} ({name})", "the same command goes on") from None
         finally:
             gc.collect()
             give_back()
@@ -120,10 +119,6 @@ def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan
     if not judged and not lost:
         write("nothing can be compared: no two variants have a held-out loss of two common seeds")
     write(f"comparison: {page}")
-
-
-def _go_on_later(error: Interrupted, name: str) -> NoReturn:
-    raise Interrupted(error.signum, f"{error.where} ({name})", "the same command goes on") from None
 
 
 def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:

@@ -177,14 +177,14 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Draft:
-    """Keys with their reasons, sources, samples, and what is said at the file's head.
+    """Keys with their reasons, sources, samples, and what is said at the file's head. program: whose file it was.
 
     fixed: values by key as --set gave them. They stay, whatever the other config says, and what cannot be done for such a
     key is not said.
     """
 
-    def __init__(self, trainer: str, fixed: Mapping[str, Any]) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: str, program: str, fixed: Mapping[str, Any]) -> None:
+        self.trainer, self.program = trainer, program
         self.fixed = dict(fixed)
         self.keys: dict[str, Line] = {}
         self.sources: list[dict[str, Line]] = []

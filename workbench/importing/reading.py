@@ -33,19 +33,20 @@ LETTERS = 100_000  # of a script with a command
 PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")
 
 
-def read(path: Path) -> tuple[str, dict[str, Any]]:
-    """(the trainer, its config as a tree) of the file. Raises UserError for one that is nobody's, or cannot be read."""
+def read(path: Path) -> tuple[str, str, dict[str, Any]]:
+    """(the trainer, the program that wrote it, the trainer's config as a tree) of a file. Raises UserError for one that is
+    nobody's, or cannot be read."""
     tree = read_tree(path)
     names = _names(tree)
     if names & WINDOW:
         with reading(path, "additional_parameters", remedy="correct it in the file"):
-            return "sd-scripts", kohya_gui.as_options(tree)
+            return "sd-scripts", "kohya_ss's window, which starts sd-scripts", kohya_gui.as_options(tree)
     for trainer, refused in programs()["refused"].items():
         if len(names.intersection(refused["names"].split())) > 1:
             raise UserError(f"{path}: a config of {trainer}, which is not read here; {refused['go on']}")
     for trainer, groups in SIGNS.items():
         if all(names.intersection(group) for group in groups):
-            return trainer, tree
+            return trainer, trainer, tree
     words = ", ".join(sorted(tree)[:6]) if isinstance(tree, Mapping) and tree else "nothing that has a name"
     if names >= {"run", "model"}:
         words += "; it is a config of this program: train with it (train.py --config)"

@@ -11,13 +11,14 @@ from typing import Any
 
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
+from trainer.data.images.kinds import CAPTIONS, IMAGES, TABLES
 from trainer.data.layouts.kohya import NAME
 from trainer.models import Family
 from trainer.plan.requirements import CFG
 from workbench.importing import common
 from workbench.importing.catalogues import facts, programs
 from workbench.importing.draft import ABSENT, DIFFERS, FILL, SAME, Draft, Line, Options
-from workbench.importing.reading import find_beside, literal, prompt_line, read_text, read_tree
+from workbench.importing.reading import find_beside, literal, path_here, prompt_line, read_text, read_tree
 
 # What a subset may say, and what it is in a source.
 SUBSET = programs()["sd_scripts_subset"]
@@ -271,10 +272,20 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
         draft.note(DIFFERS, f"{path}: regularisation photos are repeated there until they are as many as the others")
     if table.has("class_tokens"):
         source["trigger"] = (table.word("class_tokens"), f"{table.told('class_tokens')}: put before captions without it, too")
+    elif words := _words_of(path_here(path)) if numbered and path and not table.flag("is_reg") else "":
+        source["trigger"] = words, "the words of its folder; no photo has a caption"
     if not table.flag("enable_bucket") and not options.flag("enable_bucket"):
         draft.note(DIFFERS, "enable_bucket is left out: photos are cut to one shape there, to buckets of their shapes here")
     draft.sources.append(source)
     common.carry_rest(draft, table)
+
+
+def _words_of(folder: str) -> str:
+    """The one caption that kohya's folders in it have by their names; "" where there are several, or others."""
+    files = [(file.suffix.lower(), NAME.fullmatch(file.parent.name)) for file in Path(folder).rglob("*")]
+    words = {name and name[2] for suffix, name in files if suffix in IMAGES}
+    captions = [suffix for suffix, _ in files if suffix in (*CAPTIONS, *TABLES)]
+    return "" if captions or len(words) != 1 else words.pop() or ""
 
 
 def _intervals(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -50,17 +50,17 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
 
 def _path(draft: Draft, options: Options, family: Family) -> None:
     """The model: named, else by its flavour, else the flavour that the program takes."""
-    name = "pretrained_model_name_or_path"
-    if options.has(name):
-        common.set_path(draft, *options.line(name, "word"))
-        return
-    flavours = facts().flavours[family.name]
+    name, flavours = "pretrained_model_name_or_path", facts().flavours[family.name]
     flavour = options.word("model_flavour", flavours[""])
     line = options.told("model_flavour") if options.has("model_flavour") else f"model_flavour is left out: {flavour} there"
-    if flavour not in flavours:
+    if flavour == family.variants.editing:
+        draft.set("model.variant", flavour, line)
+    if options.has(name):
+        common.set_path(draft, *options.line(name, "word"))
+    elif flavour in flavours:
+        common.set_path(draft, flavours[flavour], line)
+    else:
         draft.cannot("model.path", f"{line}: which model that is was not looked up")
-        return
-    common.set_path(draft, flavours[flavour], line)
 
 
 def _length(draft: Draft, options: Options) -> None:
@@ -169,9 +169,11 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     named = options.word("data_backend_config")
     path = find_beside(named, config, data) if named else next(iter(data), None)
     listed = Options({"backends": read_tree(path) if path else []}, path or config)
-    for backend in listed.tables("backends", "backend ", options.defaults):
-        if backend.word("dataset_type", "image") == "image" and not backend.flag("disabled"):
-            _source(draft, backend, options)
+    backends, edits = listed.tables("backends", "backend ", options.defaults), draft.value("model.variant")
+    references = [each for each in backends if edits and str(each.get("conditioning_type")).startswith("reference")]
+    for backend in backends:
+        if backend.word("dataset_type", "image") == "image" and not backend.flag("disabled") and backend not in references:
+            _source(draft, backend, options, {each.word("id"): each.line("instance_data_dir", "word") for each in references})
     if not draft.sources:
         common.ask_for_photos(draft, f"{options.told('data_backend_config')}: not found; give it as --data")
 
@@ -185,8 +187,8 @@ def _side(table: Options, options: Options) -> int:
     return common.side_of(sized, "resolution")
 
 
-def _source(draft: Draft, table: Options, options: Options) -> None:
-    """One backend as a source. repeats there are those beside the first appearance."""
+def _source(draft: Draft, table: Options, options: Options, references: Mapping[str, Line]) -> None:
+    """One backend as a source. repeats there are those beside the first appearance. references: where they lie, by id."""
     hub = table.word("type") == "huggingface"
     name = "dataset_name" if hub else "instance_data_dir"
     path = table.word(name, common.PHOTOS)
@@ -211,6 +213,8 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
     if strategy == "instanceprompt":
         trigger, line = table.line("instance_prompt", "word")
         source["trigger"] = (trigger or "", f"{line}: the caption of every photo")
+    if references and (place := references.get(table.word("conditioning_data"))):
+        source["references"] = place
     if table.flag("is_regularisation_data"):
         source["regularisation"] = (True, table.told("is_regularisation_data"))
     if table.number("probability", 1) != 1:

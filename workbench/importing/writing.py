@@ -54,14 +54,14 @@ def import_config(
 
 def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Draft:
     """The draft of a file. Raises UserError for all that cannot be done, in one message."""
-    trainer, tree = read(file)
+    trainer, program, tree = read(file)
     fixed: dict[str, Any] = {}
     for override in overrides:
         one: dict[str, Any] = {}
         (key,) = configs.override(one, [override])
         *tables, last = key.split(".")
         fixed[key] = reduce(lambda node, part: node[part], tables, one).get(last)
-    draft = Draft(trainer, fixed)
+    draft = Draft(trainer, program, fixed)
     TRANSLATIONS[trainer].translate(draft, Options(tree, file, facts().defaults[trainer]), file, data)
     if draft.refusals:
         raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {each}" for each in draft.refusals))
@@ -153,7 +153,7 @@ def text_of(draft: Draft, file: Path) -> str:
     known = facts()
     commit = other_trainers.tables().commits[draft.trainer]
     lines = [
-        f"# Made of {printable(os.fspath(file))} ({draft.trainer}) by scripts/import_config.py.",
+        f"# Made of {printable(os.fspath(file))} ({draft.program}) by scripts/import_config.py.",
         "# The reason of each line stands behind it.",
         f"# Names: {draft.trainer} {commit}. Its defaults: {known.defaults_at[draft.trainer]}.",
         "# All other keys have their defaults; docs/keys.md has every key.",

@@ -23,6 +23,8 @@ LOOK_SECONDS = 0.2  # between two looks at signals
 SHORTEST_SILENCE = 5.0  # seconds that any answer may take, however short checkpoint.mirror_wait is
 # What the errors of a network are called that are no OSError: every backend has classes of its own.
 NETWORK = ("Connect", "Timeout", "Payload", "Disconnected", "HTTPClient", "ServiceRe")
+# What stores say that are full: Ceph's and MinIO's codes, which s3fs gives as the text of an EIO.
+FULL = ("QuotaExceeded", "StorageFull", "minimum free d")
 
 
 def may_pass(error: Exception) -> bool:
@@ -34,8 +36,10 @@ def may_pass(error: Exception) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line, without keys."""
+    """What went wrong, in one line, without keys; what helps where the place is full."""
     text = without_keys(one_line(error))
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(word in text for word in FULL):
+        text += "; make room there, or give checkpoint.mirror another place"
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 

@@ -11,7 +11,7 @@ import pytest
 from trainer import config as configs
 from trainer.base.errors import UserError
 from workbench.importing.draft import ABSENT, UNKNOWN
-from workbench.importing.writing import checked, drafted
+from workbench.importing.writing import checked, drafted, text_of
 
 # As the window saves them: numbers in texts, empty texts for what is not set.
 WINDOW: dict[str, Any] = {
@@ -139,6 +139,31 @@ def test_settings_without_a_network_train_a_whole_model(tmp_path: Path) -> None:
     (file := tmp_path / "window.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="--set adapter.type="):
         drafted(file)
+
+
+@pytest.mark.parametrize(
+    ("files", "trigger"),
+    [
+        (["10_sks bear/1.jpg", "10_sks bear/2.PNG", "Thumbs.db"], "sks bear"),
+        (["10_sks bear/1.jpg", "2_sks bear/1.jpg"], "sks bear"), (["10_sks bear/1.jpg", "5_sks fox/1.jpg"], ""),
+        (["10_sks bear/1.jpg", "10_sks bear/1.txt"], ""), (["10_sks bear/1.jpg", "meta.jsonl"], ""),
+        (["10_sks bear/1.jpg", "1.jpg"], ""), (["bear/1.jpg"], ""), ([], ""),
+        (["10_sks bear/1.jpg", "10_sks bear/old/1.jpg"], ""),
+    ],
+)  # fmt: skip
+def test_the_words_of_a_folder_without_captions_are_the_trigger(tmp_path: Path, files: list[str], trigger: str) -> None:
+    """Where anything may be a caption, or another word, nothing is guessed. Words of classes are none."""
+    for path in (tmp_path / folder / name for folder in ("img", "reg") for name in files):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    found, _ = made(tmp_path, train_data_dir=str(tmp_path / "img"), reg_data_dir=str(tmp_path / "reg"))
+    assert [found[f"data.sources.{number}.trigger"] for number in (0, 1)] == [trigger, ""]
+
+
+def test_the_head_names_the_window(tmp_path: Path) -> None:
+    _, draft = made(tmp_path)
+    first = text_of(draft, tmp_path / "window.json").partition("\n")[0]
+    assert first.endswith("window.json (kohya_ss's window, which starts sd-scripts) by scripts/import_config.py.")
 
 
 @pytest.mark.parametrize("wrong", [["big"], {"big": 1}, 0.5, "big", None, True])

@@ -417,6 +417,23 @@ def test_a_config_for_kontext_has_its_variant_and_its_pictures(tmp_path: Path) -
     assert found["validation.samples.0.references.0"] == "a.png" and found["validation.samples.0.prompt"] == "sks on a beach"
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_simpletuners_kontext_has_its_variant_and_its_pictures(tmp_path: Path, named: bool) -> None:
+    """By its flavour, beside a path, too; the backend of references is no photos to train."""
+    file = foreign_configs.write(tmp_path, "SimpleTuner", "kontext.safetensors")
+    tree = json.loads(file.read_text()) | {"--model_family": "flux", "--model_flavour": "kontext"}
+    file.write_text(json.dumps({key: value for key, value in tree.items() if named or "pretrained_model" not in key}))
+    (backends := tmp_path / "backends.json").write_text(json.dumps([
+        {"id": "after", "type": "local", "instance_data_dir": "after", "conditioning_data": "before"},
+        {"id": "before", "type": "local", "instance_data_dir": "before", "conditioning_type": "reference_loose"},
+    ]))  # fmt: skip
+    draft = drafted(file, data=[backends])
+    found = configs.flatten(configs.tree(checked(draft, file)))
+    assert found["model.variant"] == "kontext" and not [line for line in draft.notes[UNKNOWN] if "condition" in line]
+    assert found["model.path"] == ("kontext.safetensors" if named else "black-forest-labs/FLUX.1-Kontext-dev")
+    assert found["data.sources.0.references"] == "before" and "data.sources.1.path" not in found
+
+
 def test_null_is_no_entry_of_a_list(tmp_path: Path) -> None:
     file = foreign_configs.write(tmp_path, "ai-toolkit")
     text = file.read_text().replace('prompts: ["[trigger] on a beach", ', "prompts: [null, ")

@@ -292,6 +292,24 @@ def test_no_key_is_told(monkeypatch) -> None:
     assert reason(NoCredentialsError("Unable to locate\ncredentials")) == "NoCredentialsError: Unable to locate credentials"
 
 
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True), (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (OSError(errno.EIO, "An error occurred (QuotaExceeded) when calling the PutObject operation: None"), True),
+        (OSError(errno.EIO, "An error occurred (XMinioStorageFull) when calling the PutObject operation: ..."), True),
+        (OSError(errno.EIO, "An error occurred (SlowDown): Quota exceeded for requests per minute"), False),
+        (OSError(errno.EMSGSIZE, "too large"), False), (TimeoutError(), False),
+    ],
+)  # fmt: skip
+def test_a_full_place_is_named_with_what_helps_and_tried_again(error: Exception, full: bool) -> None:
+    """It may have room a while later, so the run goes on to try."""
+    said: list[str] = []
+    Troubles(URL, said.append, lambda: 0.0).met(error, "step-00000001 is copied then")
+    assert ("; make room there, or give checkpoint.mirror another place); it is tried again: " in said[0]) == full
+    assert may_pass(error) or not full
+
+
 def test_a_start_waits_for_a_network_and_not_for_keys() -> None:
     said, tries = [], []
 
