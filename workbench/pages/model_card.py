@@ -153,7 +153,7 @@ def _references(plan: RunPlan) -> Iterator[tuple[str, Image.Image]]:
     """(name in the card's folder, picture) of what the model is shown for the samples, no larger than it takes them."""
     for index, request in enumerate(plan.data.requests):
         for number, image in enumerate(request.images):
-            yield _shown(index, number), as_shown(image, plan.model.family.images)
+            yield _shown(index, number), as_shown(image, plan.model.family.images, len(request.images))
 
 
 def _shown(index: int, number: int) -> str:
