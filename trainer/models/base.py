@@ -188,6 +188,7 @@ class ImagePart:
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     # (model.variant, a request): of the pipeline's call, what only this family's takes, or has another default of.
     arguments: Callable[[str | None, SampleRequest], dict[str, Any]] = lambda variant, request: {}
+    modular: str = ""  # the class of its pipeline's blocks in diffusers, where that is a modular one
     negative_text: bool = True  # whether its pipeline of diffusers takes the negative prompt as a text, and the prompt first
 
     def image_tokens(self, height: int, width: int) -> int:

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLFlux2, Flux3AutoBlocks, Flux3Transformer2DModel
 from diffusers.modular_pipelines.flux3 import before_denoise, encoders
 from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
 from PIL import Image
 from torch import nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
-from transformers import Qwen3VLForConditionalGeneration
 
 from scripts import make_model
+from tests.pipelines import flux3
 from trainer.base.errors import UserError
 from trainer.base.types import Conditioning
 from trainer.data import buckets
@@ -51,28 +50,9 @@ def model(folder: Path) -> Model:
     return Model(modules, configs, load_tokenizers(FAMILY, source), source.scheduler, compute, CPU)
 
 
-class Reader:
-    """As a processor of images and texts is read for texts alone."""
-
-    def __init__(self, tokenizer) -> None:
-        self.tokenizer, self.apply_chat_template = tokenizer, tokenizer.apply_chat_template
-
-
 @pytest.fixture(scope="module")
-def stock(folder: Path, model: Model):
-    """The modular pipeline without its prompt upsampler."""
-    blocks = Flux3AutoBlocks()
-    blocks.sub_blocks.pop("prompt_upsampler")
-    pipeline, tokenizer = blocks.init_pipeline(), model.tokenizers["tokenizer"]
-    parts = {
-        "text_encoder": Qwen3VLForConditionalGeneration,
-        "transformer": Flux3Transformer2DModel,
-        "vae": AutoencoderKLFlux2,
-    }
-    loaded = {n: c.from_pretrained(folder / n, torch_dtype=torch.float32).eval() for n, c in parts.items()}
-    pipeline.update_components(**loaded, tokenizer=Reader(tokenizer))
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+def stock(folder: Path):
+    return flux3(folder)
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,7 @@ FAMILY = base.Family(
     text=base.TextPart(tokens, encode_text, count_tokens, collate=collate, rows=rows),
     images=base.ImagePart(
         objective, encode_images, predict, sample, CHOICES, latent_side=16, adjust=adjust,
-        references=ReferenceRule(most=MOST_REFERENCES, whole=True),
+        references=ReferenceRule(most=MOST_REFERENCES, whole=True), modular="Flux3AutoBlocks",
     ),
     files=base.FilePart(
         chat_templates=("tokenizer",), input_layer="x_embedders.image.weight", check=check, harmless=names.HARMLESS,
