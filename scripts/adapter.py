@@ -353,7 +353,7 @@ def reads_a_file(command: argparse.ArgumentParser) -> None:
 
 def names_a_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--base", metavar="MODEL", help="the model that it is for: folder, .safetensors file or hub id")
-    command.add_argument("--family", help="where the keys are those of several: sdxl, flux, flux2 or zimage")
+    command.add_argument("--family", help="where the keys are those of several: sdxl, flux, flux2, flux3 or zimage")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -406,7 +406,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("a", metavar="A", type=Path, help="an adapter file, or a checkpoint's folder")
     command.add_argument("b", metavar="B", type=Path, help="another")
     command.add_argument("--base", metavar="MODEL", help="the model that they are for; a DoRA needs its weights")
-    command.add_argument("--family", help="where the keys are those of several: sdxl, flux, flux2 or zimage")
+    command.add_argument("--family", help="where the keys are those of several: sdxl, flux, flux2, flux3 or zimage")
     command = commands.add_parser("resize", help="a file with a lower rank")
     command.set_defaults(run=resize)
     reads_a_file(command)

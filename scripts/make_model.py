@@ -1,12 +1,12 @@
-"""Write an SDXL, Flux, FLUX.2 [klein] or Z-Image checkpoint with random weights: the true architecture, the same bytes each
-time.
+"""Write an SDXL, Flux, FLUX.2 [klein], FLUX.3 [klein] or Z-Image checkpoint with random weights: the true architecture, the
+same bytes each time.
 
     python scripts/make_model.py --size tiny --family sdxl --layout diffusers models/tiny-sdxl
     python scripts/make_model.py --size full --family flux --layout single_file models/flux.safetensors
 
 tiny: a few megabytes; the demo and the tests train on it. full: the published sizes (7 to 34 GB), for
-proofs that need real bytes and no download. short: the published widths with few blocks (1.5 to 2.1 GB; klein and Z-Image
-keep their text encoder, 9 GB), for tests of them. Weights are bf16, the VAE's fp32; activations are of order 1. At most a few
+proofs that need real bytes and no download. short: the published widths with few blocks (1.5 to 2.1 GB; those with a Qwen3
+keep it, 9 GB), for tests of them. Weights are bf16, the VAE's fp32; activations are of order 1. At most a few
 hundred megabytes are in memory at any time.
 
 diffusers: OUT is a folder that stock pipelines load; weights beyond 5 GB lie in shards. single_file: OUT is one .safetensors
@@ -59,8 +59,10 @@ VARIANTS = {
     "sdxl": {"": "sdxl"},
     "flux": {"dev": "flux-dev", "schnell": "flux-schnell", "kontext": "flux-dev"},
     "flux2": {"4b": "flux2-klein-4b", "9b": "flux2-klein-9b", "distilled": "flux2-klein-4b"},
+    "flux3": {"base": "flux3-klein-base", "flow_map": "flux3-klein-base"},
     "zimage": {"base": "zimage", "turbo": "zimage-turbo"},
 }
+INDEXES = ("model_index.json", "modular_model_index.json")
 SPACE, LINE = "\u0120", "\u010a"  # as byte-level BPE writes a space and the end of a line
 # Qwen3's special tokens, as far as its chat template has them, by id after the vocabulary.
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -299,6 +301,36 @@ def tiny_flux2(variant: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def tiny_flux3(variant: str) -> dict[str, dict[str, Any]]:
+    whole, small = published(variant, "text_encoder/config.json"), tiny_flux2("flux2-klein-4b")
+    own = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    text = whole["text_config"] | {key: small["text_encoder"][key] for key in own}
+    turns = text["rope_parameters"] | {"mrope_section": [4, 2, 2]}
+    sees = {"deepstack_visual_indexes": [0], "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2,
+            "num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}  # fmt: skip
+    return {
+        "text_encoder": whole
+        | {
+            "dtype": "float32",
+            "text_config": text
+            | {"bos_token_id": None, "eos_token_id": None, "dtype": "float32", "head_dim": 16, "rope_parameters": turns},
+            "vision_config": whole["vision_config"] | sees,
+        },
+        "transformer": published(variant, "transformer/config.json")
+        | {
+            "attention_head_dim": 16,
+            "axes_dims_rope": [4, 4, 4, 4],
+            "cond_in_channels": 16,
+            "in_channels": 16,
+            "joint_attention_dim": 8 * text["hidden_size"],
+            "num_attention_heads": 4,
+            "num_layers": 1,
+            "num_single_layers": 2,
+        },
+        "vae": small["vae"],
+    }
+
+
 def tiny_zimage(variant: str) -> dict[str, dict[str, Any]]:
     text_encoder = tiny_flux2("flux2-klein-4b")["text_encoder"]
     width = text_encoder["hidden_size"]
@@ -318,9 +350,19 @@ def tiny_zimage(variant: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def index_of(variant: str) -> dict[str, Any]:
+    """The pipeline's index."""
+    return next(published(variant, name) for name in INDEXES if (PUBLISHED / variant / name).is_file())
+
+
+def class_of(part: Sequence[Any]) -> str:
+    """The class that an index names for a part of the pipeline; a modular one says where the part is, too."""
+    return part[-1]["type_hint"][1] if isinstance(part[-1], dict) else part[1]
+
+
 def full_configs(variant: str) -> dict[str, dict[str, Any]]:
     """The published configs as they are."""
-    parts = published(variant, "model_index.json").items()
+    parts = index_of(variant).items()
     names = [
         name for name, kind in parts if isinstance(kind, list) and (PUBLISHED / variant / name / "config.json").is_file()
     ]
@@ -338,8 +380,8 @@ FEWER_BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def is_qwen(config: Mapping[str, Any]) -> bool:
-    """Whether it is a Qwen3's, of which the text is read after 27 or 35 of its layers, so that none can be left out."""
-    return config.get("model_type") == "qwen3"
+    """Whether it is a Qwen3's, of which the text is read after 27 to 35 of its layers, so that none can be left out."""
+    return str(config.get("model_type")).startswith("qwen3")
 
 
 def short_configs(variant: str) -> dict[str, dict[str, Any]]:
@@ -376,6 +418,7 @@ GAINS = (
             "*.o_proj.*",
             "*.down_proj.*",
             "*.linear_out.*",
+            "*.linear_fc2.*",
             "*attn.to_out.weight",
             "*feed_forward.w2.*",
             "*to_add_out.*",
@@ -436,7 +479,8 @@ def random_weights(component: str, class_name: str, config: Mapping[str, Any], d
         return _latents_scaled(name, tiled(drawn, shape), config)
 
     tables = {c.class_name: c.names for family in FAMILIES.values() for c in family.components if c.names}
-    by_hand = {"CLIPTextModel": clip_shapes, "T5EncoderModel": t5_shapes, "Qwen3ForCausalLM": qwen_shapes}
+    by_hand = {"CLIPTextModel": clip_shapes, "T5EncoderModel": t5_shapes, "Qwen3ForCausalLM": qwen_shapes,
+               "Qwen3VLForConditionalGeneration": qwen_vl_shapes}  # fmt: skip
     shapes = tables[class_name](config).shapes if class_name in tables else by_hand[class_name](config)
     recipes = {name: Recipe(dtype, shape, partial(make, name, shape)) for name, shape in shapes.items()}
     if "bn.running_mean" in recipes:  # as the published files have it
@@ -495,6 +539,27 @@ def qwen_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), **layers, "model.norm.weight": (width,)}
     return shapes | ({} if config["tie_word_embeddings"] else {"lm_head.weight": (config["vocab_size"], width)})
+
+
+def qwen_vl_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of Qwen3VLForConditionalGeneration: the language model, and what sees images."""
+    text, sees = qwen_shapes(config["text_config"]), config["vision_config"]
+    width, hidden, merged = sees["hidden_size"], sees["intermediate_size"], sees["spatial_merge_size"] ** 2
+    block = {"attn.qkv": (3 * width, width), "attn.proj": (width, width), "mlp.linear_fc1": (hidden, width)}
+    block |= {"mlp.linear_fc2": (width, hidden), "norm1": (width,), "norm2": (width,)}
+    layers = {f"blocks.{i}.{name}": shape for i in range(sees["depth"]) for name, shape in block.items()}
+    patch = (sees["temporal_patch_size"], sees["patch_size"], sees["patch_size"])
+    layers["patch_embed.proj"] = (width, sees["in_channels"], *patch)
+    inner = merged * width
+    mergers = {"merger": width} | {f"deepstack_merger_list.{i}": inner for i in range(len(sees["deepstack_visual_indexes"]))}
+    for merger, normed in mergers.items():
+        layers |= {f"{merger}.norm": (normed,), f"{merger}.linear_fc1": (inner, inner)}
+        layers |= {f"{merger}.linear_fc2": (sees["out_hidden_size"], inner)}
+    shapes = {name.replace("model.", "model.language_model.", 1): shape for name, shape in text.items()}
+    shapes["model.visual.pos_embed.weight"] = (sees["num_position_embeddings"], width)
+    for name, shape in layers.items():
+        shapes |= {f"model.visual.{name}.weight": shape, f"model.visual.{name}.bias": shape[:1]}
+    return shapes
 
 
 def _scaled(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Tensor:
@@ -651,7 +716,7 @@ def make(
     t5 = t5_vocabulary(CAPTION_WORDS, own_merges)
     tokenizers = {
         "tokenizer": qwen_tokenizer_files(own_merges, CAPTION_WORDS)
-        if family in ("flux2", "zimage")
+        if family in ("flux2", "flux3", "zimage")
         else clip_tokenizer_files(merges, END)
     }
     if family == "sdxl":
@@ -661,24 +726,28 @@ def make(
     if size == "tiny":
         clip_size = len(clip_vocabulary(merges))
         tiny = {"sdxl": partial(tiny_sdxl, clip_size), "flux": partial(tiny_flux, variant, clip_size, len(t5)),
-                "flux2": partial(tiny_flux2, variant), "zimage": partial(tiny_zimage, variant)}  # fmt: skip
+                "flux2": partial(tiny_flux2, variant), "flux3": partial(tiny_flux3, variant),
+                "zimage": partial(tiny_zimage, variant)}  # fmt: skip
         configs = tiny[family]()
     else:
         configs = full_configs(variant) if size == "full" else short_configs(variant)
     kinds = {"distilled": {"is_distilled": True}, "kontext": {"_class_name": FAMILIES["flux"].variants.editing_pipeline}}
-    index = published(variant, "model_index.json") | kinds.get(kind or "", {})
-    scheduler = published(variant, "scheduler/scheduler_config.json")
+    if kind == "flow_map":
+        configs["transformer"] |= {"flow_map": True}
+    index_name, whole = next(name for name in INDEXES if (PUBLISHED / variant / name).is_file()), index_of(variant)
+    index, schedule = whole | kinds.get(kind or "", {}), "scheduler/scheduler_config.json"
+    scheduler = published(variant, schedule) if (PUBLISHED / variant / schedule).is_file() else {}
     # A single file says this by its marker tensors, as the ones in the wild do, not by a scheduler config.
     if prediction == "v" and not single:
         scheduler |= {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
     draw = own_stream(seed) if size == "tiny" else repeated_block(seed)
-    weights = {name: random_weights(name, index[name][1], config, draw) for name, config in configs.items()}
+    weights = {name: random_weights(name, class_of(index[name]), config, draw) for name, config in configs.items()}
     write: Write = write_sparse if sparse else write_tensors
     if not sparse:
         check_space(out, sum(size_of(recipe) for component in weights.values() for recipe in component.values()))
 
-    texts = {"model_index.json": to_json(index), "scheduler/scheduler_config.json": to_json(scheduler)}
+    texts = {index_name: to_json(index)} | ({schedule: to_json(scheduler)} if scheduler else {})
     texts |= {f"{component}/config.json": to_json(config) for component, config in configs.items()}
     texts |= {f"{name}/{file}": text for name, files in tokenizers.items() for file, text in files.items()}
     in_folder = set(configs) - ((set(configs) if family == "sdxl" else {"transformer"}) if single else set())
@@ -688,7 +757,7 @@ def make(
     with appearing(folder) as temporary:
         write_texts(temporary, texts)
         for component in sorted(in_folder):
-            write_component(temporary, component, index[component][1], weights[component], write)
+            write_component(temporary, component, class_of(index[component]), weights[component], write)
     if single and family == "sdxl":
         write(out, sdxl_single_file(configs, weights, prediction))
     elif single:
@@ -704,9 +773,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layout", choices=("diffusers", "single_file"), required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prediction", choices=("epsilon", "v"), default="epsilon", help="SDXL's objective")
-    variants = [name for kinds in VARIANTS.values() for name in kinds if name]
+    variants = list(dict.fromkeys(name for kinds in VARIANTS.values() for name in kinds if name))
     parser.add_argument(
-        "--variant", choices=variants, help="flux: dev, schnell, kontext; flux2: 4b, 9b, distilled; zimage: base, turbo"
+        "--variant",
+        choices=variants,
+        help="flux: dev, schnell, kontext; flux2: 4b, 9b, distilled; flux3: base, flow_map (distilled); zimage: base, turbo",
     )
     parser.add_argument("--sparse", action="store_true", help="headers alone: every weight is read as zero")
     asked = parser.parse_args(arguments)

@@ -158,7 +158,7 @@ def cell(size: int) -> str:
 # --- presets ----------------------------------------------------------------------------------------------------------
 
 NAMES = {
-    "sdxl": "SDXL", "flux": "Flux", "flux2": "FLUX.2 klein 4B", "zimage": "Z-Image",
+    "sdxl": "SDXL", "flux": "Flux", "flux2": "FLUX.2 klein 4B", "flux3": "FLUX.3 klein", "zimage": "Z-Image",
     "bf16": "bf16", "fp8_e4m3": "float8", "nf4": "4-bit",
 }  # fmt: skip
 # By whose time the ways of a preset are ordered, for a card of so many GiB: of step_time.CARDS those that come nearest. And

@@ -1,6 +1,6 @@
-"""FLUX.2 klein on a tiny model: trained, resumed, exported and loaded by the stock pipeline, in pairs of choices.
+"""FLUX.2 klein on a tiny model: its file for ComfyUI, an adapter on Qwen3, what is refused.
 
-What its room computes, bit by bit: unit/models/test_flux2.py.
+Runs in pairs of choices: test_families.py. What its room computes, bit by bit: unit/models/test_flux2.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from peft import PeftModel
 
 from scripts import adapter as adapter_tool
 from scripts import make_model
-from tests.harness import Workbench, built, metrics_of, pairs, train_built
-from trainer import config as configs
+from tests.harness import Workbench, built, train_built
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.weights import original_shape
@@ -27,11 +26,6 @@ from workbench.adapters import push
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
 
-FACTORS = (("bf16", "fp8_e4m3", "int8", "nf4"), ("fp32", "bf16"), ("lora", "dora"), ("attention+mlp", "all"), (False, True))
-CELLS = sorted(pairs(*FACTORS))
-STREAMED = {"gradient_checkpointing": True, "offload": "blocks", "resident_blocks": 1}
-QUICK = ("fp8_e4m3", "fp32", "dora", "all", True)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def flux2(models: Path) -> None:
@@ -40,62 +34,8 @@ def flux2(models: Path) -> None:
     assert (models / "flux2").exists() or make_model.main(wanted) == 0
 
 
-def tree(bench: Workbench, out: str, storage: str, compute: str, kind: str, targets: str, streamed: bool) -> dict[str, Any]:
-    return bench.tree(
-        "flux2", run__output_dir=str(bench.tmp / out), precision__compute=compute, adapter__type=kind,
-        adapter__targets=targets, model__components={"transformer": {"dtype": storage}}, optimizer__lr=1e-2,
-        checkpoint__every_steps=2, memory=STREAMED if streamed else {},
-        adapter__rules=[{"component": "transformer", "match": "*to_v", "rank": 2, "alpha": 3.0}],
-    )  # fmt: skip
-
-
 def train(config: dict[str, Any], *arguments: str, bench: Workbench) -> None:
     assert cli.main(["--config", str(bench.write(config)), *arguments]) == 0
-
-
-@pytest.mark.parametrize("cell", [QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS if cell != QUICK)])
-def test_it_trains_resumes_and_loads_in_the_stock_pipeline(bench: Workbench, cell: tuple) -> None:
-    train(tree(bench, "whole", *cell), bench=bench)
-    parts = tree(bench, "parts", *cell)
-    train(parts | {"run": parts["run"] | {"stop_after": 2}}, bench=bench)
-    train(parts, "--resume_from", "auto", bench=bench)
-    whole, again = bench.tmp / "whole", bench.tmp / "parts"
-    last = "checkpoints/step-00000003"
-    for name in ("adapters/bear.safetensors", "adapters/bear_comfyui.safetensors", f"{last}/adapter.safetensors",
-                 f"{last}/optimizer.safetensors"):  # fmt: skip
-        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
-    assert metrics_of(whole) == metrics_of(again)
-
-    pipe = Flux2KleinPipeline.from_pretrained(bench.models / "flux2", torch_dtype=torch.float32)
-    pipe.load_lora_weights(str(whole / "adapters" / "bear.safetensors"))
-    loaded = {name: value for name, value in pipe.transformer.named_parameters() if "lora_" in name}
-    file = TensorFile(whole / "adapters" / "bear.safetensors")
-    assert len(loaded) == len(file.entries)  # each key has found its layer, and no layer lacks one
-    assert_adapted_weights(bench, whole, cell, pipe)
-
-
-def assert_adapted_weights(bench: Workbench, out: Path, cell: tuple, pipe: Flux2KleinPipeline) -> None:
-    """Of each layer the weight that the stock pipeline multiplies by, over its own 16-bit base, is W16 + s B A, and of a DoRA
-    each row has that direction and the trained norm, in fp64. But for what the norm of a quantised row does not know:
-    2 s <(W16 - W)_n, (B A)_n> under the root."""
-    resident = tree(bench, out.name, *cell[:-1], False)
-    with built(configs.parse(resident), resume_from="auto") as run:
-        for name, layer in run.adapter.layers.items():
-            stock = pipe.transformer.get_submodule(name.partition(".")[2])
-            a, b = (getattr(layer, f"lora_{part}")["default"].weight.detach().double() for part in "AB")
-            a16, b16 = (getattr(stock, f"lora_{part}")["default_0"].weight.detach().double() for part in "AB")
-            w16, scaling = stock.base_layer.weight.detach().double(), layer.scaling["default"]
-            assert torch.equal(a, a16) and torch.equal(b, b16) and stock.scaling["default_0"] == scaling, name
-            assert b.any(), name  # ai-toolkit #1054: of streamed and recomputed blocks, too
-            if cell[2] == "lora":
-                continue
-            w, m = layer.get_base_layer().dequantize(torch.float32).double(), layer.lora_magnitude_vector["default"].weight
-            m16 = stock.lora_magnitude_vector["default_0"].weight.detach().double()
-            g = m.detach().double() / (w + scaling * b @ a).norm(dim=1)
-            adapted = w16 + scaling * b @ a
-            missing = 2 * scaling * ((w16 - w) * (b @ a)).sum(1)
-            expected = g * (adapted.square().sum(1) - missing).sqrt()
-            assert torch.allclose(m16, expected, rtol=1e-5, atol=0), name
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import TensorFile
+from trainer.base.types import ReferenceRule
 from trainer.engine.step import draw_time_and_noise
 from trainer.models import FAMILIES
 from workbench.commands import main as cli
@@ -46,7 +47,7 @@ def kontext(models: Path) -> None:
 @pytest.fixture(autouse=True)
 def small_references(monkeypatch) -> None:
     flux = FAMILIES["flux"]
-    monkeypatch.setitem(FAMILIES, "flux", replace(flux, images=replace(flux.images, reference_sizes=SIZES)))
+    monkeypatch.setitem(FAMILIES, "flux", replace(flux, images=replace(flux.images, references=ReferenceRule(SIZES, most=1))))
 
 
 @pytest.fixture

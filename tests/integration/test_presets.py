@@ -27,7 +27,7 @@ PRESETS = sorted((ROOT / "configs").glob("*_*gb.toml"))
 SMALLER = (512, 768)  # than what the presets have
 
 
-TRIED = {"sdxl_8gb", "flux_12gb", "flux2_8gb", "zimage_12gb"}  # one of each family, the others as proofs
+TRIED = {"sdxl_8gb", "flux_12gb", "flux2_8gb", "flux3_12gb", "zimage_12gb"}  # one of each family, the others as proofs
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ CELLS = [
     ("flux", "nf4", "lora", 2, pytest.mark.slow),
     ("sdxl", "nf4", "lokr", 2, pytest.mark.proof),
     ("zimage", "fp8_e4m3", "dora", 2, pytest.mark.slow),  # whose processes go through the blocks once a length of captions
+    ("flux3", "fp8_e4m3", "lora", 2, pytest.mark.proof),  # of whose blocks those of references are not passed
     ("flux", "int8", "dora", 4, pytest.mark.proof),
     ("sdxl", "bf16", "lora", 4, pytest.mark.proof),
 ]

@@ -1,6 +1,6 @@
-"""Z-Image on a tiny model: trained, resumed, exported and loaded by the stock pipeline, in pairs of choices.
+"""Z-Image on a tiny model: its file for ComfyUI by ComfyUI's own table, files of others, what is refused.
 
-What its room computes, bit by bit: unit/models/test_zimage.py.
+Runs in pairs of choices: test_families.py. What its room computes, bit by bit: unit/models/test_zimage.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import ZImagePipeline
-from peft import PeftModel
 from PIL import Image
 
 from scripts import adapter as adapter_tool
 from scripts import make_model
-from tests.harness import Workbench, built, metrics_of, pairs
+from tests.harness import Workbench, built
 from tests.integration.test_graphs import trained
-from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import TensorFile
@@ -30,17 +28,6 @@ from workbench.adapter_files.opening import open_adapter
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
 
-FACTORS = (
-    ("bf16", "fp8_e4m3", "int8", "nf4"),
-    ("fp32", "bf16"),
-    ("lora", "dora", "lokr"),
-    ("attention+mlp", "all"),
-    (False, True),
-)
-CELLS = sorted(pairs(*FACTORS))
-STREAMED = {"gradient_checkpointing": True, "offload": "blocks", "resident_blocks": 1}
-QUICK = ("fp8_e4m3", "bf16", "dora", "all", True)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def zimage(models: Path) -> None:
@@ -49,66 +36,8 @@ def zimage(models: Path) -> None:
     assert (models / "zimage").exists() or make_model.main(wanted) == 0
 
 
-def tree(bench: Workbench, out: str, storage: str, compute: str, kind: str, targets: str, streamed: bool) -> dict[str, Any]:
-    rules = [] if kind == "lokr" else [{"component": "transformer", "match": "*to_v", "rank": 2, "alpha": 3.0}]
-    return bench.tree(
-        "zimage", run__output_dir=str(bench.tmp / out), precision__compute=compute, adapter__type=kind,
-        adapter__targets=targets, model__components={"transformer": {"dtype": storage}}, optimizer__lr=1e-2,
-        checkpoint__every_steps=2, memory=STREAMED if streamed else {}, adapter__rules=rules,
-    )  # fmt: skip
-
-
 def train(config: dict[str, Any], *arguments: str, bench: Workbench) -> None:
     assert cli.main(["--config", str(bench.write(config)), *arguments]) == 0
-
-
-@pytest.mark.parametrize("cell", [QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS if cell != QUICK)])
-def test_it_trains_resumes_and_loads_in_the_stock_pipeline(bench: Workbench, cell: tuple) -> None:
-    train(tree(bench, "whole", *cell), bench=bench)
-    parts = tree(bench, "parts", *cell)
-    train(parts | {"run": parts["run"] | {"stop_after": 2}}, bench=bench)
-    train(parts, "--resume_from", "auto", bench=bench)
-    whole, again = bench.tmp / "whole", bench.tmp / "parts"
-    last = "checkpoints/step-00000003"
-    for name in ("adapters/bear.safetensors", "adapters/bear_comfyui.safetensors", f"{last}/adapter.safetensors",
-                 f"{last}/optimizer.safetensors"):  # fmt: skip
-        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
-    assert metrics_of(whole) == metrics_of(again)
-
-    pipe = ZImagePipeline.from_pretrained(bench.models / "zimage", torch_dtype=torch.float32)
-    pipe.load_lora_weights(str(whole / "adapters" / "bear.safetensors"))
-    loaded = {name: value for name, value in pipe.transformer.named_parameters() if "lora_" in name or "lokr_" in name}
-    file = TensorFile(whole / "adapters" / "bear.safetensors")
-    assert len(loaded) == len([key for key in file.entries if not key.endswith(".alpha")])  # no key without its layer
-    assert_adapted_weights(bench, whole, cell, pipe)
-
-
-def assert_adapted_weights(bench: Workbench, out: Path, cell: tuple, pipe: ZImagePipeline) -> None:
-    """Of each layer the weight that the stock pipeline multiplies by, over its own 16-bit base, is W16 + the update as it was
-    trained; of a DoRA each row has that direction and the trained norm, in fp64. But for what the norm of a quantised row
-    does not know: 2 s <(W16 - W)_n, (B A)_n> under the root."""
-    with built(configs.parse(tree(bench, out.name, *cell[:-1], False)), resume_from="auto") as run:
-        for name, layer in run.adapter.layers.items():
-            stock = pipe.transformer.get_submodule(name.partition(".")[2])
-            w16 = stock.base_layer.weight.detach().double()
-            if cell[2] == "lokr":
-                theirs, ours = stock.get_delta_weight("default_0"), layer.get_delta_weight("default")
-                assert theirs.norm() > 0 and (ours - theirs).norm() <= 2**-20 * w16.norm(), name
-                continue
-            a, b = (getattr(layer, f"lora_{part}")["default"].weight.detach().double() for part in "AB")
-            a16, b16 = (getattr(stock, f"lora_{part}")["default_0"].weight.detach().double() for part in "AB")
-            scaling = layer.scaling["default"]
-            assert torch.equal(a, a16) and torch.equal(b, b16) and stock.scaling["default_0"] == scaling, name
-            assert b.any(), name
-            if cell[2] == "lora":
-                continue
-            w, m = layer.get_base_layer().dequantize(torch.float32).double(), layer.lora_magnitude_vector["default"].weight
-            m16 = stock.lora_magnitude_vector["default_0"].weight.detach().double()
-            g = m.detach().double() / (w + scaling * b @ a).norm(dim=1)
-            adapted = w16 + scaling * b @ a
-            missing = 2 * scaling * ((w16 - w) * (b @ a)).sum(1)
-            expected = g * (adapted.square().sum(1) - missing).sqrt()
-            assert torch.allclose(m16, expected, rtol=1e-5, atol=0), name
 
 
 @pytest.mark.slow
@@ -195,19 +124,6 @@ def test_comfyui_has_a_layer_for_every_key(everything: Path, models: Path) -> No
         )
         expected = magnitude.flatten() * weight.norm(dim=1) / (weight + 0.5 * b @ a).norm(dim=1)
         assert torch.allclose(file[f"{stem}.dora_scale"][rows].flatten().double(), expected, rtol=1e-6, atol=0), name
-
-
-@pytest.mark.slow
-def test_an_adapter_of_qwen3_goes_into_a_folder_of_pefts(everything: Path, models: Path) -> None:
-    """diffusers' loader takes the transformer alone."""
-    keys = TensorFile(everything / "adapters" / "bear.safetensors").entries
-    assert keys and all(key.startswith("transformer.") for key in keys)
-    pipe = ZImagePipeline.from_pretrained(models / "zimage", torch_dtype=torch.float32)
-    folder = everything / "adapters" / "bear_text_encoder"
-    PeftModel.from_pretrained(pipe.text_encoder, str(folder))
-    stock = {n: layer for n, layer in pipe.text_encoder.named_modules() if hasattr(layer, "lora_magnitude_vector")}
-    ours = open_adapter(folder, [whole_model_at(str(models / "zimage"), recognise)]).portable
-    assert {f"text_encoder.{name.removeprefix('model.')}" for name in stock} == set(ours.layers) != set()
 
 
 @pytest.mark.slow

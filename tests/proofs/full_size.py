@@ -3,6 +3,7 @@
     python tests/proofs/full_size.py --family sdxl
     python tests/proofs/full_size.py --family flux --against 819532f
     python tests/proofs/full_size.py --family flux2
+    python tests/proofs/full_size.py --family flux3
     python tests/proofs/full_size.py --family zimage
 
 Each cell is one thing shown: a storage format loaded and trained, a kill and a resume with equal bytes, a single file. Of
@@ -52,7 +53,7 @@ from trainer.base.tensorfile import TensorFile  # noqa: E402
 
 GIB = 2**30
 SAMPLE_SECONDS = 0.05
-DENOISER = {"sdxl": "unet", "flux": "transformer", "flux2": "transformer", "zimage": "transformer"}
+DENOISER = {"sdxl": "unet"} | dict.fromkeys(("flux", "flux2", "flux3", "zimage"), "transformer")
 READER_MENDED = "bf06028"
 SINGLE = "single file"
 PAGE = ROOT / "docs" / "benchmarks" / "full_size.md"
@@ -250,6 +251,14 @@ def flux2_cells(size: int) -> list[Cell]:
         Cell(f"{float8}, killed", dora | {dtype: "fp8_e4m3"}, size, 2, kill=True, equals=float8, limits=limits),
         Cell(f"{float8}, {SINGLE}", dora | {dtype: "fp8_e4m3"}, size, 2, model=SINGLE, equals=float8),
         Cell(f"nf4 LoRA {size} px", {dtype: "nf4"}, size, 1),
+    ]
+
+
+def flux3_cells(size: int) -> list[Cell]:
+    keys, float8, limits = {"model.components.transformer.dtype": "fp8_e4m3"}, f"float8 LoRA {size} px", Limits(peak_gib=9.0)
+    return [
+        Cell(float8, keys, size, 2, limits=limits),
+        Cell(f"{float8}, killed", keys, size, 2, kill=True, equals=float8, limits=limits),
     ]
 
 
@@ -570,7 +579,8 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.keep.absolute() if kept else Path(tempfile.mkdtemp(prefix="full-size-"))
     place = Place(folder, options.family, options.size)
     large, small = (512, 256) if full else (128, 64)
-    made_for = {"sdxl": partial(sdxl_cells, large), "flux": flux_cells, "flux2": flux2_cells, "zimage": zimage_cells}
+    made_for = {"sdxl": partial(sdxl_cells, large), "flux": flux_cells, "flux2": flux2_cells, "flux3": flux3_cells,
+                "zimage": zimage_cells}  # fmt: skip
     cells = made_for[options.family](small)
     work: dict[str, tuple[str, Callable[[], dict[str, Any] | None]]] = {"plan": ("shards", partial(plan, cells[0], place))}
     work |= {cell.name: (cell.model, partial(run_cell, cell, place, results)) for cell in cells}

@@ -6,7 +6,7 @@ P pooled width, M rows of an activation (tokens), K input features, N output fea
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -112,6 +112,24 @@ class Batch:
         sizes = " and ".join(f"{each.shape[-1]}x{each.shape[-2]}" for each in self.references)
         beside = f" with references of {sizes} latents" if sizes else ""
         return f"{len(self.occurrences)} photo(s) of {width}x{height}{beside}"
+
+
+# How a reference is shown: its edges cut, with the aspect ratio of its bucket, or whole, in a frame of its mirrored edges.
+Showing = Literal["cut", "stretched", "framed"]
+
+
+@dataclass(frozen=True)
+class ReferenceRule:
+    """How a family is shown references. sizes: (width, height), one of which each gets; none: it keeps its own, up to an
+    area. most: beside one photo; None: any number. whole: whether one that is alone is kept whole."""
+
+    sizes: tuple[tuple[int, int], ...] = ()
+    most: int | None = None
+    whole: bool = False
+
+    def showing(self, count: int) -> Showing:
+        """How each of so many is shown."""
+        return "stretched" if self.sizes else "framed" if self.whole and count == 1 else "cut"
 
 
 @dataclass(frozen=True)

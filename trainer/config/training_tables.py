@@ -37,10 +37,11 @@ class ObjectiveTable(Table):
     p2_k: Annotated[Positive, ReadWith("objective.weighting", ("p2",))] = 1.0
     """The constant."""
     timesteps: Literal["auto", "uniform", "logit_normal", "sigmoid", "mode", "cosmap", "power"] = "auto"
-    """Which amounts of noise are drawn. `auto` is `logit_normal` for Flux, `uniform` for SDXL and FLUX.2."""
+    """Which amounts of noise are drawn. `auto` is `logit_normal` for Flux, `uniform` for SDXL and FLUX.2,
+    `sigmoid` for FLUX.3 and Z-Image."""
     shift: Literal["auto"] | Positive = "auto"
     """Moves the times towards noise; 1.0 is none. `auto` follows the resolution (3.16 at 1024 px), but for
-    `uniform` times on FLUX.2."""
+    `uniform` times on FLUX.2; on FLUX.3 and Z-Image it is the scheduler's."""
     logit_mean: float = 0.0
     """Of `logit_normal` and `sigmoid`: above 0 more noise."""
     logit_std: Positive = 1.0

@@ -4,14 +4,16 @@ Sizes given to PIL are (width, height); a Placement holds (height, width), as SD
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+import numpy as np
 import torch
 from PIL import Image
 
 from trainer.base.errors import UserError
+from trainer.base.types import ReferenceRule
 
 Bucket = tuple[int, int]  # (width, height) in pixels
 ReferenceLayout = tuple[Bucket, ...]  # a photo's bucket, and those of its references
@@ -23,8 +25,10 @@ CENTRE: Crop = (1.0, 0.0, 0.0)
 WHOLE: Crop = (0.0, 0.0, 0.0)  # nothing is cut: the photo gets the bucket's aspect ratio
 
 # Of reference images, as FLUX.2's pipeline in diffusers takes them (Flux2ImageProcessor): the largest area in pixels, the
-# shortest side, the largest aspect ratio.
+# shortest side, the largest aspect ratio. And of one that is kept whole, as FLUX.3's takes it (Flux3ImageProcessor): the
+# largest area of its bucket, the longest side, the factor by which it is shrunk until it fits.
 REFERENCE_AREA, REFERENCE_SIDE, REFERENCE_ASPECT = 1024 * 1024, 64, 8
+WHOLE_AREA, WHOLE_SIDE, WHOLE_SHRINK = 4 * 1024 * 1024, 4096, 0.995
 
 RESIZE_FILTER = Image.Resampling.LANCZOS
 
@@ -195,6 +199,33 @@ def _within_area(width: int, height: int) -> tuple[int, int]:
     return int(width * scale), int(height * scale)
 
 
+def framed_bucket(width: int, height: int, *, step: int) -> Bucket:
+    """The (width, height) at which a reference is shown that is kept whole: its own rounded up to multiples of `step`, no
+    larger than WHOLE_AREA and WHOLE_SIDE."""
+
+    def up(side: int) -> int:
+        return min(WHOLE_SIDE, max(REFERENCE_SIDE, -(-side // step) * step))
+
+    rounded = ((up(w), up(h)) for w, h in _shrunk(width, height))
+    return _one_of_its_size(next(bucket for bucket in rounded if math.prod(bucket) <= WHOLE_AREA))
+
+
+def _shrunk(width: int, height: int) -> Iterator[Bucket]:
+    """The sizes to which a reference that is kept whole is shrunk, until one fits."""
+    scale = min(1.0, math.sqrt(WHOLE_AREA / (width * height)), WHOLE_SIDE / max(width, height))
+    while True:
+        yield max(1, round(width * scale)), max(1, round(height * scale))
+        scale *= WHOLE_SHRINK
+
+
+def reference_size(width: int, height: int, rule: ReferenceRule, count: int, *, step: int) -> Bucket:
+    """The (width, height) at which one of so many references is shown. Raises ValueError as `reference_bucket`."""
+    how = rule.showing(count)
+    if how == "stretched":
+        return nearest_size(width, height, rule.sizes, step=step)
+    return (framed_bucket if how == "framed" else reference_bucket)(width, height, step=step)
+
+
 def nearest_size(width: int, height: int, sizes: Sequence[Bucket], *, step: int) -> Bucket:
     """The one of the sizes whose aspect ratio is nearest to the image's, as Flux's Kontext pipeline of diffusers takes it: of
     the image's sides in multiples of `step`, and the narrower of two that are as near."""
@@ -209,6 +240,19 @@ def show_reference(image: Image.Image, bucket: Bucket, *, flip: bool = False) ->
         image = image.resize((width, height), RESIZE_FILTER)
     left, top = (width - bucket[0]) // 2, (height - bucket[1]) // 2
     image = image.crop((left, top, left + bucket[0], top + bucket[1]))
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
+
+
+def framed(image: Image.Image, bucket: Bucket, *, flip: bool = False) -> Image.Image:
+    """The reference, shrunk where it is larger than its `framed_bucket` (Lanczos), in the middle of a frame of its own
+    mirrored edges; mirrored as a whole if `flip`."""
+    width, height = next(size for size in _shrunk(*image.size) if size[0] <= bucket[0] and size[1] <= bucket[1])
+    if (width, height) != image.size:
+        image = image.resize((width, height), RESIZE_FILTER)
+    left, top = (bucket[0] - width) // 2, (bucket[1] - height) // 2
+    around = ((top, bucket[1] - height - top), (left, bucket[0] - width - left), (0, 0))
+    if (width, height) != bucket:
+        image = Image.fromarray(np.pad(np.asarray(image), around, mode="reflect"))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
 
 

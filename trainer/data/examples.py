@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from trainer.base.errors import UserError
+from trainer.base.types import ReferenceRule, Showing
 from trainer.data import buckets
 from trainer.data.buckets import Bucket, ReferenceLayout, bucket_of_shape, bucket_within, covers
 from trainer.data.sources import Photo
+
+KEPT = ReferenceRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Example:
     captions: the variants of its caption (caption_rules.py), at least one; every appearance draws one.
     small: whether the photo does not cover the bucket of its shape: it is enlarged, or trained in a smaller one.
     merged: whether it was moved to the bucket from one that could not fill a batch (short_batches.py).
-    stretched: whether, as a reference, it gets the aspect ratio of its bucket; else its edges are cut.
+    showing: of a reference.
     references: that the model is shown beside it, in order.
     """
 
@@ -29,7 +31,7 @@ class Example:
     captions: tuple[str, ...]
     small: bool = False
     merged: bool = False
-    stretched: bool = False
+    showing: Showing = "cut"
     references: tuple["Example", ...] = ()
 
     @property
@@ -45,13 +47,13 @@ def examples(
     enlarge: bool,
     seed: int,
     multiple: int = 16,
-    sizes: Sequence[Bucket] = (),
+    beside: ReferenceRule = KEPT,
     max_aspect: float = 2.0,
 ) -> tuple[Example, ...]:
     """One example for each photo and resolution of its source.
 
-    step: the sides of buckets are multiples of it, in pixels. multiple: the same for references. sizes: one of which each
-    reference gets; none: it keeps its own. enlarge: scale a photo up if it is smaller than the bucket of its shape.
+    step: the sides of buckets are multiples of it, in pixels. multiple: the same for references. beside: how these are
+    shown. enlarge: scale a photo up if it is smaller than the bucket of its shape.
     max_aspect: of buckets, the long side over the short one.
     seed: the run's, of the captions' variants.
     Raises UserError for a resolution without a bucket, for photos that are too small for every bucket, and for those of
@@ -63,7 +65,8 @@ def examples(
             shapes[f"  {photo.image}: {photo.width} x {photo.height} pixels"] = aspect
         captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
         several = len(photo.source.resolutions) > 1
-        references = tuple(_reference(each, multiple, sizes) for each in photo.beside.references)
+        others = photo.beside.references
+        references = tuple(_reference(each, multiple, beside, len(others)) for each in others)
         for resolution in photo.source.resolutions:
             usual = bucket_of_shape(photo.width, photo.height, resolution=resolution, **of_buckets)
             bucket = usual if enlarge else bucket_within(photo.width, photo.height, resolution=resolution, **of_buckets)
@@ -97,6 +100,6 @@ def extremes(examples: Iterable[Example]) -> list[ReferenceLayout]:
     return list(dict.fromkeys((layouts[-1], layouts[0]))) if layouts else []
 
 
-def _reference(photo: Photo, multiple: int, sizes: Sequence[Bucket]) -> Example:
-    choose = partial(buckets.nearest_size, sizes=sizes) if sizes else buckets.reference_bucket
-    return Example(photo.sample, photo, choose(*photo.size, step=multiple), ("",), stretched=bool(sizes))
+def _reference(photo: Photo, multiple: int, rule: ReferenceRule, count: int) -> Example:
+    bucket = buckets.reference_size(*photo.size, rule, count, step=multiple)
+    return Example(photo.sample, photo, bucket, ("",), showing=rule.showing(count))

@@ -2,10 +2,12 @@
 
 from trainer.base import patterns
 from trainer.base.errors import UserError
-from trainer.models import flux, flux2, sdxl, zimage
+from trainer.models import flux, flux2, flux3, sdxl, zimage
 from trainer.models.base import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (sdxl.FAMILY, flux.FAMILY, flux2.FAMILY, zimage.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (sdxl.FAMILY, flux.FAMILY, flux2.FAMILY, flux3.FAMILY, zimage.FAMILY)
+}
 
 
 def family_named(name: str) -> Family:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from trainer.base.memory import find_blocks
 from trainer.base.protocols import Kernels
-from trainer.base.types import Batch, Conditioning, KeyStyle, Link, separate
+from trainer.base.types import Batch, Conditioning, KeyStyle, Link, ReferenceRule, separate
 from trainer.models.names import ComponentConfig, Names, Shape, under_original_names
 from trainer.objectives import Objective
 
@@ -183,13 +183,12 @@ class ImagePart:
     timesteps: tuple[str, ...] = ()  # what objective.timesteps may be, where it is read; the first is what "auto" is
     size_multiple: int = 16  # the side in pixels of what one token of the denoiser stands for: image sizes are multiples
     latent_side: int = LATENT_SIDE
-    # (width, height), one of which each reference gets, with its aspect ratio; none: it keeps its own size, up to an area.
-    reference_sizes: tuple[tuple[int, int], ...] = ()
-    most_references: int | None = None  # beside one photo; None: any number
+    references: ReferenceRule = ReferenceRule()
     # (component, module): changes, in place, what the library's forward gets wrong for training.
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     # (model.variant, a request): of the pipeline's call, what only this family's takes, or has another default of.
     arguments: Callable[[str | None, SampleRequest], dict[str, Any]] = lambda variant, request: {}
+    modular: str = ""  # the class of its pipeline's blocks in diffusers, where that is a modular one
     negative_text: bool = True  # whether its pipeline of diffusers takes the negative prompt as a text, and the prompt first
 
     def image_tokens(self, height: int, width: int) -> int:
@@ -202,8 +201,8 @@ class AdapterPart:
     """The layers that an adapter may have, and what its files say, for those that read them."""
 
     presets: Mapping[str, tuple[str, ...]]  # of adapter.targets, by name: fnmatch patterns of the denoiser's layers
-    # (component, config) -> fnmatch patterns of layers whose output never reaches the loss.
-    no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
+    # (component, config, whether photos have references) -> fnmatch patterns of layers whose output never reaches the loss.
+    no_gradient: Callable[[str, dict, bool], tuple[str, ...]] = lambda component, config, references: ()
     # Component -> prefix of its keys in kohya files, where it is not the usual one, or a function of its config that gives
     # it. Behind one that ends in a dot, names keep their dots.
     kohya: Mapping[str, str | Callable[[ComponentConfig], str]] = field(default_factory=dict)
@@ -230,6 +229,7 @@ class FilePart:
     # (names of a single file's tensors, its variant) -> the folder of embedded configs that it takes; None: it needs its own.
     published: Callable[..., str | None] = lambda names, variant=None: None
     hub_ids: Mapping[str, str] = field(default_factory=dict)  # the published models -> the folders of their embedded configs
+    scheduler: ComponentConfig | None = None  # the config of a folder's that has none; None: it needs one
 
 
 @dataclass(frozen=True)

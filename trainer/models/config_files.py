@@ -4,7 +4,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
@@ -21,6 +21,8 @@ from trainer.models.hub import Repository
 from trainer.models.names import ComponentConfig
 
 PUBLISHED = Path(__file__).parent / "published"
+# A pipeline's: of a modular one, parts may lie elsewhere.
+INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 RESTORE = "restore the file, as the model's repository has it"
 NO_SIZE = re.compile(r"^_|_ids?$|^(architectures|model_type|torch_dtype|dtype)$")  # keys that no tensor's shape depends on
 MOST = 2**31  # of any whole number: no model counts so far
@@ -55,12 +57,15 @@ def culprit(config: ComponentConfig, library: str, class_name: str, build: Calla
     return f" ({', '.join(own.values())})"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have."""
+def read_json(path: Path, instead: ComponentConfig | None = None) -> dict[str, Any]:
+    """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have. instead: of a file that is
+    not there; None: it has to be."""
     try:
         refuse_irregular(path)
         tree = json.loads(decoded(path.read_bytes()))
     except FileNotFoundError as error:
+        if instead is not None:
+            return dict(instead)
         remedy = "complete the model folder, or point model.config (or the component's path) to one"
         raise UserError(f"{path} does not exist; {remedy}") from error
     except (ValueError, RecursionError) as error:
@@ -71,15 +76,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
+def index_of(folder: Path) -> Path:
+    """The pipeline's index in a folder, whether it is there or not."""
+    modular = folder / MODULAR_INDEX
+    return modular if modular.is_file() and not (folder / INDEX).is_file() else folder / INDEX
+
+
+def is_whole(names: Container[str], family: Family) -> bool:
+    """Whether a folder of these files is a model's, whose parts lie in it."""
+    return INDEX in names or (MODULAR_INDEX in names and f"{family.denoiser}/config.json" in names)
+
+
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a text encoder, out of that of a whole CLIP; any other as it is. transformers reads both alike."""
+    """The config of a text encoder, out of that of a whole CLIP or Qwen3-VL; any other as it is. transformers reads
+    both alike."""
     text = config.get("text_config")
     return {**text, **{k: config[k] for k in ("projection_dim",) if k in config}} if isinstance(text, dict) else config
 
 
 def read_of(family: Family, repository: Repository) -> list[str]:
     """The files of a repository that are read besides weights."""
-    configs = ["model_index.json", *(f"{component.name}/config.json" for component in family.components)]
+    configs = [INDEX, MODULAR_INDEX, *(f"{component.name}/config.json" for component in family.components)]
     folders = ("scheduler/", *(f"{name}/" for name in family.files.tokenizers))
     return [path for path in repository.files if path in configs or path.startswith(folders)]
 
@@ -102,7 +119,7 @@ def shards(index: Path) -> list[str]:
 def published_config(labels: tuple[str, ...], component: str) -> dict[str, Any]:
     """A component's config.json in the first of these embedded folders that has one; empty where none has."""
     places = (PUBLISHED / label / component / "config.json" for label in labels)
-    return next((read_json(place) for place in places if place.is_file()), {})
+    return next((text_part(read_json(place)) for place in places if place.is_file()), {})
 
 
 def described(path: Path, config: ComponentConfig, usual: ComponentConfig) -> str:

@@ -314,7 +314,7 @@ def look(hub_id: str, revision: str | None = None) -> Repository:
         return opened(listed, folder / "snapshots" / info.sha)
     try:
         snapshot = Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=["model_index.json"], local_files_only=True)
+            snapshot_download(hub_id, revision=revision, allow_patterns=["*model_index.json"], local_files_only=True)
         )
     except LocalEntryNotFoundError:
         return opened({}, folder / "snapshots" / "none", unreachable=reason)

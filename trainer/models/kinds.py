@@ -21,13 +21,16 @@ from typing import Any
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import is_safetensors
 from trainer.models.base import Component
-from trainer.models.config_files import read_json
+from trainer.models.config_files import index_of, read_json
 from trainer.models.names import Shape
 
-SDXL, FLUX, FLUX2, ZIMAGE = "sdxl", "flux", "flux2", "zimage"  # families by name, as in FAMILIES
-TRAINED = {SDXL: "an SDXL model", FLUX: "a Flux model", FLUX2: "FLUX.2 [klein]", ZIMAGE: "Z-Image"}
+SDXL, FLUX, FLUX2, FLUX3, ZIMAGE = "sdxl", "flux", "flux2", "flux3", "zimage"  # families by name, as in FAMILIES
+TRAINED = {
+    SDXL: "an SDXL model", FLUX: "a Flux model", FLUX2: "FLUX.2 [klein]", FLUX3: "FLUX.3 [klein]", ZIMAGE: "Z-Image",
+}  # fmt: skip
 PIPELINES = {  # their usual ones
-    SDXL: "StableDiffusionXLPipeline", FLUX: "FluxPipeline", FLUX2: "Flux2KleinPipeline", ZIMAGE: "ZImagePipeline",
+    SDXL: "StableDiffusionXLPipeline", FLUX: "FluxPipeline", FLUX2: "Flux2KleinPipeline",
+    FLUX3: "Flux3ModularPipeline", ZIMAGE: "ZImagePipeline",
 }  # fmt: skip
 ANY_TRAINED = " or ".join([", ".join(list(TRAINED.values())[:-1]), list(TRAINED.values())[-1]])
 
@@ -88,8 +91,8 @@ def kind_of_class(name: str) -> ModelKind | None:
 
 
 def kind_of_folder(folder: Path) -> ModelKind | None:
-    """The kind of a folder with a model_index.json. Its pipeline decides, unless its denoiser is of another kind."""
-    index = read_json(folder / "model_index.json")
+    """The kind of a folder with a pipeline's index. Its pipeline decides, unless its denoiser is of another kind."""
+    index = read_json(index_of(folder))
     pipeline = class_in(index)
     kind, denoiser, config = kind_of_class(pipeline), None, {}
     for part in ("transformer", "unet"):

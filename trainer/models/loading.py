@@ -60,7 +60,7 @@ class ModelSource:
     def scheduler(self) -> dict[str, Any]:
         """The scheduler's config."""
         path = self.beside("scheduler/scheduler_config.json")
-        config = config_files.read_json(path)
+        config = config_files.read_json(path, self.family.files.scheduler)
         config_files.check_values(path, config, "diffusers", config.get("_class_name"))
         return config
 

@@ -26,10 +26,10 @@ from trainer.base.types import Link
 
 ComponentConfig = Mapping[str, Any]
 Shape = tuple[int, ...]
-# The length of a list of modules, by its key in a config.
+# The lists of modules, by the key in a config that has their length: one of them is in a model.
 LISTS = {
-    "num_layers": "transformer_blocks.", "num_single_layers": "single_transformer_blocks.",
-    "n_layers": "layers.", "n_refiner_layers": "noise_refiner.",
+    "num_layers": ("transformer_blocks.", "txt_mode_blocks."), "num_single_layers": ("single_transformer_blocks.",),
+    "n_layers": ("layers.",), "n_refiner_layers": ("noise_refiner.",),
 }  # fmt: skip
 
 
@@ -96,8 +96,9 @@ def under_original_names(
     shapes: Mapping[str, Shape], names: Callable[[ComponentConfig], Names], config: dict
 ) -> dict[str, Shape]:
     """The shapes by the names of the original layout, of a file with those of the module. config: of a model of the kind."""
-    own = {key: how_many(shapes, prefix) for key, prefix in LISTS.items()} | {"guidance_embeds": True}
-    links = names(config | {key: value for key, value in own.items() if key in config}).links
+    counts = {key: max(how_many(shapes, prefix) for prefix in prefixes) for key, prefixes in LISTS.items()}
+    whole_config = counts | {"guidance_embeds": True, "flow_map": True}
+    links = names(config | {key: value for key, value in whole_config.items() if key in config}).links
     whole = [link for link in links if shapes.keys() >= set(link.parts)]
     return {link.original: original_shape([shapes[part] for part in link.parts], link.op) for link in whole}
 

@@ -13,7 +13,7 @@ from trainer.base.tensorfile import PICKLES, TensorFile, is_safetensors, refuse_
 from trainer.base.types import Recognised
 from trainer.models import hub, kinds, variants
 from trainer.models.base import Family
-from trainer.models.config_files import PUBLISHED, read_json, read_of
+from trainer.models.config_files import PUBLISHED, is_whole, read_json, read_of
 from trainer.models.loading import ModelSource
 from trainer.models.weight_sets import ANY, PLAIN, SHARD, Wanted
 from trainer.models.weights import Recognise
@@ -63,7 +63,8 @@ def open_model(
 
 def _of_folder(opened: Callable[..., ModelSource], family: Family, path: str) -> ModelSource:
     local = Path(path)
-    if not (local / "model_index.json").is_file():
+    files = {str(path.relative_to(local)) for path in (*local.glob("*.json"), *local.glob("*/config.json"))}
+    if not is_whole(files, family):
         what = kinds.instead_of_a_model(os.listdir(local), lambda name: read_json(local / name))
         raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json); {what}")
     kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of_folder(local))
@@ -101,7 +102,7 @@ def _check_hub_id(path: str, family: Family) -> None:
 
 def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str, revision: str | None) -> ModelSource:
     repository, embedded = hub.look(path, revision), None
-    if repository.files and "model_index.json" not in repository.files:
+    if repository.files and not is_whole(repository.files, family):
 
         def read(name: str) -> dict[str, Any]:
             try:

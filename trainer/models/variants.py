@@ -10,7 +10,7 @@ from typing import Any
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.base import LATENT_SIDE, Family
-from trainer.models.config_files import RESTORE, read_json
+from trainer.models.config_files import RESTORE, index_of, read_json
 from trainer.models.kinds import SCHEDULERS, class_in
 
 # Keys of a file's metadata. Not read of FLUX.2, where "klein-4b" is what all of that size are called there.
@@ -48,7 +48,7 @@ def place_of(root: Path, name: str, override: Path | None, file: TensorFile | No
     from, if from elsewhere. file: a single one. embedded: whether the configs come with the program."""
     folder = None if embedded else root
     if override is not None:
-        around = [folder for folder in (override.parent, override.parent.parent) if (folder / "model_index.json").is_file()]
+        around = [folder for folder in (override.parent, override.parent.parent) if index_of(folder).is_file()]
         if around:
             return DenoiserOrigin((around[0].name,), around[0], whole=True)
         if not override.is_file():
@@ -81,7 +81,7 @@ def variant_of(
     if not (known := family.variants).names:
         return Variant()
     base, distilled = known.names
-    path = None if place.folder is None else place.folder / "model_index.json"
+    path = None if place.folder is None else index_of(place.folder)
     index = read_json(path) if path is not None and path.is_file() else {}
     said, pipeline = index.get("is_distilled"), class_in(index)
     sure, why = known.of_config(config), "its tensors show"

@@ -228,10 +228,11 @@ def plan_reads(
 
 def same_names(expected: Mapping[str, Shape], index: Iterable[str]) -> list[Link]:
     """Identity links; files of another transformers version differ by one leading `text_model.`, those of a language model by
-    `model.`, behind which its layers lie."""
+    `model.` (`model.language_model.` of one that sees images), behind which its layers lie."""
     rename = {}
     for key in index:
-        candidates = (key, f"text_model.{key}", key.removeprefix("text_model."), key.removeprefix("model."))
+        candidates = [key, f"text_model.{key}"]
+        candidates += [key.removeprefix(start) for start in ("text_model.", "model.language_model.", "model.")]
         if own := next((candidate for candidate in candidates if candidate in expected), None):
             rename[own] = key
     if "shared.weight" in rename and "encoder.embed_tokens.weight" in expected:

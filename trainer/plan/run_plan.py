@@ -271,7 +271,7 @@ def plan_data(
         enlarge=data.enlarge,
         seed=config.run.seed,
         multiple=family.images.size_multiple,
-        sizes=family.images.reference_sizes,
+        beside=family.images.references,
         max_aspect=data.max_aspect,
     )
     bucketed = sized(photos)
@@ -341,9 +341,9 @@ def find_targets(
     named = [family.denoiser, *(r.component for r in config.adapter.rules if r.component in family.text_encoders)]
     layers: dict[str, list[str]] = {}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-    skipped = []
+    skipped, referenced = [], any(each.references for each in config.data.sources)
     for name in dict.fromkeys(named):
-        dead = family.adapters.no_gradient(name, source.config(name))
+        dead = family.adapters.no_gradient(name, source.config(name), referenced)
         layers[name] = []
         for layer, shape in adaptable_layers(source.build(name)).items():
             if any(fnmatchcase(layer, pattern) for pattern in dead):

@@ -99,17 +99,19 @@ def _picture(read: Callable[[str | Path], Image.Image], path: str, key: str) -> 
         raise UserError(f"{key} = {path!r}: {reason}; give an image file, or leave it out") from error
 
 
-def as_shown(image: Image.Image, images: ImagePart) -> Image.Image:
-    """A sample's reference, no larger than the model is shown it."""
-    if images.reference_sizes:
-        size = buckets.nearest_size(*image.size, images.reference_sizes, step=images.size_multiple)
+def as_shown(image: Image.Image, images: ImagePart, count: int) -> Image.Image:
+    """A sample's reference, no larger than the model is shown it. count: of the references of that sample."""
+    how = images.references.showing(count)
+    step = images.size_multiple if how == "stretched" else 1
+    size = buckets.reference_size(*image.size, images.references, count, step=step)
+    if how == "stretched":
         return buckets.fit(image, size, crop=buckets.WHOLE)[0]
-    return buckets.show_reference(image, buckets.reference_bucket(*image.size, step=1))
+    return (buckets.framed if how == "framed" else buckets.show_reference)(image, size)
 
 
 def check_references(counts: Iterable[tuple[str, int]], images: ImagePart) -> None:
     """Raises UserError where more references are shown than the model takes. counts: by photo or sample."""
-    most = images.most_references
+    most = images.references.most
     for name, count in counts:
         if most is not None and count > most:
             raise UserError(f"{name} has {count} references, and this model is shown {most} at a time; leave out the others")

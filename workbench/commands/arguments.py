@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     mistake."""
     parser = Parser(
         prog="train.py",
-        description="Fine-tune a LoRA, DoRA or LoKr adapter for SDXL, Flux, FLUX.2 or Z-Image.",
+        description="Fine-tune a LoRA, DoRA or LoKr adapter for SDXL, Flux, FLUX.2, FLUX.3 or Z-Image.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -98,6 +98,8 @@ def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequenc
             form.removeprefix("peft "): name for form, name in files.items() if form.startswith("peft ") and ", " not in form
         },
         arguments=_arguments(plan, about),
+        modular=plan.model.family.images.modular,
+        guidance=next((one.guidance for one in plan.data.requests if one.strength == 1), None),
         trained=_trained(plan, about),
     )
 
@@ -127,10 +129,10 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
     """What a pipeline takes to draw the first sample at full strength, in Python."""
     index, request = next(((at, one) for at, one in enumerate(plan.data.requests) if one.strength == 1), (0, None))
     images, variant = plan.model.family.images, plan.model.source.variant.name
-    is_edit = not images.negative_text or variant == plan.model.family.variants.editing
-    named = "prompt=" if is_edit else ""  # its first argument is a picture
+    is_edit = not images.negative_text or bool(images.modular) or variant == plan.model.family.variants.editing
+    named = "prompt=" if is_edit else ""  # a picture may be its first argument
     if request is None:
-        return [named + repr(about.trigger_phrase or "a photo")]
+        return [named + repr(about.trigger_phrase or "a photo"), *(['output="images"'] if images.modular else [])]
     # The negative is given where it is empty, too: a pipeline may take none for something else than the empty text.
     negative = f"negative_prompt={request.negative!r}"
     if not plan.model.family.images.negative_text:
@@ -143,9 +145,10 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
         f"width={request.width}",
         f"height={request.height}",
         f"num_inference_steps={request.steps}",
-        *([] if request.guidance is None else [f"guidance_scale={request.guidance}"]),
+        *([] if request.guidance is None or images.modular else [f"guidance_scale={request.guidance}"]),
         *(f"{name}={value!r}" for name, value in images.arguments(variant, request).items()),
         f'generator=torch.Generator("cpu").manual_seed({request.seed})',
+        *(['output="images"'] if images.modular else []),
     ]
 
 
@@ -153,7 +156,7 @@ def _references(plan: RunPlan) -> Iterator[tuple[str, Image.Image]]:
     """(name in the card's folder, picture) of what the model is shown for the samples, no larger than it takes them."""
     for index, request in enumerate(plan.data.requests):
         for number, image in enumerate(request.images):
-            yield _shown(index, number), as_shown(image, plan.model.family.images)
+            yield _shown(index, number), as_shown(image, plan.model.family.images, len(request.images))
 
 
 def _shown(index: int, number: int) -> str:

@@ -7,7 +7,6 @@ libraries, and what the allocator loses to rounding.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 
 import psutil
@@ -395,5 +394,6 @@ def _tensors(module: nn.Module) -> Iterable[Tensor]:
 
 def _pixels(request: SampleRequest, images: ImagePart) -> int:
     """The pixels of a sample, and of the references that are shown for it."""
-    choose = partial(buckets.nearest_size, sizes=sizes) if (sizes := images.reference_sizes) else buckets.reference_bucket
-    return request.width * request.height + sum(prod(choose(*each.size, step=1)) for each in request.images)
+    count = len(request.images)
+    sizes = (buckets.reference_size(*each.size, images.references, count, step=1) for each in request.images)
+    return request.width * request.height + sum(map(prod, sizes))

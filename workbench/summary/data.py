@@ -11,7 +11,7 @@ from trainer.base.text import invisible
 from trainer.config import Config
 from trainer.data import buckets
 from trainer.data.batches import sampler, short_batches
-from trainer.data.buckets import REFERENCE_AREA, named, reference_bucket
+from trainer.data.buckets import REFERENCE_AREA, WHOLE_AREA, framed_bucket, named, reference_bucket
 from trainer.data.examples import Example
 from trainer.data.images import views
 from trainer.data.sources import Photo, Source
@@ -188,15 +188,16 @@ def _weight_lines(data: DataPlan) -> list[str]:
 
 def _references(examples: Sequence[Example]) -> str:
     """How many images the model is shown beside each photo, and of which photos they are shrunk or cut for it."""
-    side = isqrt(REFERENCE_AREA)
+    how = next((each.showing for each in examples[0].references), "cut")
+    area, done = (WHOLE_AREA, "framed by their edges, mirrored,") if how == "framed" else (REFERENCE_AREA, "their edges cut")
     changes = {
-        f"shrunk to the area of {side} x {side}": lambda each: each.photo.width * each.photo.height > REFERENCE_AREA,
-        "their edges cut to sides that the model takes": lambda each: (
-            reference_bucket(*each.photo.size, step=1) != each.bucket
+        f"shrunk to the area of {isqrt(area)} x {isqrt(area)}": lambda each: each.photo.width * each.photo.height > area,
+        f"{done} to sides that the model takes": lambda each: (
+            (framed_bucket if how == "framed" else reference_bucket)(*each.photo.size, step=1) != each.bucket
         ),
     }
     text = f"{counted(len(examples[0].references), 'reference')} beside each photo"
-    if any(each.stretched for each in examples[0].references):
+    if how == "stretched":
         sizes = Counter(each.bucket for example in examples for each in example.references)
         return text + ", resized to " + ", ".join(f"{w}x{h}: {count}" for (w, h), count in sorted(sizes.items()))
     for what, is_changed in changes.items():

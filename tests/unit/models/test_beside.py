@@ -24,7 +24,7 @@ from trainer.models.names import Shape
 from trainer.models.opening import open_model
 from trainer.models.weights import original_shape
 
-LABELS = {"sdxl": "sdxl", "flux": "flux-dev", "flux2": "flux2-klein-4b", "zimage": "zimage"}
+LABELS = {"sdxl": "sdxl", "flux": "flux-dev", "flux2": "flux2-klein-4b", "flux3": "flux3-klein-base", "zimage": "zimage"}
 
 
 @cache

@@ -23,10 +23,11 @@ from trainer.data import buckets
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model, SampleRequest
-from trainer.models.flux2 import distillation, encode_images, patches, positions, sample
+from trainer.models.flux2 import distillation, encode_images, positions, sample
 from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
 from trainer.models.shared.flow import resolution_shift
+from trainer.models.shared.patched_vae import patches
 from trainer.models.weight_sets import Wanted
 
 FAMILY, CPU = FAMILIES["flux2"], torch.device("cpu")

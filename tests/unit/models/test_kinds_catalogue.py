@@ -22,14 +22,16 @@ from trainer.models.kinds import CLASSES, PARTS, PIPELINES, TENSORS, TRAINED, ki
 from trainer.models.names import Shape
 from trainer.models.opening import open_model
 
-REFUSED = r"which is not trained here; give an SDXL model, a Flux model, FLUX\.2 \[klein\] or Z-Image"
+REFUSED = r"which is not trained here; give an SDXL model, a Flux model, FLUX\.2 \[klein\], FLUX\.3 \[klein\] or Z-Image"
 # Pipelines of weights that a family trains: the others of these libraries' classes are refused.
 OWN = {
     "sdxl": r"StableDiffusionXL(?!InstructPix2Pix)\w*|TextToVideoZeroSDXLPipeline",
     "flux": r"Flux(Img2Img|Inpaint|ControlNet\w*|Modular|Kontext(Modular)?|)Pipeline",
     "flux2": r"Flux2Klein(Inpaint|Modular|BaseModular|)Pipeline",
+    "flux3": "Flux3ModularPipeline",
     "zimage": r"ZImage(?!Omni)\w*Pipeline",
 }
+NAMES = {"Flux": "flux", "Flux2": "flux2", "Flux3": "flux3", "ZImage": "zimage"}  # what their classes begin with
 PIPELINE_CLASSES = sorted(name for name in dir(diffusers) if name.endswith("Pipeline"))
 DENOISERS = sorted(
     name for name in dir(diffusers) if re.search(r"(Transformer\w*Model|DiT\w*Model|UVit2DModel|UNet\w*)$", name)
@@ -96,7 +98,7 @@ def test_the_denoisers_class_counts_where_it_is_anothers(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"modular_model_index": {"_class_name": "Flux3ModularPipeline"}}, r"holds FLUX\.3 \[klein\] \(Flux3M.*not trained"),
+        ({"modular_model_index": {"_class_name": "Flux3DistilledModularPipeline"}}, "no objective here.*not trained"),
         ({"modular_model_index": {"_class_name": "FluxModularPipeline"}}, "pipeline, FluxModularPipeline, whose parts"),
         ({"config": {"_class_name": "QwenImageTransformer2DModel"}}, "it holds Qwen-Image .*which is not trained here"),
         ({"config": {"_class_name": "FluxControlNetModel"}}, "it holds a ControlNet .*which is not trained here"),
@@ -109,7 +111,7 @@ def test_a_folder_without_an_index_is_named_by_its_class(tmp_path: Path, files: 
 
 def test_every_denoiser_class_of_the_library_is_known_or_neutral() -> None:
     own = {name: kind.family for name in DENOISERS if (kind := kind_of_class(name)) and kind.family}
-    assert own == {"FluxTransformer2DModel": "flux", "Flux2Transformer2DModel": "flux2", "ZImageTransformer2DModel": "zimage"}
+    assert own == {f"{name}Transformer2DModel": family for name, family in NAMES.items()}
 
 
 @cache
@@ -157,7 +159,7 @@ ORIGINAL = {
     "Wan, or a model made of it": ("head.modulation", "patch_embedding.weight", "blocks.0.cross_attn.q.weight"),
     "AuraFlow": ("double_layers.0.attn.w1q.weight", "cond_seq_linear.weight"),
     "Chroma": ("distilled_guidance_layer.in_proj.weight", "double_blocks.0.img_attn.qkv.weight"),
-    "FLUX.3 [klein]": ("early_stream_modulations.image.lin.weight", "content_mode_blocks.image.0.q_proj.weight"),
+    CLASSES["Flux3Distilled"]: ("early_stream_modulations.image.lin.weight", "ref_time_in.in_layer.weight"),
     "PixArt": ("t_block.1.weight", "y_embedder.y_embedding", "blocks.0.attn.qkv.weight"),
     "Anima": ("llm_adapter.blocks.0.cross_attn.q_proj.weight", "blocks.0.mlp.layer1.weight", "x_embedder.proj.1.weight"),
     "Cosmos": ("blocks.0.mlp.layer1.weight", "x_embedder.proj.1.weight"),

@@ -27,6 +27,7 @@ PREFIXES = {
     ("flux-schnell", "transformer"): "",
     ("flux2-klein-4b", "transformer"): "",
     ("flux2-klein-9b", "transformer"): "",
+    ("flux3-klein-base", "transformer"): "",
     ("zimage", "transformer"): "",
     ("flux-dev", "vae"): "",
     ("flux-dev", "text_encoder"): "text_encoders.clip_l.transformer.",
@@ -77,6 +78,8 @@ def diffusers_names(family: str, component: str, file: dict[str, torch.Tensor]) 
         return single_file_utils.convert_ldm_vae_checkpoint(file, config)
     if family.startswith("flux2"):
         return single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers(file)
+    if family.startswith("flux3"):
+        return single_file_utils.convert_flux3_transformer_checkpoint_to_diffusers(file)
     if family == "zimage":
         return single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers(file)
     if component == "transformer":

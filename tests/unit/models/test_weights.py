@@ -33,7 +33,7 @@ def test_a_value_that_is_not_finite_is_named_with_its_file_and_tensor(tmp_path: 
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model.", "transformer.", "model."])
-@pytest.mark.parametrize("family", ["flux", "flux2", "zimage"])
+@pytest.mark.parametrize("family", ["flux", "flux2", "flux3", "zimage"])
 def test_a_transformer_under_the_modules_names_in_one_file(tmp_path: Path, family: str, prefix: str) -> None:
     """With fewer blocks than the published one, too, and float8."""
     component = FAMILIES[family].component("transformer")

@@ -228,6 +228,7 @@ FULL_BYTES = {
     "sdxl": {"unet": 5_134_927_368, "text_encoder": 246_120_960, "text_encoder_2": 1_389_319_680, "vae": 334_615_452},
     "flux": {"transformer": 23_802_816_640, "text_encoder": 246_120_960, "text_encoder_2": 9_524_621_312, "vae": 335_278_732},
     "flux2": {"transformer": 7_751_089_152, "text_encoder": 8_044_936_192, "vae": 336_185_492},
+    "flux3": {"transformer": 11_076_916_736, "text_encoder": 8_875_631_616, "vae": 336_185_492},
     "zimage": {"transformer": 12_309_817_472, "text_encoder": 8_044_936_192, "vae": 335_278_732},
 }
 

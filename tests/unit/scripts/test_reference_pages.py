@@ -45,9 +45,9 @@ def test_types_and_ranges_are_told_in_words(key: str, cells: list[str]) -> None:
 
 def test_a_key_that_one_family_reads_is_marked_so() -> None:
     page = reference_pages.key_page()
-    assert re.search(r"\| `shift` \| .* \| `flux`, `flux2`, `zimage` \|\n", page) and re.search(
+    assert re.search(r"\| `shift` \| .* \| `flux`, `flux2`, `flux3`, `zimage` \|\n", page) and re.search(
         r"\| `clip_chunks` \| .* \| `sdxl` \|\n", page
     )
-    assert re.search(r"\| `references` \| .* \| `flux`, `flux2` \|\n", page) and re.search(
+    assert re.search(r"\| `references` \| .* \| `flux`, `flux2`, `flux3` \|\n", page) and re.search(
         r"\| `rank` \| .* \| all \|\n", page
     )

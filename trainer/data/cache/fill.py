@@ -40,12 +40,12 @@ def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
     Some inputs count only where they are not the default: choices (decode.Decoded), a crop that is not at the centre, changed
     colours, tiles. So a photo keeps its key when such a key of the config is introduced.
     """
-    photo = example.photo
+    photo, around = example.photo, "frame" if view.reference and example.showing == "framed" else "crop"
     return _key(
         "latent",
         image=photo.sha256,
         bucket=list(example.bucket),
-        resize=f"{'within' if view.reference else 'cover'} {buckets.RESIZE_FILTER.name}, crop centre",
+        resize=f"{'within' if view.reference else 'cover'} {buckets.RESIZE_FILTER.name}, {around} centre",
         flip=view.flip,
         version=PREPROCESSING_VERSION,
         encoder=fingerprint,

@@ -38,7 +38,8 @@ class View:
     def show(self, image: Image.Image, example: Example) -> Image.Image:
         """The photo as it is trained, the reference as it is shown."""
         if self.reference:
-            return buckets.show_reference(image, example.bucket, flip=self.flip)
+            show = buckets.framed if example.showing == "framed" else buckets.show_reference
+            return show(image, example.bucket, flip=self.flip)
         fitted, _ = buckets.fit(image, example.bucket, flip=self.flip, crop=self.crop)
         for enhancer, factor in zip(ENHANCERS, self.colours, strict=False):
             fitted = enhancer(fitted).enhance(factor)
@@ -66,9 +67,9 @@ def drawn(seed: int, occurrence: Occurrence, example: Example) -> View:
 
 
 def beside(example: Example, view: View) -> list[tuple[Example, View]]:
-    """The references as they are shown beside that view of the photo: whole, and mirrored where it is."""
-    whole, cut = View(flip=view.flip, crop=WHOLE), View(flip=view.flip, reference=True)
-    return [(each, whole if each.stretched else cut) for each in example.references]
+    """The references as they are shown beside that view of the photo, mirrored where it is."""
+    whole, unscaled = View(flip=view.flip, crop=WHOLE), View(flip=view.flip, reference=True)
+    return [(each, whole if each.showing == "stretched" else unscaled) for each in example.references]
 
 
 def _variant(seed: int, example: Example, number: int) -> View:

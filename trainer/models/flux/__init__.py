@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer.base.errors import UserError
-from trainer.base.types import Batch, Conditioning
+from trainer.base.types import Batch, Conditioning, ReferenceRule
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
@@ -223,8 +223,8 @@ FAMILY = base.Family(
            "validation.samples.*.negative", "validation.samples.*.cfg"),
     text=base.TextPart(tokens, encode_text, count_tokens),
     images=base.ImagePart(
-        objective, encode_images, predict, sample, TIMESTEPS, reference_sizes=REFERENCE_SIZES, most_references=1,
-        arguments=arguments,
+        objective, encode_images, predict, sample, TIMESTEPS, arguments=arguments,
+        references=ReferenceRule(REFERENCE_SIZES, most=1),
         adjust=lambda name, module: keep_time_exact(module, module.time_text_embed) if name == "transformer" else None,
     ),
     files=base.FilePart(

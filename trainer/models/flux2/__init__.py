@@ -18,8 +18,9 @@ from trainer.base.types import Batch, Conditioning
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, draw
 from trainer.models.flux2 import attention, names
-from trainer.models.shared import qwen, vae
+from trainer.models.shared import patched_vae, qwen, vae
 from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
+from trainer.models.shared.patched_vae import encode_images
 from trainer.objectives import Flow
 
 BASE, DISTILLED = "base", "distilled"
@@ -55,19 +56,6 @@ def distillation(name: str) -> str | None:
     if "klein" in name.lower() and re.search(r"(?<![a-z])base(?![a-z])", name.lower()):
         return BASE
     return DISTILLED if re.search(r"klein[-_ ]?[49]b(?![a-z])", name.lower()) else None
-
-
-def patches(latents: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] -> [B, 4C, H/2, W/2]: each 2 x 2 patch one latent, channel-major."""
-    return torch.pixel_unshuffle(latents, 2)
-
-
-def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
-    """Latents [B, 128, H/16, W/16] of pixels [B, 3, H, W] from -1 to 1: the posterior's mean in patches, normalised."""
-    module = model.modules["vae"]
-    latents = patches(vae.posterior_mean(module, pixels.to(model.device)))
-    mean, variance = (each.float().view(1, -1, 1, 1) for each in (module.bn.running_mean, module.bn.running_var))
-    return (latents - mean) / torch.sqrt(variance + module.config.batch_norm_eps)
 
 
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
@@ -182,10 +170,7 @@ FAMILY = base.Family(
             sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
             infer=names.infer_transformer, prefixes=("model.diffusion_model.",),
         ),
-        base.Component(
-            "vae", "diffusers", "AutoencoderKLFlux2", "vae", ("*",), names.latents_names, names.VAE_DEFAULTS,
-            names.infer_latents, ("vae.",), "flux2-vae.safetensors",
-        ),
+        patched_vae.COMPONENT,
     ),
     reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative",
            "data.sources.*.references", "validation.samples.*.references"),

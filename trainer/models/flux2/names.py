@@ -1,30 +1,25 @@
-"""The names of FLUX.2's transformer and VAE in the original layout, and what its files hold beside weights.
+"""The names of FLUX.2's transformer in the original layout, and what its files hold beside weights.
 
-Source of the original names: black-forest-labs/flux2 (`src/flux2/model.py`, `autoencoder.py`). No layer of the transformer
+Source of the original names: black-forest-labs/flux2 (`src/flux2/model.py`). No layer of the transformer
 has a bias.
 """
 
 from collections.abc import Mapping
 
 from trainer.models.names import ComponentConfig, Names, Shape
-from trainer.models.shared import flow
-from trainer.models.shared.vae import infer_vae, vae_names
+from trainer.models.shared import flow, patched_vae
 
-# Defaults of the classes for keys missing from config.json.
+# Defaults of the class for keys missing from config.json.
 DEFAULTS = {
     "attention_head_dim": 128, "axes_dims_rope": [32, 32, 32, 32], "guidance_embeds": True, "in_channels": 128,
     "joint_attention_dim": 15360, "mlp_ratio": 3.0, "num_attention_heads": 48, "num_layers": 8, "num_single_layers": 48,
     "timestep_guidance_channels": 256,
 }  # fmt: skip
-VAE_DEFAULTS = {
-    "batch_norm_eps": 1e-4, "block_out_channels": [128, 256, 512, 512], "in_channels": 3, "latent_channels": 32,
-    "layers_per_block": 2, "out_channels": 3,
-}  # fmt: skip
 
 LAYERS = (9, 18, 27)  # of Qwen3, after so many of which the text is read; 0: its embeddings
 # Layers above the last that is read, the output layer, a counter of the VAE's statistics.
 HARMLESS = (
-    "*layers.2[789].*", "*layers.[3-9][0-9].*", "lm_head.weight", "*.lm_head.weight", "*bn.num_batches_tracked",
+    "*layers.2[789].*", "*layers.[3-9][0-9].*", "lm_head.weight", "*.lm_head.weight", patched_vae.COUNTER,
 )  # fmt: skip
 
 
@@ -86,23 +81,3 @@ def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
         return {}
     feed, width = shapes["double_blocks.0.img_mlp.2.weight"][1], shapes["img_in.weight"][0]
     return found | {"mlp_ratio": feed / width, "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1]}
-
-
-def latents_names(config: ComponentConfig) -> Names:
-    """The names of AutoencoderKLFlux2, with the statistics of its latents."""
-    names = vae_names(config, quant="encoder.quant_conv", post_quant="decoder.post_quant_conv")
-    statistics = (4 * config["latent_channels"],)
-    for name in ("bn.running_mean", "bn.running_var"):
-        names.add(name, {name: statistics})
-    return names
-
-
-def infer_latents(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the VAE's config that its tensors' shapes tell; {} where they are of something else."""
-    found = infer_vae(shapes, base)
-    if found:
-        decoder = [shapes[f"decoder.up.{i}.block.0.conv2.weight"][0] for i in range(len(found["block_out_channels"]))]
-        found["decoder_block_out_channels"] = None if decoder == found["block_out_channels"] else decoder
-        found["use_quant_conv"] = "encoder.quant_conv.weight" in shapes
-        found["use_post_quant_conv"] = "decoder.post_quant_conv.weight" in shapes
-    return found

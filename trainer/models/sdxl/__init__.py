@@ -170,7 +170,7 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
     return draw(pipeline, request, DEFAULT_GUIDANCE, **embedded)
 
 
-def no_gradient(component: str, config: dict) -> tuple[str, ...]:
+def no_gradient(component: str, config: dict, references: bool) -> tuple[str, ...]:
     """The first encoder is read before its last layer, whose output goes nowhere; the second's pooled vector uses all."""
     if component == "text_encoder":
         return (f"*layers.{config['num_hidden_layers'] - 1}.*",)

@@ -45,6 +45,13 @@ def flow(
     )
 
 
+def as_scheduled(scheduler: ComponentConfig, family: str, *, timesteps: str, shift: Any = "auto", **choices: Any) -> Flow:
+    """`flow`, shifted as the model's scheduler shifts, whatever the resolution, but for "sigmoid"."""
+    if shift == "auto" and timesteps != "sigmoid":
+        shift = float(scheduler.get("shift", 1.0))
+    return flow(scheduler, family, timesteps=timesteps, shift=shift, **choices)
+
+
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
     """The values of the transformer's config that its tensors' shapes tell, by Flux's original names; {} where they are of
     something else."""

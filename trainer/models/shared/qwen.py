@@ -1,4 +1,4 @@
-"""What the families share about Qwen3 as a text encoder: chat messages, ids, hidden states, its names in others' files."""
+"""What the families share about Qwen3 and Qwen3-VL as text encoders: chat messages, ids, hidden states, names in files."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,9 +39,24 @@ def component(layers: int) -> Component:
     )  # fmt: skip
 
 
+def vision_prefix(config: ComponentConfig) -> str:
+    """`prefix` of Qwen3-VL."""
+    return "text_encoders.qwen3vl_4b.transformer.model."
+
+
+def vision_component(layers: int) -> Component:
+    """The language model of Qwen3-VL as a component, without what sees images, as `component`."""
+    return Component(
+        "text_encoder", "transformers", "Qwen3VLTextModel", "text_encoder",
+        defaults=DEFAULTS, infer=infer, built=lambda config: first_layers(config, layers),
+        prefixes=("text_encoders.qwen3vl_4b.transformer.",), file="qwen3vl_4b_bf16.safetensors", blocks=("layers.*",),
+    )  # fmt: skip
+
+
 def infer(shapes: Mapping[str, Shape], base: dict) -> dict:
     """The values that shapes tell of the config of Qwen3, whose files have the library's names."""
-    start = "model." if "model.embed_tokens.weight" in shapes else ""
+    starts = ("model.language_model.", "model.", "")
+    start = next((start for start in starts if f"{start}embed_tokens.weight" in shapes), "")
     if f"{start}layers.0.self_attn.q_norm.weight" not in shapes:
         return {}
     attention = f"{start}layers.0.self_attn"
@@ -84,10 +99,14 @@ def count_tokens(model: Model, captions: Sequence[str], *, thinking: bool) -> di
     return {"tokenizer": (count_prompt_tokens(model, texts)["tokenizer"][0], text_length(model))}
 
 
-def hidden_states(model: Model, encoder: str, ids: torch.Tensor, present: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Its embeddings and what it has after each layer, [B, L, D] each. ids: [B, L]. present: bool [B, L], not padding."""
+def hidden_states(
+    model: Model, encoder: str, ids: torch.Tensor, present: torch.Tensor, positions: torch.Tensor | None = None
+) -> Sequence[torch.Tensor]:
+    """Its embeddings and what it has after each layer, [B, L, D] each. ids: [B, L]. present: bool [B, L], not padding.
+    positions: [B, L], where they are not those of the places."""
     length = ids.shape[1]
     # Made here: what the library makes depends on whether there is any padding.
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     mask = causal & present[:, None, None, :]
-    return model.modules[encoder](ids, attention_mask=mask, use_cache=False, output_hidden_states=True).hidden_states
+    given = {} if positions is None else {"position_ids": positions}
+    return model.modules[encoder](ids, attention_mask=mask, use_cache=False, output_hidden_states=True, **given).hidden_states

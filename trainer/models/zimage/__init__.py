@@ -7,9 +7,8 @@ velocity.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,8 @@ from trainer.kernels import dora_torch
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, draw
 from trainer.models.shared import qwen, vae
-from trainer.models.shared.flow import READS, TIMESTEPS, flow
+from trainer.models.shared.flow import READS, TIMESTEPS, as_scheduled
+from trainer.models.shared.lengths import collate, each_length, in_order
 from trainer.models.shared.vae import encode_images
 from trainer.models.zimage import attention, names
 from trainer.objectives import Flow
@@ -36,9 +36,8 @@ CHOICES = ("sigmoid", *(name for name in TIMESTEPS if name != "sigmoid"))
 
 
 def objective(
-    scheduler: Mapping[str, Any], markers: Markers, *, timesteps: str = "auto", allow_distilled: bool = False,
-    shift: Any = "auto", **choices: Any,
-) -> Flow:  # fmt: skip
+    scheduler: Mapping[str, Any], markers: Markers, *, timesteps: str = "auto", allow_distilled: bool = False, **choices: Any
+) -> Flow:
     """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
     if markers.distillation is None:
         raise UserError(
@@ -53,10 +52,7 @@ def objective(
             "that and blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what "
             "was made of Turbo without distillation (De-Turbo)"
         )
-    timesteps = CHOICES[0] if timesteps == "auto" else timesteps
-    if shift == "auto" and timesteps != "sigmoid":
-        shift = float(scheduler.get("shift", 1.0))
-    return flow(scheduler, "zimage", timesteps=timesteps, shift=shift, **choices)
+    return as_scheduled(scheduler, "zimage", timesteps=CHOICES[0] if timesteps == "auto" else timesteps, **choices)
 
 
 def distillation(name: str) -> str | None:
@@ -94,11 +90,6 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
     return {"sequence": sequence[:, :longest].to(model.compute[encoder]), "mask": present[:, :longest]}
 
 
-def collate(parts: Sequence[Conditioning]) -> Conditioning:
-    """Several captions' conditioning side by side, with the padded length of each."""
-    return replace(base.collate(parts), lengths=tuple(part.sequence.shape[1] for part in parts))
-
-
 @contextmanager
 def padded(transformer: nn.Module, *masks: torch.Tensor) -> Iterator[None]:
     """A block in which captions come with their padding, for which the transformer puts its learned token. masks: bool, which
@@ -118,21 +109,13 @@ def padded(transformer: nn.Module, *masks: torch.Tensor) -> Iterator[None]:
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
     """The predicted velocity, noise - latents: [B, 16, h, w]. Captions of one padded length go through the transformer
     together: others beside them would need a mask, and change their last bits."""
-    transformer, count = model.modules["transformer"], len(noised)
-    lengths, made = conditioning.lengths or (conditioning.sequence.shape[1],) * count, {}
-    for length in dict.fromkeys(lengths):
-        indices = [index for index, each in enumerate(lengths) if each == length]
-        pick: Callable[[torch.Tensor], torch.Tensor] = partial(_picked, indices=indices)
+    transformer, made = model.modules["transformer"], {}
+    for length, indices, pick in each_length(conditioning):
         text, mask = pick(conditioning.sequence)[:, :length], pick(conditioning.mask)[:, :length]
         with padded(transformer, mask):
             images, texts = list(pick(noised).unsqueeze(2)), list(text)
             made |= zip(indices, transformer(images, 1 - pick(time), texts, return_dict=False)[0], strict=True)
-    return -torch.stack([made[index] for index in range(count)]).squeeze(2)
-
-
-def _picked(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """These rows of it, without an index on its device."""
-    return tensor if len(indices) == len(tensor) else torch.cat([tensor[index : index + 1] for index in indices])
+    return -in_order(made).squeeze(2)
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):

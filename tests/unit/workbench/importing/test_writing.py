@@ -545,3 +545,20 @@ def test_z_image_is_imported(tmp_path: Path, monkeypatch, name: str, content: di
               for layer in ("attention.to_q", "feed_forward.w2")]  # fmt: skip
     taken = {layer for layer in layers if any(fnmatchcase(layer, pattern) for pattern in targets)}
     assert taken == {"layers.0.attention.to_q", "layers.0.feed_forward.w2"}
+
+
+def test_of_flux_3_what_was_not_looked_up_is_asked_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("img").mkdir()
+    model = {"name_or_path": "black-forest-labs/flux-3-image-klein-base", "arch": "flux3"}
+    process = {"type": "sd_trainer", "network": {"type": "lora", "linear": 8}, "datasets": [{"folder_path": "img"}],
+               "train": {"steps": 10}, "model": model}  # fmt: skip
+    Path("x.yaml").write_text(json.dumps({"job": "extension", "config": {"name": "x", "process": [process]}}))
+    draft = drafted(Path("x.yaml"))
+    assert [draft.keys[key][0] for key in ("model.family", "model.path")] == ["flux3", model["name_or_path"]]
+    assert "adapter.targets" not in draft.keys
+    content = {"model_type": "lora", "model_family": "flux3", "data_backend_config": "backend.json"}
+    Path("st.json").write_text(json.dumps(content))
+    Path("backend.json").write_text(json.dumps([{"id": "a", "type": "local", "instance_data_dir": "img"}]))
+    with pytest.raises(UserError, match="model_flavour is left out: one there: which model that is was not looked up"):
+        checked(drafted(Path("st.json")), Path("st.json"))

@@ -1,0 +1,245 @@
+"""FLUX.3 [klein]: the language model of Qwen3-VL, read at eight of its layers, and a rectified-flow transformer whose kinds
+of tokens have blocks of their own before those that all share.
+
+Conventions of the released pipeline (diffusers' Flux3ModularPipeline): the caption is a chat message, padded to a multiple of
+80 tokens, of which the transformer reads all, without a mask; latents are FLUX.2's; rows and columns count half; text and
+references are at time 0; the transformer takes t in [0, 1], and no guidance.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from trainer.base.errors import UserError
+from trainer.base.types import Batch, Conditioning, ReferenceRule
+from trainer.models import base, variants
+from trainer.models.base import Markers, Model, SampleRequest
+from trainer.models.flux3 import attention, names
+from trainer.models.names import ComponentConfig
+from trainer.models.shared import patched_vae, qwen
+from trainer.models.shared.flow import READS, TIMESTEPS, as_scheduled
+from trainer.models.shared.lengths import collate, each_length, in_order
+from trainer.models.shared.patched_vae import encode_images
+from trainer.objectives import Flow
+
+GUIDANCE = 3.5
+HALF = 0.5  # what rows and columns of latents are multiplied by, for their positions
+WINDOW, LONGEST = 80, 8192  # tokens: of what a caption is padded to multiples, and at most
+PADDING_AT = 1  # the position of padding in Qwen3-VL: transformers 4.57 gave it this one when the model was trained
+MOST_REFERENCES = 10
+CHOICES = ("sigmoid", *(name for name in TIMESTEPS if name != "sigmoid"))
+# The pipeline makes its scheduler itself, so that a folder need not have one.
+SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 6.93}
+
+
+def objective(scheduler: Mapping[str, Any], markers: Markers, *, timesteps: str = "auto", **choices: Any) -> Flow:
+    """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
+    return as_scheduled(scheduler, "flux3", timesteps=CHOICES[0] if timesteps == "auto" else timesteps, **choices)
+
+
+def rows(count: int) -> int:
+    """The rows of a caption of so many tokens: its window."""
+    return min(-(-count // WINDOW) * WINDOW, LONGEST)
+
+
+def text_length(model: Model) -> int:
+    """The tokens that are read of a caption: data.text_length, else 8192, as in the pipeline."""
+    return min(model.options.get("text_length") or LONGEST, LONGEST)
+
+
+def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
+    """The ids of each caption, without padding: int64 [L]."""
+    tokenizer = model.tokenizers["tokenizer"]
+    texts = [qwen.chat(tokenizer, caption, thinking=True) for caption in captions]
+    return [torch.tensor(ids) for ids in tokenizer(texts, max_length=text_length(model), truncation=True).input_ids]
+
+
+def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
+    """(tokens of each caption in its chat message, tokens that are read)."""
+    ((counts, _),) = qwen.count_tokens(model, captions, thinking=True).values()
+    return {"tokenizer": (counts, text_length(model))}
+
+
+def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What Qwen3-VL has after 4, 8, ..., 32 of its layers, side by side: "sequence" [B, L, 8 D]. Each caption is read alone,
+    in its own window, as the pipeline reads it; behind a shorter window are zeros, which nothing reads."""
+    alone = [_window(model, encoder, ids) for ids in tokens]
+    longest = max(each.shape[1] for each in alone)
+    sequence = torch.cat([pad(each, (0, 0, 0, longest - each.shape[1])) for each in alone])
+    return {"sequence": sequence.to(model.compute[encoder])}
+
+
+def _window(model: Model, encoder: str, ids: torch.Tensor) -> torch.Tensor:
+    """[1, L, 8 D] of one caption's ids."""
+    absent = rows(len(ids)) - len(ids)
+    padded = pad(ids, (0, absent), value=model.tokenizers["tokenizer"].pad_token_id)[None]
+    present = pad(torch.ones_like(ids, dtype=torch.bool), (0, absent))[None]
+    at = pad(torch.arange(len(ids), device=ids.device), (0, absent), value=PADDING_AT)[None]
+    states = qwen.hidden_states(model, encoder, padded, present, at)
+    return torch.cat([states[layer] for layer in names.LAYERS], dim=-1)
+
+
+def positions(latents: torch.Tensor, at: int) -> torch.Tensor:
+    """fp32 [h * w, 4] of latents [B, C, h, w]: (0, row / 2, column / 2, at) of every token of an image."""
+    ranges = (torch.arange(count, device=latents.device) for count in latents.shape[-2:])
+    at_all = torch.full((1,), at, device=latents.device)
+    ids = torch.cartesian_prod(torch.zeros_like(at_all), *ranges, at_all).float()
+    ids[:, 1:3] *= HALF
+    return ids
+
+
+def text_positions(count: int, device: torch.device) -> torch.Tensor:
+    """fp32 [count, 4]: (0, 0, 0, place) of every token of a caption."""
+    return pad(torch.arange(count, device=device).float()[:, None], (3, 0))
+
+
+def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
+    """The predicted velocity, noise - latents: [B, 128, h, w]."""
+    return velocity(model, noised, time, conditioning, [each.to(noised) for each in batch.references])
+
+
+def velocity(
+    model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, references: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The prediction, as `predict`. references: their latents, the images -1, -2, ..., for whose tokens nothing is predicted.
+    Captions of one window go through the transformer together."""
+    transformer, made = model.modules["transformer"], {}
+    at = [positions(each, -place) for place, each in enumerate(references, 1)]
+    beside = {"image_cond_ids": torch.cat(at)} if at else {}
+    for length, indices, pick in each_length(conditioning):
+        if references:
+            beside["image_cond_hidden_states"] = torch.cat([_packed(pick(each)) for each in references], dim=1)
+        out = transformer(
+            hidden_states=_packed(pick(noised)),
+            encoder_hidden_states=pick(conditioning.sequence)[:, :length],
+            timestep=pick(time),
+            img_ids=positions(noised, 0),
+            txt_ids=text_positions(length, noised.device),
+            return_dict=False,
+            **beside,
+        )[0]
+        made |= zip(indices, out, strict=True)
+    return in_order(made).transpose(1, 2).unflatten(2, noised.shape[-2:])
+
+
+def _packed(latents: torch.Tensor) -> torch.Tensor:
+    """[B, C, h, w] -> [B, h * w, C]."""
+    return latents.flatten(2).transpose(1, 2)
+
+
+def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
+    """An image as by diffusers' modular pipeline without its prompt upsampler. Its blocks would take the dtype of a weight
+    for that of the computation."""
+    import numpy as np
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
+
+    processor, scheduler = Flux3ImageProcessor(), FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler))
+    whole = "fill" if len(request.images) == 1 else "crop"
+    references = [encode_images(model, processor.preprocess(image, resize_mode=whole)[0]) for image in request.images]
+    size = (model.configs["transformer"]["in_channels"], request.height // 16, request.width // 16)
+    latents = torch.randn(1, *size, generator=torch.Generator("cpu").manual_seed(request.seed)).to(model.device)
+    guidance = GUIDANCE if request.guidance is None else request.guidance
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / request.steps, request.steps), device=model.device)
+    scheduler.set_begin_index(0)
+    for time in scheduler.timesteps:
+        at = (time / 1000).expand(1)
+        predicted = velocity(model, latents, at, conditioning, references)
+        if guidance != 1:
+            unguided = velocity(model, latents, at, negative, references)
+            predicted = unguided + guidance * (predicted - unguided)
+        latents = scheduler.step(predicted, time, latents, return_dict=False)[0]
+    return processor.postprocess(patched_vae.decode(model, latents))[0]
+
+
+def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
+    """Refuse the distilled model, a text encoder that is too short, and parts that do not belong together."""
+    transformer, encoder = configs["transformer"], configs["text_encoder"]
+    if transformer.get("flow_map"):
+        raise UserError(
+            "the transformer is that of the distilled FLUX.3 klein (flow_map = true): it learned where each step lands "
+            "(target_timestep), for which there is no objective here; train on flux-3-image-klein-base"
+        )
+    if not encoder.get("_assumed") and encoder["num_hidden_layers"] < names.LAYERS[-1]:
+        raise UserError(
+            f"the text_encoder has {encoder['num_hidden_layers']} layers, and the text is read after layers "
+            f"{', '.join(map(str, names.LAYERS))}; use the Qwen3-VL of this model"
+        )
+    variants.check_latents(
+        configs, inputs, denoiser="transformer", fold=4, kinds={},
+        texts={"joint_attention_dim": [("text_encoder", "hidden_size")] * len(names.LAYERS)},
+    )  # fmt: skip
+
+
+def adjust(component: str, module: nn.Module) -> None:
+    """Leave out the norm behind Qwen3-VL's last layer that is read."""
+    if component == "text_encoder":
+        module.norm = nn.Identity()
+
+
+def no_gradient(component: str, config: ComponentConfig, references: bool) -> tuple[str, ...]:
+    """What references alone pass through, where there are none."""
+    return () if references or component != "transformer" else (f"*.{names.REFERENCES}", f"*.{names.REFERENCES}.*")
+
+
+def metadata(config: dict, prediction: str) -> dict[str, str]:
+    """What adapter files say of the family."""
+    return {
+        "modelspec.architecture": "flux-3-image-klein/lora",
+        "modelspec.implementation": "https://github.com/black-forest-labs/flux-3-image-klein",
+        "modelspec.prediction_type": "velocity",
+        "ss_base_model_version": "flux3",
+    }
+
+
+_ATTENTION = ("*.attn.to_?", "*.attn.to_out.0")
+_MLP = ("*.ff.linear_in", "*.ff.linear_out")
+_OUTSIDE = ("x_embedders.*", "context_embedder", "timestep_embedder.*", "norm_out.linear", "proj_out")  # of the blocks
+_MODULATION = ("*_stream_modulations.*.linear",)
+_LINEAR = (*_ATTENTION, *_MLP, *_MODULATION, *_OUTSIDE)
+
+FAMILY = base.Family(
+    name="flux3",
+    components=(
+        qwen.vision_component(names.LAYERS[-1]),
+        base.Component(
+            "transformer", "diffusers", "Flux3Transformer2DModel", "denoiser",
+            sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
+            infer=names.infer_transformer, prefixes=("model.diffusion_model.",),
+        ),
+        patched_vae.COMPONENT,
+    ),
+    reads=(*READS, "data.text_length", "validation.samples.*.negative",
+           "data.sources.*.references", "validation.samples.*.references"),
+    text=base.TextPart(tokens, encode_text, count_tokens, collate=collate, rows=rows),
+    images=base.ImagePart(
+        objective, encode_images, predict, sample, CHOICES, latent_side=16, adjust=adjust,
+        references=ReferenceRule(most=MOST_REFERENCES, whole=True), modular="Flux3AutoBlocks",
+    ),
+    files=base.FilePart(
+        chat_templates=("tokenizer",), input_layer="x_embedders.image.weight", check=check, harmless=names.HARMLESS,
+        published=lambda tensors, variant=None: "flux3-klein-base", scheduler=SCHEDULER,
+        hub_ids={"black-forest-labs/flux-3-image-klein-base": "flux3-klein-base"},
+    ),
+    memory=base.MemoryPart(
+        blocks=("txt_mode_blocks.*", "mode_blocks.*", "single_transformer_blocks.*"),
+        block_order=lambda name: ("txt", "mode", "single").index(name.partition("_")[0]), attention=attention.processor,
+        unread=("*.attn.to_out.0", "*.ff.linear_out"), clips=False,
+        gates=("transformer.timestep_embedder.*", "transformer.*_stream_modulations.*.linear"),
+        shared_inputs={
+            "transformer": (("attn.to_q", "attn.to_k", "attn.to_v", "ff.linear_in"),), "text_encoder": qwen.SHARED_INPUTS,
+        },
+    ),
+    adapters=base.AdapterPart(
+        presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
+        no_gradient=no_gradient, kohya={"text_encoder": qwen.vision_prefix}, peft={"text_encoder": "model.language_model."},
+        key_styles=(
+            base.KeyStyle("ComfyUI generic", "text_encoder", qwen.vision_prefix({})),
+            base.KeyStyle("PEFT of a whole Qwen3-VL", "text_encoder", "base_model.model.model.language_model."),
+        ),
+        metadata=metadata,
+    ),
+)  # fmt: skip
