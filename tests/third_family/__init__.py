@@ -108,7 +108,7 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
     return Image.fromarray(((pixels.clamp(-1, 1) + 1) * 127.5).byte().permute(1, 2, 0).cpu().numpy())
 
 
-def no_gradient(component: str, config: dict) -> tuple[str, ...]:
+def no_gradient(component: str, config: dict, references: bool) -> tuple[str, ...]:
     """The last block's text goes nowhere."""
     last = f"transformer_blocks.{config.get('num_layers', 0) - 1}"
     return (f"{last}.attn.to_add_out", f"{last}.txt_mlp.*") if component == "transformer" else ()

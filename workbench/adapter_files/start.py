@@ -85,7 +85,9 @@ def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable
     """The adapter without layers that this run does not adapt and that change nothing: they are entered in the account. Reads
     B of the layers that are not adapted."""
     family, adapted = plan.model.family, {f"{target.component}.{target.name}" for target in plan.model.targets}
-    unread = {name: family.adapters.no_gradient(name, plan.model.source.config(name)) for name in family.text_encoders}
+    referenced = any(each.references for each in plan.config.data.sources)
+    configs = {name: plan.model.source.config(name) for name in family.text_encoders}
+    unread = {name: family.adapters.no_gradient(name, config, referenced) for name, config in configs.items()}
     effective = {}
     for name, factors in portable.layers.items():
         component, _, layer = name.partition(".")

@@ -106,7 +106,7 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     common.set_targets(draft, family)
     preset, words = options.word("layer_filter_preset", ""), options.word("layer_filter", "")
     line = options.told("layer_filter" if words else "layer_filter_preset")
-    patterns, regex = facts().layer_presets.get(family.name, {}).get(preset), options.flag("layer_filter_regex")
+    patterns, regex = facts().layer_presets[family.name].get(preset), options.flag("layer_filter_regex")
     if preset and (not words or (regex and patterns is not None)):  # a preset's own expression says what its name does
         if patterns is None:
             draft.note(ABSENT, f"{line}: a preset that was not looked up; all layers are trained")

@@ -50,7 +50,7 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
 
 def _path(draft: Draft, options: Options, family: Family) -> None:
     """The model: named, else by its flavour, else the flavour that the program takes."""
-    name, flavours = "pretrained_model_name_or_path", facts().flavours.get(family.name, {"": "one"})
+    name, flavours = "pretrained_model_name_or_path", facts().flavours[family.name]
     flavour = options.word("model_flavour", flavours[""])
     line = options.told("model_flavour") if options.has("model_flavour") else f"model_flavour is left out: {flavour} there"
     if flavour == family.variants.editing:
