@@ -156,7 +156,7 @@ class DataTable(Table):
     cache_text: Literal["auto"] | bool = "auto"
     """Keep the captions' encodings. `auto` does so unless a text encoder is adapted."""
     text_length: Count | None = None
-    """How many tokens T5 or Qwen3 reads. Left out: 512, and 256 for schnell."""
+    """How many tokens T5 or Qwen3 reads. Left out: 512; 256 for schnell, 8192 for FLUX.3."""
     clip_chunks: Annotated[int, Field(ge=1, le=3)] = 1
     """2 and 3 read captions of up to 150 and 225 tokens, in chunks of 75 as ComfyUI does."""
     weighted_captions: bool = False

@@ -229,7 +229,7 @@ class FilePart:
     # (names of a single file's tensors, its variant) -> the folder of embedded configs that it takes; None: it needs its own.
     published: Callable[..., str | None] = lambda names, variant=None: None
     hub_ids: Mapping[str, str] = field(default_factory=dict)  # the published models -> the folders of their embedded configs
-    scheduler: ComponentConfig | None = None  # the config of a folder's that has none; None: it needs one
+    scheduler: ComponentConfig | None = None  # of a folder that has none; None: a folder needs one
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trainer.models.hub import Repository
 from trainer.models.names import ComponentConfig
 
 PUBLISHED = Path(__file__).parent / "published"
-# A pipeline's: of a modular one, parts may lie elsewhere.
+# Names of a pipeline's index. The parts of a modular pipeline may lie in other repositories.
 INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 RESTORE = "restore the file, as the model's repository has it"
 NO_SIZE = re.compile(r"^_|_ids?$|^(architectures|model_type|torch_dtype|dtype)$")  # keys that no tensor's shape depends on
@@ -58,8 +58,8 @@ def culprit(config: ComponentConfig, library: str, class_name: str, build: Calla
 
 
 def read_json(path: Path, instead: ComponentConfig | None = None) -> dict[str, Any]:
-    """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have. instead: of a file that is
-    not there; None: it has to be."""
+    """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have. instead: returned where
+    the file is missing; None: raise."""
     try:
         refuse_irregular(path)
         tree = json.loads(decoded(path.read_bytes()))

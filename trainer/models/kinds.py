@@ -165,7 +165,7 @@ def instead_of_a_model(names: Collection[str], read: Callable[[str], dict[str, A
         if kind is not None and kind.family is None:
             return f"it holds {kind.name} ({named}), which is not trained here; give {ANY_TRAINED}"
         if config != "config.json":
-            return f"it holds a modular pipeline, {named}, whose parts lie elsewhere; give a whole diffusers folder"
+            return f"it holds a modular pipeline, {named}, without all of its parts; complete the folder"
         return f"it holds one part of a model, {named}; give its folder in model.components.NAME.path, and the model here"
     if isinstance(named := content.get("architectures"), list) and named:
         return f"it holds {named[0]}; give {ANY_TRAINED}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from trainer.data import buckets
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model, SampleRequest
-from trainer.models.flux3 import encode_images, positions, rows, sample, text_positions
+from trainer.models.flux3 import encode_images, positions, rows, sample, text_length, text_positions
 from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
 
@@ -347,3 +348,10 @@ def test_products_that_are_only_added_are_left_out_unless_a_gate_is_adapted() ->
     few = ["transformer.single_transformer_blocks.0.attn.to_q"]
     assert FAMILY.memory.unread_beside(few, half=True) == ("*.attn.to_out.0", "*.ff.linear_out")
     assert FAMILY.memory.unread_beside([*few, "transformer.early_stream_modulations.txt.linear"], half=False) == ()
+
+
+def test_more_tokens_than_the_model_reads_are_refused(model: Model) -> None:
+    for chosen, said in ((160, 160), (None, 8192), (8192, 8192)):
+        assert text_length(replace(model, options={"text_length": chosen})) == said
+    with pytest.raises(UserError, match=r"data\.text_length = 8193 is more than FLUX\.3 takes; use at most 8192"):
+        text_length(replace(model, options={"text_length": 8193}))

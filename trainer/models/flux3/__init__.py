@@ -27,7 +27,7 @@ from trainer.objectives import Flow
 
 GUIDANCE = 3.5
 HALF = 0.5  # what rows and columns of latents are multiplied by, for their positions
-WINDOW, LONGEST = 80, 8192  # tokens: of what a caption is padded to multiples, and at most
+WINDOW, LONGEST = 80, 8192  # a caption is padded to a multiple of so many tokens; the most that are read
 PADDING_AT = 1  # the position of padding in Qwen3-VL: transformers 4.57 gave it this one when the model was trained
 MOST_REFERENCES = 10
 CHOICES = ("sigmoid", *(name for name in TIMESTEPS if name != "sigmoid"))
@@ -46,8 +46,10 @@ def rows(count: int) -> int:
 
 
 def text_length(model: Model) -> int:
-    """The tokens that are read of a caption: data.text_length, else 8192, as in the pipeline."""
-    return min(model.options.get("text_length") or LONGEST, LONGEST)
+    """The tokens that are read of a caption: data.text_length, else 8192, as in the pipeline. Raises UserError for more."""
+    if (chosen := model.options.get("text_length") or LONGEST) > LONGEST:
+        raise UserError(f"data.text_length = {chosen} is more than FLUX.3 takes; use at most {LONGEST}")
+    return chosen
 
 
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
