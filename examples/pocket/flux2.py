@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from examples.pocket import CONFIGS, data, flux, icons, training, vae
 from scripts.make_model import qwen_tokenizer_files, train_bpe, write_texts
 from trainer.models import flux2
+from trainer.models.shared import patched_vae
 
 BATCH = 64
 EMPTY, STYLELESS = 0.1, 0.1
@@ -101,7 +102,7 @@ def examples(rendered: Path) -> tuple[data.Examples, AutoencoderKLFlux2]:
     """What is shown, and the autoencoder with the statistics of all of it."""
     module = autoencoder()
     shown = data.examples(module, rendered, scale=1.0, shift=0.0)
-    latents = flux2.patches(shown.latents)
+    latents = patched_vae.patches(shown.latents)
     module.bn.running_mean.copy_(latents.mean((0, 2, 3)))
     module.bn.running_var.copy_(latents.var((0, 2, 3)))
     mean, deviation = module.bn.running_mean, torch.sqrt(module.bn.running_var + module.config.batch_norm_eps)
