@@ -30,10 +30,10 @@ from tests.harness import built  # noqa: E402
 from trainer.adapters.change import change  # noqa: E402
 from trainer.config import Config  # noqa: E402
 from trainer.engine.held_out_loss import HeldOutLoss  # noqa: E402
-from trainer.monitoring.metrics import read_lines  # noqa: E402
+from trainer.monitoring.metrics import is_line, read_lines  # noqa: E402
 from trainer.run.run import Run  # noqa: E402
 from workbench.compare.paired import Pair, corrected, detectable  # noqa: E402
-from workbench.pages.diagnosis import Verdict, is_line, judge  # noqa: E402
+from workbench.pages.diagnosis import Verdict, judge  # noqa: E402
 
 PAGES, SEEDS, VARIANTS = 4000, (2, 3, 5, 10), (2, 3, 5, 10)
 HELD_OUT = 4  # photos of the pocket's 12
