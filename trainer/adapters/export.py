@@ -5,8 +5,8 @@ of a text encoder .lora_magnitude_vector.weight, see `_magnitude_key`); alpha / 
 `lora_adapter_metadata` (a `.alpha` key raises for SDXL, without either the scale is 1).
 
 A LoKr's have lokr_w1, lokr_w2 or their pairs in place of A and B, as LyCORIS has them: in diffusers' keys with the scale in
-the first of them and without alpha. Where the original layout fuses layers, kohya's keys are theirs behind `lycoris_`, which
-ComfyUI and LyCORIS read: of several products no one can be made.
+the first of them and without alpha. Where the original layout fuses layers, kohya's keys are diffusers' names behind
+`lycoris_`, which ComfyUI and LyCORIS read: of several products no one can be made. What ComfyUI does not know so has its own.
 
 kohya: PREFIX_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
 (Conv2d [N, 1, 1, 1]; of the input axis [1, K]). Layers that the original layout fuses (Flux's qkv, linear1) become one pair:
@@ -18,6 +18,7 @@ Nothing here reads a frozen weight: what a DoRA's files need of them is their ro
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class AdapterFiles:
     """The files that a run makes of its adapter, and how it makes them.
 
     formats: of FORMATS. dtype: of the matrices. dora_scale: what the magnitudes of the kohya file mean. fused: as `modules`
-    of `kohya_tensors`; prefixes, rows: as there. not_in_sd_scripts, peft: as a family has them.
+    of `kohya_tensors`; prefixes, rows: as there. not_behind_lycoris, not_in_sd_scripts, peft: as a family has them.
     """
 
     folder: Path
@@ -97,6 +98,7 @@ class AdapterFiles:
     fused: Mapping[str, Sequence[Link]]
     prefixes: Mapping[str, str]
     rows: Callable[[str], int]
+    not_behind_lycoris: Sequence[str] = ()
     not_in_sd_scripts: Sequence[str] = ()
     peft: Mapping[str, str] = field(default_factory=dict)
     write: Write = write_atomic
@@ -150,12 +152,12 @@ def write_files(
             files.write(path.with_name(peft_config.CONFIG), [peft_config.written(said, before)])
         else:
             tensors = kohya_tensors(
-                adapter, modules=files.fused, prefixes=files.prefixes, rows=files.rows, norms=norms, advance=advance
-            )
+                adapter, modules=files.fused, prefixes=files.prefixes, rows=files.rows,
+                not_behind_lycoris=files.not_behind_lycoris, norms=norms, advance=advance,
+            )  # fmt: skip
             fields = metadata(adapter, about, convention=f"{files.dora_scale}: {DORA_SCALE_MEANING[files.dora_scale]}")
-            fields |= (
-                {sd_scripts.ENTRY: said} if (said := sd_scripts.left_out_phrase(adapter, files.not_in_sd_scripts)) else {}
-            )
+            if phrase := sd_scripts.left_out_phrase(adapter, files.not_in_sd_scripts):
+                fields[sd_scripts.ENTRY] = phrase
         fields |= {"modelspec.thumbnail": thumbnail} if thumbnail else {}
         write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0), files.write)
     return written
@@ -246,6 +248,7 @@ def kohya_tensors(
     modules: Mapping[str, Sequence[Link]],
     prefixes: Mapping[str, str],
     rows: Callable[[str], int],
+    not_behind_lycoris: Sequence[str] = (),
     norms: AllNorms = {},
     advance: Advance = unheard,
 ) -> Tensors:
@@ -254,30 +257,34 @@ def kohya_tensors(
     modules: component -> its modules under the names to write (empty: the layers under their own names).
     prefixes: component -> key prefix; behind one that ends in a dot, names keep their dots.
     rows: full name of a layer of `fused_with` -> how many it has.
+    not_behind_lycoris: fnmatch patterns of full names of layers that ComfyUI does not know behind `lycoris_`.
     norms: for DoRA, of the layers of `fused_with`, by full name.
     advance: counts layers. Raises UserError where the magnitudes of one module cannot be put together.
     """
     tensors: dict[str, torch.Tensor | Recipe] = {}
     for component, layers in by_component(portable):
         wanted = [module for module in modules.get(component, ()) if any(part in layers for part in module.parts)]
-        prefix = prefixes[component]
-        if portable.kind.form and any(len(module.parts) > 1 or module.swap for module in modules.get(component, ())):
-            wanted, prefix = [], "lycoris"  # of several of its products no one can be made
         known = {part for module in wanted for part in module.parts}
         wanted += [Link(name, (name,)) for name in layers if name not in known]
+        fuses = portable.kind.form is not None and any(len(module.parts) > 1 for module in modules.get(component, ()))
         for module in wanted:
-            name = module.original
-            key = prefix + name if prefix.endswith(".") else f"{prefix}_{name.replace('.', '_')}"
-            full = Link(key, tuple(f"{component}.{part}" for part in module.parts), module.op)
-            tensors |= _kohya_module(portable, full, rows, norms)
-            advance(sum(part in portable.layers for part in full.parts))
+            links = [(prefixes[component], module)]
+            if fuses and not any(fnmatchcase(f"{component}.{module.parts[0]}", each) for each in not_behind_lycoris):
+                links = [("lycoris", Link(part, (part,))) for part in module.parts if part in layers]
+            for prefix, link in links:
+                key = prefix + link.original if prefix.endswith(".") else f"{prefix}_{link.original.replace('.', '_')}"
+                full = Link(key, tuple(f"{component}.{part}" for part in link.parts), link.op)
+                tensors |= _kohya_module(portable, full, rows, norms)
+                advance(sum(part in layers for part in link.parts))
     return tensors
 
 
 def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], norms: AllNorms) -> dict[str, Any]:
     """module: its key, and its parts by their full names."""
-    key, swap = module.original, module.swap
+    key = module.original
     parts = {name: portable.layers.get(name) for name in module.parts}
+    if module.swap:
+        parts = {name: factors.swapped() for name, factors in parts.items()}
     present = {name: factors for name, factors in parts.items() if factors is not None}
     if formed := next((factors for factors in present.values() if factors.matrices), None):
         return formed.named_matrices(f"{key}.") | {f"{key}.alpha": torch.tensor(formed.ranked[1], dtype=torch.float32)}
@@ -298,7 +305,7 @@ def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], 
                 made[row : row + count, column : column + b.shape[1]] = b if ratio == 1 else b * ratio
                 column += 0 if shared else b.shape[1]
             row += count
-        return torch.cat(made.chunk(2)[::-1]) if swap else made
+        return made
 
     def down() -> torch.Tensor:
         made = [factors.a.make() for factors in ([first] if shared else present.values())]
@@ -310,16 +317,13 @@ def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], 
         f"{key}.lora_up.weight": Recipe(dtype_b, (total, rank, *kernel), up),
         f"{key}.alpha": torch.tensor(first.scaling * rank, dtype=torch.float32),
     }
-    if portable.kind.magnitudes:
-        scale = _module_scale(portable, module, norms)
-        if scale is not None:
-            tensors[f"{key}.dora_scale"] = scale
+    if (scale := _module_scale(parts, norms)) is not None:
+        tensors[f"{key}.dora_scale"] = scale
     return tensors
 
 
-def _module_scale(portable: Portable, module: Link, norms: AllNorms) -> Recipe | None:
-    """The scale of one module; None where none of its parts has a magnitude."""
-    parts = {name: portable.layers.get(name) for name in module.parts}
+def _module_scale(parts: Mapping[str, Factors | None], norms: AllNorms) -> Recipe | None:
+    """The scale of one module, by the full names of its layers; None where none of them has a magnitude."""
     present = {name: factors for name, factors in parts.items() if factors is not None}
     with_m = {name: factors for name, factors in present.items() if factors.magnitude is not None}
     if not with_m:
@@ -337,14 +341,11 @@ def _module_scale(portable: Portable, module: Link, norms: AllNorms) -> Recipe |
     absent = [name for name in parts if name not in with_m]
     if axes != {"output"} or any(name in present or name not in norms for name in absent):
         raise UserError(
-            f"{', '.join(absent) or module.original}: a module of several layers takes the magnitudes of all of them, "
+            f"{', '.join(absent or parts)}: a module of several layers takes the magnitudes of all of them, "
             "of one axis, and of a layer without an adapter its norms in the model: give the model with --base"
         )
-    held = {n: f.magnitude.make().flatten() if (f := with_m.get(n)) else norms[n].reader for n in module.parts}
-    scale = torch.cat(list(held.values())) if len(held) > 1 else next(iter(held.values()))
-    if module.swap:
-        scale = torch.cat(scale.chunk(2)[::-1])
-    scale = scale.view(-1, 1, *ones)
+    rows = [f.magnitude.make().flatten() if (f := with_m.get(name)) else norms[name].reader for name in parts]
+    scale = torch.cat(rows).view(-1, 1, *ones)
     return Recipe(scale.dtype, tuple(scale.shape), lambda: scale)
 
 

@@ -44,6 +44,10 @@ def derived(base: Recipe, shape: tuple[int, ...], change: Callable[[torch.Tensor
     return Recipe(base.dtype, shape, lambda: change(base.make()))
 
 
+def _swapped(rows: Recipe) -> Recipe:
+    return derived(rows, rows.shape, lambda t: torch.cat(t.chunk(2)[::-1]))
+
+
 @dataclass(frozen=True)
 class Factors:
     """One layer's adapter: W becomes W + s B A, s = alpha / rank (rsLoRA: alpha / sqrt(rank)).
@@ -91,6 +95,15 @@ class Factors:
             by = self.scaling if scaled and not tensors else 1.0
             tensors[stem + end] = derived(tensor, shape, lambda t, shape=shape, by=by: (t if by == 1 else t * by).view(shape))
         return tensors
+
+    def swapped(self) -> "Factors":
+        """The same for a W whose two halves of rows are in the other order: of a LoKr the halves of w1. Where w1 has an odd
+        number of rows, the result is no LoKr, and has no `matrices`."""
+        m = self.magnitude if self.magnitude is None or self.axis == "input" else _swapped(self.magnitude)
+        w1 = next((end for end in (lokr.W1, lokr.W1_A) if end in self.matrices), None)
+        even = w1 is not None and self.matrices[w1].shape[0] % 2 == 0
+        matrices = {**self.matrices, w1: _swapped(self.matrices[w1])} if even else {}
+        return replace(self, b=_swapped(self.b), magnitude=m, matrices=matrices)
 
     def changes(self) -> bool:
         """Whether B A is not zero, or may not be."""

@@ -108,6 +108,7 @@ class Artifacts:
             fused=plan.model.fused,
             prefixes=plan.model.family.kohya_prefixes(plan.model.source.config),
             rows=lambda name: components.layer(name).weight_shape[0],
+            not_behind_lycoris=plan.model.family.adapters.not_behind_lycoris,
             not_in_sd_scripts=plan.model.family.adapters.not_in_sd_scripts,
             peft=plan.model.family.adapters.peft,
             write=write,

@@ -206,12 +206,13 @@ class AdapterPart:
     # Component -> prefix of its keys in kohya files, where it is not the usual one, or a function of its config that gives
     # it. Behind one that ends in a dot, names keep their dots.
     kohya: Mapping[str, str | Callable[[ComponentConfig], str]] = field(default_factory=dict)
-    # Text encoder that diffusers' loader of adapters does not take -> what stands before its layers' names in the pipeline's
-    # module. Its adapter goes into a folder of PEFT's, and not into the file for diffusers.
+    # Text encoder that diffusers' loader of adapters does not take, so a folder of PEFT's holds its adapter -> what stands
+    # before its layers' names in the pipeline's module.
     peft: Mapping[str, str] = field(default_factory=dict)
     key_styles: tuple[KeyStyle, ...] = ()  # of adapter files, beside the usual ones (`Family.adapter_keys`)
     in_diffusers: tuple[str, ...] = ("lora", "dora")  # the kinds of files that its loader takes for this family
     not_in_sd_scripts: tuple[str, ...] = ()  # fnmatch patterns of full names of layers that it builds no LoRA module for
+    not_behind_lycoris: tuple[str, ...] = ()  # the same of layers that ComfyUI does not know behind `lycoris_`
     metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}  # what adapter files say of the family
 
 
@@ -394,7 +395,6 @@ class Family:
         return ([*own, *styles])[0].prefix.removesuffix("_")
 
     def module_links(self, component: str, config: ComponentConfig) -> list[Link]:
-        """The links of the denoiser to the original layout, for kohya's names; none of a text encoder, which keeps the
-        library's."""
+        """The links of the denoiser to the original layout, for kohya's names. A text encoder keeps the library's."""
         names = self.component(component).names
         return names(config).links if component == self.denoiser and names is not None else []

@@ -342,6 +342,7 @@ class OpenedCheckpoint:
             fused={name: self.model.modules(name) for name in self.components},
             prefixes=self.model.family.kohya_prefixes(self.model.config),
             rows=lambda name: shapes[name][0],
+            not_behind_lycoris=self.model.family.adapters.not_behind_lycoris,
             not_in_sd_scripts=self.model.family.adapters.not_in_sd_scripts,
             peft=self.model.family.adapters.peft,
             write=write,

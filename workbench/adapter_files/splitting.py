@@ -26,8 +26,7 @@ def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple
     Reads B. A magnitude of the output axis is split by rows; of the input axis each layer gets it whole.
     """
     if swap:
-        swapped = derived(factors.b, factors.b.shape, _swapped)
-        factors = replace(factors, b=swapped, magnitude=_swapped_m(factors), matrices={})
+        factors = factors.swapped()
     if len(rows) == 1:
         return [factors], ""
     owners = _owners(factors.b.make(), rows)
@@ -70,12 +69,3 @@ def _owners(b: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
         if owners[column] == -1:
             owners[column] = owners[column - 1] if column else next((owner for owner in owners if owner >= 0), 0)
     return owners if owners == sorted(owners) else None
-
-
-def _swapped(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat(tensor.chunk(2)[::-1])
-
-
-def _swapped_m(factors: Factors):
-    m = factors.magnitude
-    return m if m is None or factors.axis == "input" else derived(m, m.shape, _swapped)

@@ -153,7 +153,10 @@ def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf 
     for links in modules.values() if not portable.kind.form else ():
         _note_joined(portable, components, links, notes)
     prefixes = family.kohya_prefixes(model.config)
-    return export.kohya_tensors(portable, modules=modules, prefixes=prefixes, rows=lambda name: shapes[name][0], norms=norms)
+    return export.kohya_tensors(
+        portable, modules=modules, prefixes=prefixes, rows=lambda name: shapes[name][0],
+        not_behind_lycoris=family.adapters.not_behind_lycoris, norms=norms,
+    )  # fmt: skip
 
 
 def _note_joined(portable: Portable, components: list[str], links, notes: list[str]) -> None:

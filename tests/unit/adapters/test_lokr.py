@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from trainer.adapters.portable import Portable, made_of, recipe
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import write_tensors
 from trainer.models import FAMILIES
-from workbench.adapter_files.opening import OpenedAdapter, open_adapter, published
+from workbench.adapter_files.opening import NamedModel, OpenedAdapter, open_adapter, published
 
 Q, CONV = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q", "unet.conv_in"
 FLUX_Q = "transformer.transformer_blocks.0.attn.to_q"
@@ -130,6 +132,74 @@ def test_where_the_original_layout_fuses_layers_each_keeps_its_own_name() -> Non
     )  # fmt: skip
     assert {key.partition(".")[0] for key in tensors} == {f"lycoris_transformer_blocks_0_attn_to_{each}" for each in "qk"}
     assert float(tensors["lycoris_transformer_blocks_0_attn_to_q.alpha"]) == 8.0  # of rank 4
+
+
+# The layers that ComfyUI knows behind `lycoris_` (comfy/lora.py with `flux_to_diffusers` and `z_image_to_diffusers` of
+# comfy/utils.py, 17358c8 and 09708ea). It has one table for Flux and FLUX.2; none for FLUX.3, whose layers stand alone.
+BEHIND_LYCORIS = {
+    "flux": r"(x|context)_embedder|time_text_embed\.(timestep|text|guidance)_embedder\.linear_[12]|norm_out\.linear|proj_out|"
+    r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|add_[qkv]_proj|to_out\.0|to_add_out)|norm1(_context)?\.linear|"
+    r"ff(_context)?\.(net\.0\.proj|net\.2|linear_in|linear_out))|"
+    r"single_transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_qkv_mlp_proj|to_out)|proj_mlp|proj_out|norm\.linear)",
+    "zimage": r"all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|all_x_embedder\.2-1|cap_embedder\.1|t_embedder\.mlp\.[02]|"
+    r"(layers|context_refiner|noise_refiner)\.\d+\.(attention\.to_([qkv]|out\.0)|feed_forward\.w[123]|adaLN_modulation\.0)",
+}
+
+
+@pytest.mark.parametrize(("family", "table"), [("flux", "flux"), ("flux2", "flux"), ("flux3", ""), ("zimage", "zimage")])
+@pytest.mark.parametrize("keys", [{}, {"factor": 3}])
+def test_comfyui_knows_every_layer_and_changes_it_as_trained(tmp_path: Path, family: str, table: str, keys: dict) -> None:
+    """Behind `lycoris_` or under its original name; the last layer's rows are in another order there. And read here again."""
+    small = {
+        "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 1, "num_single_layers": 1, "dim": 48,
+        "joint_attention_dim": 64, "n_heads": 2, "n_layers": 1,
+    }  # fmt: skip
+    large = published(family)[0].config
+    of = NamedModel(
+        FAMILIES[family], "small", lambda name: {key: small.get(key, value) for key, value in large(name).items()}
+    )
+    wanted = FAMILIES[family].adapters.presets["linear"]
+    shapes = {
+        name: shape for name, shape in of.full_layers(("transformer",)).items()
+        if len(shape) == 2 and any(fnmatchcase(name.partition(".")[2], each) for each in wanted)
+    }  # fmt: skip
+    # Of layers of one kind the first: the others have its shape.
+    firsts = {re.sub(r"\d+", "N", name): name for name in reversed(shapes)}
+    layers = {
+        name: made_of({end: recipe(value) for end, value in values(shapes[name], 1, **keys).items()}, 0.5)
+        for name in firsts.values()
+    }
+    modules = {"transformer": of.modules("transformer")}
+    recipes = export.kohya_tensors(
+        Portable(layers), modules=modules, prefixes=FAMILIES[family].kohya_prefixes(of.config),
+        rows=lambda name: shapes[name][0], not_behind_lycoris=FAMILIES[family].adapters.not_behind_lycoris,
+    )  # fmt: skip
+    tensors = {key: each.make() if hasattr(each, "make") else each for key, each in recipes.items()}
+    links = {part: link for link in modules["transformer"] for part in link.parts}
+    stems = {key.partition(".")[0] for key in tensors}
+    for name, factors in layers.items():
+        own, link = name.partition(".")[2], links[name.partition(".")[2]]
+        stem = f"lora_unet_{link.original.replace('.', '_')}"
+        if behind := bool(table) and stem not in stems:
+            assert re.fullmatch(BEHIND_LYCORIS[table], own), own
+            stem = f"lycoris_{own.replace('.', '_')}"
+        stems.remove(stem)
+        if f"{stem}.lora_up.weight" in tensors:  # w1 has an odd number of rows, whose halves cannot be swapped
+            assert link.swap and keys
+            up, down = (tensors[f"{stem}.lora_{each}.weight"].double() for each in ("up", "down"))
+            theirs = float(tensors[f"{stem}.alpha"]) / len(down) * up @ down
+        else:
+            theirs = read_by_comfyui(tensors, stem, factors.weight_shape)
+        if link.swap and not behind:
+            theirs = torch.cat(theirs.chunk(2)[::-1])
+        ours = dense(factors)
+        assert (theirs - ours).norm() <= 2**-20 * ours.norm(), name
+    assert not stems
+    write_tensors(tmp_path / "a.safetensors", tensors)
+    read = open_adapter(tmp_path / "a.safetensors", [of]).portable
+    assert read.layers.keys() == layers.keys()
+    for name, factors in layers.items():
+        assert (dense(read.layers[name]) - dense(factors)).norm() <= 2**-20 * dense(factors).norm(), name
 
 
 def test_in_diffusers_keys_the_scale_is_in_the_first_matrix() -> None:

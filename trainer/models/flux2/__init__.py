@@ -160,6 +160,7 @@ _MLP = ("*.ff.linear_in", "*.ff.linear_out", "*.ff_context.linear_in", "*.ff_con
 _OUTSIDE = ("x_embedder", "context_embedder", "time_guidance_embed.*", "norm_out.linear", "proj_out")  # of the blocks
 _MODULATION = ("*_modulation*.linear",)
 _LINEAR = (*_ATTENTION, *_MLP, *_MODULATION, *_OUTSIDE)
+_GATES = ("transformer.time_guidance_embed.*", "transformer.*_modulation*.linear")
 
 FAMILY = base.Family(
     name="flux2",
@@ -190,7 +191,7 @@ FAMILY = base.Family(
     memory=base.MemoryPart(
         blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=attention.processor,
         unread=("*.ff.linear_out", "*.ff_context.linear_out", "single_transformer_blocks.*.attn.to_out"),
-        gates=("transformer.time_guidance_embed.*", "transformer.*_modulation*.linear"),
+        gates=_GATES,
         shared_inputs={
             "transformer": (
                 ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
@@ -202,6 +203,6 @@ FAMILY = base.Family(
     adapters=base.AdapterPart(
         presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
         kohya={"text_encoder": qwen.prefix}, peft={"text_encoder": "model."}, key_styles=qwen.KEY_STYLES,
-        metadata=metadata, in_diffusers=("lora", "dora", "lokr"),
+        metadata=metadata, in_diffusers=("lora", "dora", "lokr"), not_behind_lycoris=_GATES,
     ),
 )  # fmt: skip
