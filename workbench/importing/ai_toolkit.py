@@ -190,7 +190,7 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
     if len(folders) == 1:
         source["references"] = (str(folders[0]), table.told(control))
     elif folders:
-        draft.note(ABSENT, f"{table.told(control)}: one folder of references goes with a source")
+        draft.note(ABSENT, f"{table.told(control)}: {common.ONE_FOLDER}")
     table.pass_by("cache_latents", "cache_latents_to_disk")
     common.carry_rest(draft, table)
 

@@ -36,7 +36,7 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     _rates(draft, options)
     _precision(draft, options, family)
     _times(draft, options, family)
-    _data(draft, options, config, data)
+    _data(draft, options, family, config, data)
     _samples(draft, options)
     common.note_differences(draft, family)
     options.pass_by("quantize_via", "push_to_hub", "hub_model_id", "vae_batch_size")
@@ -163,13 +163,15 @@ def _times(draft: Draft, options: Options, family: Family) -> None:
     draft.set("objective.guidance", *guidance)
 
 
-def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
+def _data(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:
     draft.set("data.resolution", _side(options, options), options.told("resolution"))
-    options.pass_by("resolution_type", "aspect_bucket_alignment")
+    options.pass_by("resolution_type", "aspect_bucket_alignment", "conditioning_multidataset_sampling")
     named = options.word("data_backend_config")
     path = find_beside(named, config, data) if named else next(iter(data), None)
     listed = Options({"backends": read_tree(path) if path else []}, path or config)
-    backends, edits = listed.tables("backends", "backend ", options.defaults), draft.value("model.variant")
+    backends = listed.tables("backends", "backend ", options.defaults)
+    editing = family.variants.editing
+    edits = "data.sources.*.references" in family.reads and (not editing or draft.value("model.variant") == editing)
     references = [each for each in backends if edits and str(each.get("conditioning_type")).startswith("reference")]
     for backend in backends:
         if backend.word("dataset_type", "image") == "image" and not backend.flag("disabled") and backend not in references:
@@ -213,8 +215,11 @@ def _source(draft: Draft, table: Options, options: Options, references: Mapping[
     if strategy == "instanceprompt":
         trigger, line = table.line("instance_prompt", "word")
         source["trigger"] = (trigger or "", f"{line}: the caption of every photo")
-    if references and (place := references.get(table.word("conditioning_data"))):
-        source["references"] = place
+    shown = [references[name] for name in table.entries("conditioning_data") if name in references]
+    if len(shown) == 1:
+        source["references"] = shown[0]
+    elif shown:
+        draft.note(ABSENT, f"{path}: {table.told('conditioning_data')}: {common.ONE_FOLDER}")
     if table.flag("is_regularisation_data"):
         source["regularisation"] = (True, table.told("is_regularisation_data"))
     if table.number("probability", 1) != 1:

@@ -434,6 +434,25 @@ def test_simpletuners_kontext_has_its_variant_and_its_pictures(tmp_path: Path, n
     assert found["data.sources.0.references"] == "before" and "data.sources.1.path" not in found
 
 
+def test_simpletuners_flux2_edits_and_further_folders_of_references_are_named(tmp_path: Path) -> None:
+    """Its documentation's own form of a backend: a list (SimpleTuner#1711)."""
+    file = foreign_configs.write(tmp_path, "SimpleTuner", "klein.safetensors")
+    tree = json.loads(file.read_text()) | {"--model_family": "flux2", "--conditioning_multidataset_sampling": "combined"}
+    file.write_text(json.dumps(tree))
+    backends, beside = tmp_path / "backends.json", {"dataset_type": "conditioning", "conditioning_type": "reference_strict"}
+    for shown in (["one"], ["one", "two"]):
+        backends.write_text(json.dumps([
+            {"id": "after", "type": "local", "instance_data_dir": "after", "conditioning_data": shown},
+            *({"id": name, "type": "local", "instance_data_dir": f"photos/{name}", **beside} for name in shown),
+        ]))  # fmt: skip
+        draft = drafted(file, data=[backends])
+        found = configs.flatten(configs.tree(checked(draft, file)))
+        assert found["data.sources.0.path"] == "after" and "data.sources.1.path" not in found
+        assert found.get("data.sources.0.references") == ("photos/one" if len(shown) == 1 else None)
+        assert any("NAME.ref2.png" in note for note in draft.notes[ABSENT]) == (len(shown) == 2)
+        assert not [line for line in draft.notes[UNKNOWN] if "condition" in line]
+
+
 def test_null_is_no_entry_of_a_list(tmp_path: Path) -> None:
     file = foreign_configs.write(tmp_path, "ai-toolkit")
     text = file.read_text().replace('prompts: ["[trigger] on a beach", ', "prompts: [null, ")
