@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from scripts import adapter as script
 from scripts import make_model, replay, sample
@@ -103,6 +104,8 @@ def test_its_file_is_merged_converted_shown_and_compared(bench: Workbench, capsy
     assert run(bench, config) == 0
     card = (bench.tmp / "out/adapters/README.md").read_text()
     assert "A LoKr, trained on" in card and "load_lora_weights" not in card
+    header = ModelCard(card).data
+    assert header.library_name is None and header.tags == ["text-to-image", "lora", "lokr", "sdxl", "template:sd-lora"]
     file, lora = bench.tmp / "out/adapters/bear_comfyui.safetensors", bench.tmp / "lora.safetensors"
     with built(configs.parse(config), resume_from="latest") as made:
         changes = {name: layer.get_delta_weight("default").double() for name, layer in made.state.adapter.layers.items()}
