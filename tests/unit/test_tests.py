@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import tomllib
 from itertools import combinations, product
@@ -28,6 +29,7 @@ WORKSHOPS = {
     "adapters", "checkpoint", "config", "data", "ema", "kernels", "models", "objectives", "optim", "quantization",
 }  # fmt: skip
 
+OWN = {"trainer", "workbench", "scripts", "benchmarks", "examples", "tests"}
 CLOCKS = {f"{clock}{unit}" for clock in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")}
 
 
@@ -150,6 +152,28 @@ def durations(source: str) -> list[int]:
 def test_an_assertion_about_a_duration_is_found(source: str, found: bool) -> None:
     inner = "\n".join(f"    {line}" for line in source.splitlines())
     assert bool(durations(f"def test():\n{inner}\n")) == found
+
+
+def missing(source: str) -> list[str]:
+    """The names that a file imports from this project's packages, and that they do not have. What it imports under a
+    condition may be for an earlier tree."""
+    tree, found = ast.parse(source), []
+    conditional = {inner for node in ast.walk(tree) if isinstance(node, ast.If | ast.Try) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OWN and node not in conditional:
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                file = hasattr(module, "__path__") and importlib.util.find_spec(f"{node.module}.{name}")
+                found += [] if file or hasattr(module, name) else [f"{node.module}.{name}"]
+    return found
+
+
+def test_what_no_quick_test_runs_finds_what_it_imports() -> None:
+    """Scripts, benchmarks, examples and proofs, when code has moved."""
+    folders = [ROOT / folder for folder in ("scripts", "benchmarks", "examples", "tests/proofs")]
+    wrong = {path.name: names for folder in folders for path in folder.rglob("*.py") if (names := missing(path.read_text()))}
+    assert not wrong
+    assert missing("from trainer.base.errors import UserError, Nothing") == ["trainer.base.errors.Nothing"]
 
 
 def test_no_test_asserts_a_duration() -> None:
