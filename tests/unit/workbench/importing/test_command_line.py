@@ -204,6 +204,12 @@ EASY = {"base_model": "D:/x", "img_folder": "D:/i", "save_json_folder": "D:/j", 
 REFUSED = {
     "diffusion-pipe": ("a.toml", "dataset = 'd'\nmicro_batch_size_per_gpu = 1\npipeline_stages = 1\n[model]\na = 1\n"),
     "LoRA_Easy_Training_Scripts": ("a.json", json.dumps(EASY)),
+    # kohya-ss/musubi-tuner#908: its options of Z-Image, of which sd-scripts has most.
+    "musubi-tuner": (
+        "run.sh",
+        "accelerate launch src/musubi_tuner/zimage_train_network.py --dit z.safetensors --text_encoder q.safetensors "
+        "--network_module networks.lora_zimage --network_dim 32 --dataset_config dataset.toml",
+    ),
     "SimpleTuner (its environment file)": ("env.sh", "export MODEL_TYPE='lora'\r\nexport TRACKER_RUN_NAME=a\r\n"),
 }
 
