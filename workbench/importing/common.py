@@ -175,8 +175,11 @@ def carry_dropout(draft: Draft, options: Options, name: str, key: str) -> None:
 
 
 def add_conv_rule(draft: Draft, family: Family, rank: Line, alpha: Line) -> None:
-    """Write a rule for the denoiser's convolutions."""
-    why = rank[1]
+    """Write a rule for the denoiser's convolutions, where it has any."""
+    why, presets = rank[1], family.adapters.presets
+    if presets["all"] == presets["linear"]:
+        draft.note(SAME, f"{why}: the denoiser of {family.name} has no convolutions")
+        return
     draft.rules.append({"component": (family.denoiser, why), "match": (CONV, why), "rank": rank, "alpha": alpha})
 
 

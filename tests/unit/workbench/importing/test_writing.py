@@ -417,6 +417,19 @@ def test_a_config_for_kontext_has_its_variant_and_its_pictures(tmp_path: Path) -
     assert found["validation.samples.0.references.0"] == "a.png" and found["validation.samples.0.prompt"] == "sks on a beach"
 
 
+@pytest.mark.parametrize(("arch", "rules"), [("flux", 0), ("zimage", 0), ("sdxl", 1)])
+def test_what_ai_toolkits_window_writes_of_convolutions_and_of_files(tmp_path: Path, arch: str, rules: int) -> None:
+    """A rank for convolutions whatever the model has, which a run would refuse, and files in 16 bits."""
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    text = (
+        file.read_text().replace("arch: flux,", f"arch: {arch},").replace("save_every: 100", "save_every: 100, dtype: bf16")
+    )
+    file.write_text(text.replace("linear: 8", "conv: 16, conv_alpha: 16, linear: 8"))
+    found, draft = imported(file)
+    assert found["export.dtype"] == "bf16" and len(draft.rules) == rules
+    assert any("has no convolutions" in note for note in draft.notes[SAME]) == (not rules)
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_simpletuners_kontext_has_its_variant_and_its_pictures(tmp_path: Path, named: bool) -> None:
     """By its flavour, beside a path, too; the backend of references is no photos to train."""
