@@ -140,6 +140,17 @@ def _training(draft: Draft, options: Options, family: Family) -> None:
         _times(draft, options)
     else:
         options.pass_by("train.timestep_type")
+    held = [f"train.diff_output_preservation{end}" for end in ("", "_multiplier", "_class")]
+    if options.flag(held[0]):
+        draft.set(
+            "objective.preserve",
+            options.number(held[1], 1.0, least=0),
+            f"{options.told(held[0])}, {options.told(held[1], 1)}",
+        )
+        draft.set("objective.preserve_as", *options.line(held[2], "word", ""))
+    if not options.flag("train.blank_prompt_preservation"):
+        held.append("train.blank_prompt_preservation_multiplier")
+    options.pass_by(*held)
     preferred, line = options.line("train.content_or_style", "word")
     if preferred != "balanced":
         draft.note(ABSENT, f"{line}: times with a preference are objective.timesteps = power here")
@@ -191,7 +202,9 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
         source["references"] = (str(folders[0]), table.told(control))
     elif folders:
         draft.note(ABSENT, f"{table.told(control)}: {common.ONE_FOLDER}")
-    table.pass_by("cache_latents", "cache_latents_to_disk")
+    table.pass_by(
+        "cache_latents", "cache_latents_to_disk", *(["network_weight"] if table.number("network_weight", 1) == 1 else [])
+    )
     common.carry_rest(draft, table)
 
 

@@ -430,6 +430,18 @@ def test_what_ai_toolkits_window_writes_of_convolutions_and_of_files(tmp_path: P
     assert any("has no convolutions" in note for note in draft.notes[SAME]) == (not rules)
 
 
+def test_ai_toolkits_preservation_is_ours(tmp_path: Path) -> None:
+    """Its multiplier and class stand in every config of its window, and say nothing where it is off."""
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    text = file.read_text().replace("steps: 400", "steps: 400\n        diff_output_preservation_multiplier: 0.5\n"
+                                    "        diff_output_preservation_class: dog")  # fmt: skip
+    file.write_text(text)
+    assert "objective.preserve" not in drafted(file).keys
+    file.write_text(text.replace("steps: 400", "steps: 400\n        diff_output_preservation: true"))
+    found, _ = imported(file)
+    assert (found["objective.preserve"], found["objective.preserve_as"]) == (0.5, "dog")
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_simpletuners_kontext_has_its_variant_and_its_pictures(tmp_path: Path, named: bool) -> None:
     """By its flavour, beside a path, too; the backend of references is no photos to train."""
