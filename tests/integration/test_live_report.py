@@ -153,15 +153,15 @@ def test_what_ends_a_run_is_on_its_page(bench: Workbench, monkeypatch, what: str
 @pytest.mark.slow
 def test_a_page_that_cannot_be_written_ends_no_training(bench: Workbench, monkeypatch, capsys) -> None:
     monkeypatch.setattr(live, "SHARE", 1e9)
-    real, calls = live.write_atomic, []
+    real, calls = live.write_page, []
 
-    def write(path, pieces):
+    def write(path, html):
         calls.append(path)
         if len(calls) < 4:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return real(path, pieces)
+        return real(path, html)
 
-    monkeypatch.setattr(live, "write_atomic", write)
+    monkeypatch.setattr(live, "write_page", write)
     assert start(bench) == 0
     assert capsys.readouterr().out.count("warning: the report could not be written") == 1 and len(calls) > 4
     assert "Finished: step 4 of 4" in said(bench)

@@ -23,7 +23,9 @@ from trainer.base.run_layout import Layout
 from trainer.plan import fixed_draws
 from workbench.commands import main as cli
 from workbench.compare.page import compare
-from workbench.pages import LiveReport, ReportedRun, live
+from workbench.pages import live
+from workbench.pages.live import LiveReport
+from workbench.pages.page import ReportedRun
 from workbench.watch.server import Runs, Server
 
 pytestmark = [pytest.mark.slow, needs_chromium]

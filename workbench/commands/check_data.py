@@ -15,7 +15,8 @@ from trainer.plan.data_sources import read_sources
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import plan_data
 from trainer.run.session import Session
-from workbench.pages import data_report, write_data_report
+from workbench.pages import data_report
+from workbench.pages.page import render_data, write_page
 from workbench.sources import LAYOUTS
 from workbench.summary.data import data_lines
 
@@ -53,7 +54,7 @@ def report_data(config: Config, out: Path | None = None, *, strict: bool = True)
     folder = out or Path(config.run.output_dir)
     make_folder(folder, "--out" if out else "run.output_dir")
     page = data_page(config, out)
-    write_data_report(page, name=config.run.name, data=data_report.sections(data, lines, report, phases))
+    write_page(page, render_data(name=config.run.name, data=data_report.sections(data, lines, report, phases)))
     write(f"data report: {page}", whole=True)
     refuse_damaged(scanned)
     return len(data_report.strict_problems(data, report))

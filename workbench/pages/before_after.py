@@ -1,10 +1,10 @@
 """before_after.png: a row for every sample: before training, at its end, and the truth where it is known."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.base.files import write_atomic
+from trainer.base.pictures import png
 from trainer.base.run_layout import AVERAGE, Layout
 
 SMALLEST, LARGEST = 160, 384  # px: the side of a picture in it
@@ -26,9 +26,7 @@ def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path 
         averaged = " (average of the weights)" if sample[1].stem.endswith(AVERAGE) else ""
         rows.append((pictures[1].info["prompt"] + averaged, [picture and scaled(picture) for picture in pictures]))
     titles = ["before training", f"after step {step:,}", *(["the truth"] if any(truth for *_, truth in samples) else [])]
-    buffer = io.BytesIO()
-    table(titles, rows).save(buffer, format="PNG")
-    write_atomic(layout.before_after, [buffer.getvalue()])
+    write_atomic(layout.before_after, [png(table(titles, rows))])
     return layout.before_after
 
 

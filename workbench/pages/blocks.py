@@ -1,7 +1,5 @@
 """How far each block of the adapter has moved its layers, as a heat map."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

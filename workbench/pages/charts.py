@@ -24,9 +24,7 @@ def draw_all(history: History, events: Events = NOTHING) -> list[str]:
     whole, levels = history.series("step"), [step - 1 for step in history.levels]
 
     def single(field: str, title: str, unit: str, about: str = "", *, smooth: bool = False, scale: float = 1.0) -> str:
-        series: Series = history.series(field)
-        if scale != 1.0:
-            series = [(step, None if value is None else value * scale) for step, value in series]
+        series = [(step, value and value * scale) for step, value in history.series(field)]
         cuts = levels if field == "grad_norm" else ()
         lines = smoothed(series, cuts) if smooth else [Curve(title.lower(), series, "line0")]
         return curves.draw(title, unit, lines, events=marks, range_of=whole, about=about)
@@ -50,8 +48,8 @@ def draw_all(history: History, events: Events = NOTHING) -> list[str]:
 def remaining(costs: Mapping[str, Sequence[float]]) -> str:
     """The chart of what formats change of a prediction once their first 0, 1, 2, ... layers are excluded. costs: in percent,
     by format."""
-    drawn = curves.lines_of({name: list(enumerate(values)) for name, values in costs.items()})
-    lines = [replace(line, over="excluded layers") for line in drawn]
+    series = {name: list(enumerate(values)) for name, values in costs.items()}
+    lines = [replace(line, over="excluded layers") for line in curves.lines_of(series)]
     about = "Of all layers at the left; further right without the costliest ones, as many as stand below."
     return curves.draw("Change of the prediction", "%", lines, about=about, wide=True)
 
@@ -79,9 +77,8 @@ def _loss(history: History, events: Events) -> str:
         Curve(name, curves.broken(history.series(field), cuts), f"line{place}")
         for place, (field, name) in enumerate(HELD_OUT.items(), 1)
     ]
-    held_out = bool(history.series("held_out_loss"))
     about = "The loss of a step jitters: other photos, noise and times each time."
-    if held_out:
+    if history.series("held_out_loss"):
         about += " That of held-out photos does not. Where it rises while that of trained photos falls, photos are memorised."
     if history.levels:
         about += " Where its line is broken, what it measures was changed: the parts are no one curve."
@@ -92,7 +89,8 @@ def _loss(history: History, events: Events) -> str:
 def _quarters(history: History, marks: Events) -> str:
     field, whose = ("held_out", "held-out") if history.series("held_out_loss") else ("trained", "trained")
     cuts = breaks(history)
-    parts = {name: curves.broken(history.part(f"{field}_quarters", place), cuts) for place, name in enumerate(QUARTERS)}
+    quarters = {name: history.series(f"{field}_quarters/{place}") for place, name in enumerate(QUARTERS, 1)}
+    parts = {name: curves.broken(series, cuts) for name, series in quarters.items()}
     about = f"Of the {whose} photos. Details are decided at little noise, subjects and colours at much."
     return curves.draw("Loss by timestep quarter", "", curves.lines_of(parts), events=marks, about=about)
 

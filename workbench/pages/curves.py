@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from statistics import median
 
 from workbench.pages.history import NOTHING, Events, Series
@@ -37,8 +38,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axes:
-    """The way from values to places in the viewBox. Ticks enclose the values; ticks of a logarithmic axis lie between
-    them."""
+    """The way from values to places in the viewBox. Ticks enclose the values; on a logarithmic axis they lie between."""
 
     first: float
     last: float
@@ -76,9 +76,7 @@ class Axes:
     def band(self, curve: Curve) -> str:
         """The area between the lowest and the highest; "" of a curve that has none, or has one point."""
         low, high = ([(s, v) for s, v in series if v is not None] for series in curve.band or ([], []))
-        if len(low) < 2:
-            return ""
-        return f"M{self._through([*low, *reversed(high)])}"
+        return f"M{self._through([*low, *reversed(high)])}" if len(low) > 1 else ""
 
     def _through(self, points: Sequence[Point]) -> str:
         return "L".join(f"{self.x_of(step):.1f} {self.y_of(value):.1f}" for step, value in points)
@@ -151,6 +149,12 @@ def spread(many: Sequence[Series]) -> tuple[list[Point], list[Point], list[Point
     return middle, low, high
 
 
+def averaged(series: Series) -> Series:
+    """The moving average of a series, or the series itself where it is too short."""
+    window = smoothing_window(len(series))
+    return smooth(series, window) if window else series
+
+
 def last_of_slices(series: Series) -> Series:
     """Enough for a curve that is smooth already."""
     return [part[-1] for part in _slices(series)] if len(series) > POINTS else series
@@ -164,11 +168,8 @@ def thin(series: Series) -> Series:
     points: list[tuple[float, float | None]] = []
     for part in _slices(series):
         known = [point for point in part if point[1] is not None]
-        if known:
-            extremes = (min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1]))
-            points += sorted(set(extremes))
-        else:
-            points.append((part[0][0], None))
+        extremes = {at_end(known, key=itemgetter(1)) for at_end in (min, max)} if known else {(part[0][0], None)}
+        points += sorted(extremes)
     return points
 
 

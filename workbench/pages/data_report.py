@@ -5,11 +5,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from PIL import Image
 
-from trainer.base.account import Entry, Heading
+from trainer.base.account import Entry, Heading, counted
 from trainer.base.console import printable
 from trainer.base.progress import QUIET, Phases
 from trainer.data import buckets
@@ -23,10 +24,9 @@ from trainer.data.scan import strict_problem
 from trainer.data.sources import Photo
 from trainer.data.threads import in_threads
 from trainer.plan.run_plan import DataPlan
+from workbench.pages.tables import Sections
 from workbench.sources import LAYOUTS
 from workbench.summary.data import data_account
-
-Sections = dict[str, dict[str, Any]]  # as report/page.py takes them
 
 ROWS = 1000  # in a table of photos; files that were left out are all named
 PICTURES = 240
@@ -36,9 +36,10 @@ VARIANTS = 8  # of a caption beside its picture
 
 def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tuple[str, str]]:
     """(photo, reason) of every caption that data.strict_captions = true refuses."""
-    photos = ((photo, photo.caption if photo.has_caption else None) for photo in data.scanned.photos)
     problems = [
-        (printable(photo.sample), why) for photo, caption in photos if (why := strict_problem(photo.source, caption, LAYOUTS))
+        (printable(photo.sample), why)
+        for photo in data.scanned.photos
+        if (why := strict_problem(photo.source, photo.caption if photo.has_caption else None, LAYOUTS))
     ]
     return problems + [
         (printable(sample), f"too long for {encoder}, which reads {report.tokens[encoder].limit} tokens")
@@ -50,9 +51,9 @@ def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tupl
 def text(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport, *, strict: bool) -> str:
     """`lines`, the report on the captions, and with `strict` each caption that strict mode would refuse."""
     problems = strict_problems(data, report) if strict else []
-    named = [f"  {sample}: {why}" for sample, why in problems[:ROWS]] + [f"  {line}" for line in _more(problems)]
-    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
-    refused = [f"data.strict_captions = true would refuse these captions: {count}", *named] if problems else []
+    named = [*(f"{sample}: {why}" for sample, why in problems[:ROWS]), *_more(problems)]
+    head = f"data.strict_captions = true would refuse these captions: {counted(len(problems), 'problem')}"
+    refused = [head, *(f"  {line}" for line in named)] if problems else []
     return "\n".join([*lines, str(report), *refused])
 
 
@@ -75,10 +76,12 @@ def sections(data: DataPlan, lines: Sequence[str], report: captions.CaptionRepor
         "Tokens of captions": _tokens(report),
         "What strict mode would refuse": _table(("photo", "why"), strict_problems(data, report)),
         "Near duplicates": _table(
-            ("group", "photo", "pixels", "bytes", "used"), _alike_rows(data.alike, set(held_out)), notes=_alike_notes(data)
+            ("group", "photo", "pixels", "bytes", "used"),
+            _alike_rows(data.alike, set(held_out)),
+            notes=["Duplicates count several times in the training. Keep one photo of each group, unless you want that."],
         ),
         "Smaller than the bucket of their shape": _table(("photo", "pixels", "trained at", "enlarged"), _small_rows(data)),
-        "Held out": _table(("never trained on", "pixels"), ((printable(name), _pixels(photos[name])) for name in held_out)),
+        "Held out": _table(("never trained on", "pixels"), ((printable(name), _by(photos[name].size)) for name in held_out)),
         "Used, and perhaps not intended": _table(("what", "why"), _by_name(warnings)),
         "Notes": _table(("photo", "note"), _by_name(notes)),
         "Left out": {
@@ -141,13 +144,7 @@ def _alike_rows(groups: Sequence[Sequence[Photo]], held_out: set[str]) -> Iterat
         for photo in group:
             again = "the same" if copies[photo.sha256] > 1 else "other"
             used = "held out" if photo.sample in held_out else "trained on"
-            yield number, printable(photo.sample), _pixels(photo), again, used
-
-
-def _alike_notes(data: DataPlan) -> list[str]:
-    if not data.alike:
-        return []
-    return ["Duplicates count several times in the training. Keep one photo of each group, unless you want that."]
+            yield number, printable(photo.sample), _by(photo.size), again, used
 
 
 def _small_rows(data: DataPlan) -> Iterator[tuple[str, str, str, str]]:
@@ -155,7 +152,8 @@ def _small_rows(data: DataPlan) -> Iterator[tuple[str, str, str, str]]:
         if example.small:
             (width, height), photo = example.bucket, example.photo
             scale = max(width / photo.width, height / photo.height)
-            yield printable(example.sample), _pixels(photo), _by(example.bucket), f"{scale:.2f} x" if scale > 1 else "no"
+            enlarged = f"{scale:.2f} x" if scale > 1 else "no"
+            yield printable(example.sample), _by(photo.size), _by(example.bucket), enlarged
 
 
 def _pictures(data: DataPlan, report: captions.CaptionReport, phases: Phases) -> Sections:
@@ -194,8 +192,7 @@ def _share(sizes: Sequence[int]) -> int:
 
 
 def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict[str, Any]:
-    """A picture for report/page.py: a small JPEG (None if the photo can no longer be read), references before the photo,
-    and the lines below it."""
+    """A picture of a section: a small JPEG (None if the photo can no longer be read), references before the photo."""
     photo, jpeg = example.photo, None
     try:
         images = [_small(*each) for each in (*views.beside(example, View()), (example, views.plain(example)))]
@@ -212,7 +209,7 @@ def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict
     if len(variants) > VARIANTS:
         lines.append(f"and {len(variants) - VARIANTS} more variants")
     moved = ", the bucket of others (data.short_batches)" if example.merged else ""
-    about = f"{_pixels(photo)}, scaled and cropped to {buckets.named(example.layout)}{moved}"
+    about = f"{_by(photo.size)}, scaled and cropped to {buckets.named(example.layout)}{moved}"
     origin = f"caption from {photo.caption_from}" if photo.caption_from else "no caption was found"
     details = [about, origin, *photo.notes]
     return {"jpeg": jpeg, "title": printable(example.sample), "lines": lines, "details": details}
@@ -225,16 +222,11 @@ def _small(example: Example, view: View) -> Image.Image:
 
 
 def _in_a_row(images: Sequence[Image.Image]) -> Image.Image:
-    row = Image.new("RGB", (sum(each.width for each in images), max(each.height for each in images)), "white")
-    left = 0
-    for each in images:
+    lefts = [*accumulate((each.width for each in images), initial=0)]
+    row = Image.new("RGB", (lefts[-1], max(each.height for each in images)), "white")
+    for left, each in zip(lefts, images, strict=False):
         row.paste(each, (left, 0))
-        left += each.width
     return row
-
-
-def _pixels(photo: Photo) -> str:
-    return _by((photo.width, photo.height))
 
 
 def _by(size: tuple[int, int]) -> str:

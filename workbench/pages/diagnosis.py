@@ -140,7 +140,6 @@ def _not_finite(rows: Sequence[Line], blocks: Mapping[str, float] | None, course
 
 
 def _useless(fields: Sequence[str]) -> str:
-    """Which losses tell nothing, and why; "" where all do. fields: of FIXED."""
     if not fields:
         return ""
     whose = " and ".join(FIXED[field] for field in fields)
@@ -151,7 +150,6 @@ def _useless(fields: Sequence[str]) -> str:
 
 
 def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
-    """In words, which layers moved too far. change: of the one that moved most."""
     if not blocks:
         return f"a layer changed by {change:.0%} of its own weights"
     beyond = {name: moved for name, moved in blocks.items() if moved > TOO_FAR}
@@ -161,8 +159,7 @@ def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
 
 
 def _changes(rows: Sequence[Line], known: Sequence[tuple[int, float]], field: str) -> list[list[float]]:
-    """Of each measurement before the last one, what the loss of each photo changed by since then. None where the log does not
-    have that of two photos or more. known: the measurements. field: of FIXED."""
+    """What each photo's loss changed by since each measurement but the last; [] where the log lacks that of two photos."""
     every = dict(series(rows, BY_PHOTO[field]))
     looks: list[Any] = [every.get(step) or {} for step, _ in known]
     if any(len(look) < 2 or look.keys() != looks[-1].keys() or not all(map(is_finite, look.values())) for look in looks):
@@ -171,7 +168,6 @@ def _changes(rows: Sequence[Line], known: Sequence[tuple[int, float]], field: st
 
 
 def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
-    """In words, why a held-out loss has no interval."""
     (_, start), (_, now) = known[0], known[-1]
     if len(known) == 1:
         return f"the held-out loss was measured once, {start:.4g}, so no change is known"
@@ -184,8 +180,8 @@ def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
 def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course, alarm: Alarm) -> str:
     """After an alarm, in words, what tells that the run has not come back; "" where it has.
 
-    By the held-out loss, where it was measured after the alarm. Else by the ranks of the last third of the losses over those
-    before the alarm; by the means where these are too few. One window alone may be low, or high, by chance.
+    By the held-out loss, where it was measured since. Else by the ranks of the last third of the losses, or their mean where
+    these are too few: one window alone may be low, or high, by chance.
     """
     if len(known) > 1 and known[-1][0] > alarm.step:
         (_, start), (last, now) = known[0], known[-1]
@@ -203,7 +199,6 @@ def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], cours
 
 
 def _leak(rows: Sequence[Line]) -> str:
-    """What makes a held-out loss look better than it is; "" where nothing is known to."""
     copies, photos = _newest(rows, COPIES), _newest(rows, COUNT)
     if not copies:
         return ""
@@ -218,8 +213,7 @@ def _leak(rows: Sequence[Line]) -> str:
 def _by_held_out(
     known: Known, changes: Changes, trained: Changes, changed: str, levers: str, steps: Iterable[int] | None
 ) -> Verdict:
-    """What a run is called that has not diverged, and changed something or may have. known: losses by step. changes, trained:
-    of each held-out or trained photo, since each measurement but the last.
+    """What a run is called that has not diverged. changes, trained: of the held-out and the trained photos (`_changes`).
 
     Whether the loss fell or rose since the start is one question, asked of one interval. But the lowest of several may be low
     by chance alone: of a rise since then the intervals since all of them hold at once.
@@ -261,7 +255,6 @@ def _by_held_out(
 
 
 def _share(part: float) -> str:
-    """In percent: whole ones, below ten with two digits."""
     return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.2g} %"
 
 
@@ -276,7 +269,7 @@ def _take(best: int, last: int, steps: Iterable[int] | None) -> str:
 
 
 def _by_steps(rows: Sequence[Line], changed: str, useless: bool) -> Verdict:
-    """As `_by_held_out`, where that was not measured. useless: it was, and tells nothing."""
+    """What a run is called whose held-out loss was not measured, or tells nothing (useless)."""
     losses = [loss for _, loss in series(rows, "loss") if loss is not None]
     if begun := [row for row in rows if CHANGED in row]:
         changed += f"; before step {begun[-1]['step']} the loss measured something else ({begun[-1][CHANGED]})"
@@ -286,12 +279,8 @@ def _by_steps(rows: Sequence[Line], changed: str, useless: bool) -> Verdict:
         text = f"{measured}, from {fmean(early):.4g} to {fmean(late):.4g}{changed}; {LOOK}"
         text += "; only held-out photos can tell whether it is more than memorising"
         return Verdict("learned", text, measured=measured, doubt=True)
-    if useless:
-        return Verdict("unclear", f"the loss of the steps jitters more than it fell{changed}; {LOOK}")
-    return Verdict(
-        "unclear",
-        f"the loss of the steps jitters more than it fell{changed}; look at the samples, or set validation.loss_every_steps",
-    )
+    remedy = LOOK if useless else "look at the samples, or set validation.loss_every_steps"
+    return Verdict("unclear", f"the loss of the steps jitters more than it fell{changed}; {remedy}")
 
 
 def _fall(early: Sequence[float], late: Sequence[float]) -> float:

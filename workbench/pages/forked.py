@@ -47,7 +47,7 @@ def forked(history: History, layout: Layout) -> Fork | None:
         value = values[-1] if field == "held_out_loss" else fmean(values)
         how = "equal to" if not any(values) else f"{'lower' if value < 0 else 'higher'} by {abs(value):.4g} than"
         rows.append(f"Its {name} is {how} that of the original {at}.")
-        smooth = _smooth if field == "loss" else list
+        smooth = curves.averaged if field == "loss" else list
         both = {"this run": smooth(history.series(field)), "the original": smooth(original.series(field))}
         about = "This run less the original, at the same photos, noise and times: below 0 this run is better."
         charts += [
@@ -62,8 +62,3 @@ def difference(series: Series, original: Series, after: int) -> Series:
     known = dict(original)
     both = ((step, value, known.get(step)) for step, value in series if step > after)
     return [(step, value - other) for step, value, other in both if value is not None and other is not None]
-
-
-def _smooth(series: Series) -> Series:
-    window = curves.smoothing_window(len(series))
-    return curves.smooth(series, window) if window else series

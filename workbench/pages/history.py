@@ -81,12 +81,8 @@ class History:
         return self.rows[-1]["step"] if self.rows else 0
 
     def series(self, field: str) -> Series:
-        """(step, value) for each row that has the field; None where the value is null or not finite."""
+        """(step, value) for each row that has the field, or its place "FIELD/1"; None where it is null or not finite."""
         return self._columns.get(field, ())
-
-    def part(self, field: str, place: int) -> Series:
-        """The series of one value of a field that holds several. place: from 0."""
-        return self._columns.get(f"{field}/{place + 1}", ())
 
     def values(self, field: str) -> list[float]:
         """The field's values where it has any, in order."""
@@ -101,8 +97,7 @@ class History:
         return next(((row["step"], row[name]) for row in reversed(self.rows) if name in row), None)
 
     def pace(self, after: int = 0) -> float | None:
-        """The seconds from one step to the next, of the last ones beyond `after` (progress.pace_of); None where too few
-        are known."""
+        """The seconds of a step, of the last ones beyond `after` (progress.pace_of); None where too few are known."""
         last = self.rows[-PACE_UNITS:]
         return pace_of([row["time"] for row in last if row["step"] > after and _finite(row.get("time")) is not None])
 
@@ -198,7 +193,6 @@ def _finite(value: object) -> float | None:
 
 
 def _parsed(line: bytes) -> Any:
-    """None of what is no JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -206,8 +200,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _moments(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a phases.jsonl that tell of a start or its end. A missing file has none, a damaged one those that are
-    sound."""
+    """The sound entries of a phases.jsonl that tell of a start or its end."""
     try:
         with open_regular(path) as file:
             lines = file.read().splitlines()

@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+from trainer.base.digests import Stamp, stamp_of
 from trainer.base.errors import Interrupted, NonFiniteError, cause, ending
-from trainer.base.files import hash_file, write_atomic
+from trainer.base.files import hash_file
 from trainer.base.progress import quiet_for
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import BLOCKS
 from workbench.pages.history import Events, History, marks_of, read_starts
-from workbench.pages.page import PageContents, ReportedRun, data_part, render, render_first
+from workbench.pages.page import PageContents, ReportedRun, data_part, render, render_first, write_page
 from workbench.pages.samples import read_samples
 from workbench.pages.status import State, judged
 from workbench.pages.tables import Sections
@@ -36,7 +39,7 @@ def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
     made = [folder for folder in (layout.root, *layout.root.parents) if not folder.exists()]
     try:
         layout.root.mkdir(parents=True, exist_ok=True)
-        write_atomic(layout.report, [render_first(name=name).encode()])
+        write_page(layout.report, render_first(name=name))
     except OSError:  # a folder that cannot be written is refused with its reason
         pass
     try:
@@ -66,13 +69,12 @@ class LiveReport:
         say: Callable[[str], None] = print,
         enabled: bool = True,
     ) -> None:
-        self.run, self.layout, self.total, self.begun = run, run.layout, run.total, run.begun
-        self.say, self.enabled = say, enabled
+        self.run, self.layout, self.say, self.enabled = run, run.layout, say, enabled
         self.state = State("training", run.total, run.begun)
         self.seconds = 0.0  # that writing took, in all
         self._make_data, self._data_html = data_of, None
         self._history, self._thumbnails = History(run.layout.metrics), Thumbnails()
-        self._hashes: dict[Path, tuple[tuple[int, int], str]] = {}
+        self._hashes: dict[Path, tuple[Stamp, str]] = {}
         self._outcome: Sections | None = None
         self._blocks: Mapping[str, float] | None = None
         self._news, self._failed, self._stepped = False, False, False
@@ -85,11 +87,10 @@ class LiveReport:
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         """However the run ends, the page says so."""
         if self.state.alive and not isinstance(error, KeyboardInterrupt):
-            if error is None or isinstance(error, Interrupted):
-                self.state = State("stopped", self.total, self.begun)
-            else:
-                why = "; ".join(ending(error)[1].splitlines())
-                self.state = State("ended", self.total, self.begun, cause(error), why, not isinstance(error, NonFiniteError))
+            self.state = replace(self.state, kind="stopped")
+            if error is not None and not isinstance(error, Interrupted):
+                words, finite = "; ".join(ending(error)[1].splitlines()), not isinstance(error, NonFiniteError)
+                self.state = replace(self.state, kind="ended", why=cause(error), said=words, finite=finite)
             self._write_if_possible()
 
     def after_step(self, *, news: bool) -> None:
@@ -101,7 +102,7 @@ class LiveReport:
         quiet = time.monotonic() - self._last
         self._silence = max(self._silence, quiet)
         # The first step belongs to the start: a page that still says that none was made would be wrong for long.
-        first = not self._stepped and self._history.read().step > self.begun
+        first = not self._stepped and self._history.read().step > self.run.begun
         if first or (quiet * SHARE >= self._cost and (self._news or quiet >= EVERY_SECONDS)):
             if self._data_html is None:
                 try:
@@ -112,23 +113,20 @@ class LiveReport:
 
     def stopped(self, check: Callable[[], None] = lambda: None) -> Path:
         """The page of a run that stopped before its end. check: called now and then; may raise, which leaves the page as
-        it was.
-
-        Raises OSError.
-        """
-        return self._end(State("stopped", self.total, self.begun), check)
+        it was. Raises OSError."""
+        return self._end("stopped", check)
 
     def finished(self, outcome: Sections, blocks: Mapping[str, float], check: Callable[[], None] = lambda: None) -> Path:
         """The page of the whole run. outcome: the tables of its end; blocks: the change of each block of the adapter. check:
-        called now and then; may raise. Raises OSError."""
+        called now and then. Raises OSError, and what `check` raises."""
         self._outcome, self._blocks = outcome, blocks
-        return self._end(State("finished", self.total, self.begun), check)
+        return self._end("finished", check)
 
-    def _end(self, state: State, check: Callable[[], None]) -> Path:
+    def _end(self, kind: Literal["stopped", "finished"], check: Callable[[], None]) -> Path:
         if self._data_html is None:
             self._data_html = data_part(self._make_data())
         check()
-        before, self.state = self.state, state
+        before, self.state = self.state, replace(self.state, kind=kind)
         try:
             self.write(check)
         except BaseException:
@@ -152,9 +150,9 @@ class LiveReport:
         began = time.monotonic()
         try:
             html = render(self.contents(check))
-            self._stepped = self._history.step > self.begun
+            self._stepped = self._history.step > self.run.begun
             check()
-            write_atomic(self.layout.report, [html.encode("utf-8", errors="replace")])
+            write_page(self.layout.report, html)
         finally:
             self._last = time.monotonic()
             self._cost = self._last - began
@@ -165,7 +163,7 @@ class LiveReport:
         """What the page shows now. check: called now and then; may raise."""
         layout, history = self.layout, self._history.read()
         samples = read_samples(layout.samples, self._thumbnails, check)
-        kept = [step for step in layout.adapter_steps(self.run.name) if step <= max(history.step, self.begun)]
+        kept = [step for step in layout.adapter_steps(self.run.name) if step <= max(history.step, self.run.begun)]
         starts = read_starts(layout.phases)
         steps = {"samples": samples.steps, "kept": kept, "skipped": history.skipped()}
         return PageContents(
@@ -190,11 +188,8 @@ class LiveReport:
         return (newest[1], f"after step {newest[0]:,}") if newest else ({}, "")
 
     def _hashed(self, check: Callable[[], None]) -> dict[Path, str]:
-        files = {file: file.stat() for file in sorted(self.layout.adapters.glob("*.safetensors"))}
-        digests = {}
-        for file, about in files.items():
-            stamp = about.st_mtime_ns, about.st_size
-            if file not in self._hashes or self._hashes[file][0] != stamp:
-                self._hashes[file] = stamp, hash_file(file, lambda _: check())
-            digests[file] = self._hashes[file][1]
-        return digests
+        stamps = {file: stamp_of(file.stat()) for file in sorted(self.layout.adapters.glob("*.safetensors"))}
+        for file, newest in stamps.items():
+            if file not in self._hashes or self._hashes[file][0] != newest:
+                self._hashes[file] = newest, hash_file(file, lambda _: check())
+        return {file: self._hashes[file][1] for file in stamps}

@@ -20,18 +20,15 @@ from trainer.base.pictures import asked_of, at_full_strength, is_sound, png, png
 from trainer.base.run_layout import AVERAGE, Layout
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.samples import as_shown
-from workbench.pages.rendering import environment
+from workbench.pages.rendering import TEMPLATES, environment
 
-TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "BASE_MODEL"
 PICTURE = re.compile(rf"\d+({AVERAGE}|-\d+)?\.png")  # of a run: a sample, or what the model is shown for it
 
 
 def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str, Path], files: FileGroup) -> str:
-    """Write the card, and the samples of the present step that it shows. written: the adapter files, by format.
-
-    Replaces nothing that a run did not write. Returns what is to be said about that, "" where there is nothing.
-    """
+    """Write the card, and the samples of the present step that it shows; replaces nothing that a run did not write. Returns
+    what is to be said about that, or "". written: the adapter files, by format."""
     if layout.card.exists() and not is_own(layout.card):
         return f"{layout.card} was written or changed by somebody, and stays as it is; rename it to get the card of this step"
     samples = [file for file in pngs(layout.samples_of(about.step)) if is_sound(file)]
@@ -117,7 +114,6 @@ def code(value: str) -> str:
 
 
 def _cell(asked: Mapping[str, Any], key: str) -> str:
-    """A text that was asked for, in a table."""
     return code(asked[key]).replace("|", chr(92) + "|") if asked.get(key) else ""
 
 
@@ -135,7 +131,7 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
         return [named + repr(about.trigger_phrase or "a photo"), *(['output="images"'] if images.modular else [])]
     # The negative is given where it is empty, too: a pipeline may take none for something else than the empty text.
     negative = f"negative_prompt={request.negative!r}"
-    if not plan.model.family.images.negative_text:
+    if not images.negative_text:
         negative = f"negative_prompt_embeds=pipe.encode_prompt({request.negative!r})[0]"
     arguments = ", ".join(f'load_image("images/{_shown(index, number)}")' for number, _ in enumerate(request.images))
     return [
@@ -153,7 +149,7 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
 
 
 def _references(plan: RunPlan) -> Iterator[tuple[str, Image.Image]]:
-    """(name in the card's folder, picture) of what the model is shown for the samples, no larger than it takes them."""
+    """(name in the card's folder, picture) of what the model is shown for the samples."""
     for index, request in enumerate(plan.data.requests):
         for number, image in enumerate(request.images):
             yield _shown(index, number), as_shown(image, plan.model.family.images, len(request.images))
@@ -164,12 +160,12 @@ def _shown(index: int, number: int) -> str:
 
 
 def _trained(plan: RunPlan, about: About) -> dict[str, Any]:
-    config, photos = plan.config, [photo for photo in plan.data.photos if not photo.source.regularisation]
-    priors = len(plan.data.photos) - len(photos)
+    config = plan.config
+    priors = sum(photo.source.regularisation for photo in plan.data.photos)
     ranks, alphas = ({getattr(target, key) for target in plan.model.targets} for key in ("rank", "alpha"))
     stored = {name: plan.model.storage[name].format.dtype_name for name in plan.model.adapted}
     return {
-        "photos": f"{len(photos)}; an epoch shows {about.train_images}"
+        "photos": f"{len(plan.data.photos) - priors}; an epoch shows {about.train_images}"
         + (f"; {priors} regularisation images" if priors else ""),
         "resolution": about.resolution,
         "steps": f"{about.step}, the last one in epoch {about.epoch}",

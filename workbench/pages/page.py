@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.base.files import write_atomic
 from trainer.base.run_layout import Layout, step_of
 from workbench.pages import blocks, charts, rendering
 from workbench.pages.forked import forked
@@ -58,7 +59,12 @@ class PageContents:
     blocks: tuple[Mapping[str, float | None], str]
     hashes: Mapping[Path, str]
     watched: tuple[float, float]
-    aside: tuple[Path, ...] = field(default=())
+    aside: tuple[Path, ...]
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write a page, atomically."""
+    write_atomic(path, [html.encode("utf-8", errors="replace")])
 
 
 def render(contents: PageContents) -> str:
@@ -86,8 +92,8 @@ def render_first(*, name: str) -> str:
 
 def render_data(*, name: str, data: Sections) -> str:
     """A page about a run's data alone: the photos, then what needs a look, then the counts and what the console said."""
-    pictured, care, plain = sorted_out(data)
-    return document("data_report.html", name=name, data=pictured | care | plain, scripted=False)
+    photos, care, plain = sorted_out(data)
+    return document("data_report.html", name=name, data=photos | care | plain, scripted=False)
 
 
 def render_audit(*, name: str, parts: Sections, remaining: Mapping[str, Sequence[float]]) -> str:
@@ -102,7 +108,7 @@ def data_part(data: Sections) -> str:
 
 
 def _saved(layout: Layout) -> dict[str, str] | None:
-    """How a step comes to files whose adapter lies in a checkpoint alone; None where there is none."""
+    """How a step comes to files whose adapter lies in a checkpoint alone."""
     folders = {step: folder for folder in layout.checkpoints.glob("*") if (step := step_of(folder.name)) is not None}
     if not folders:
         return None

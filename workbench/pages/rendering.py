@@ -59,10 +59,12 @@ def document(template: str, *, watched: tuple[float, float] | None = None, scrip
     return render(template, style=style, script=script, reload=reload, policy=policy(scripted=scripted), **values)
 
 
+@cache
 def policy(*, scripted: bool = True) -> str:
     """The content security policy of a page. It makes "loads nothing from elsewhere" a fact that the browser enforces. A
-    sample's full file lies beside it. scripted: whether page.js may run; nothing else may."""
-    script = f"; script-src 'sha256-{_digest()}'" if scripted else ""
+    sample's full file lies beside it. scripted: whether page.js may run, by its hash; nothing else may."""
+    digest = base64.b64encode(hashlib.sha256(_read("page.js").encode()).digest()).decode()
+    script = f"; script-src 'sha256-{digest}'" if scripted else ""
     return f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data: file: 'self'; style-src {INLINE}{script}"
 
 
@@ -79,13 +81,6 @@ def clock(seconds: float) -> dict[str, str]:
 
 @cache
 def _read(name: str) -> str:
-    """The style or the script, as it is."""
     from markupsafe import Markup
 
     return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
-
-
-@cache
-def _digest() -> str:
-    """The hash of the script, as a policy names it."""
-    return base64.b64encode(hashlib.sha256(_read("page.js").encode()).digest()).decode()

@@ -21,11 +21,13 @@ from trainer.monitoring.weight_change import render, weight_change
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.context import RunContext
-from workbench.pages import LiveReport, ReportedRun, first_page
 from workbench.pages.before_after import write_before_after
 from workbench.pages.data_report import sections
 from workbench.pages.diagnosis import judge
+from workbench.pages.live import LiveReport, first_page
 from workbench.pages.model_card import write_card
+from workbench.pages.page import ReportedRun
+from workbench.pages.tables import Sections
 from workbench.summary.data import data_lines
 from workbench.summary.outcome import Outcome, compared
 
@@ -49,11 +51,11 @@ class RunPage(LiveReport):
         self.moved = {block: change.largest for block, change in moved.items()}
         rows = list(filter(is_line, read_lines(self.layout.metrics)))
         verdict = judge(rows, self.moved, self.run.levers, self.layout.adapter_steps(self.run.name))
-        word, sentence = verdict.kind, verdict.sentence
+        head = "warning" if verdict.bad else verdict.kind
         self.tables = self.whole.tables(state, moved, written)
-        self.tables["Did it take?"]["notes"] = [f"{'Warning' if verdict.bad else word.capitalize()}: {sentence}."]
-        self.tables["Effect"]["rows"].insert(0, ["verdict", word])
-        self.say(f"warning: {sentence}" if verdict.bad else f"verdict: {word}: {sentence}")
+        self.tables["Did it take?"]["notes"] = [f"{head.capitalize()}: {verdict.sentence}."]
+        self.tables["Effect"]["rows"].insert(0, ["verdict", verdict.kind])
+        self.say(f"{'' if verdict.bad else 'verdict: '}{head}: {verdict.sentence}")
 
     def end(self) -> None:
         """Write before_after.png and the page of the whole run; say where they are, and what was changed."""
@@ -82,8 +84,7 @@ def page_of(
 ) -> RunPage:
     """The pages of a run. contents: digests of the model's files, by component. environment: what the run depends on
     besides them (pins.pin_environment)."""
-    processes = context.processes
-    config, adapter = plan.config, plan.config.adapter
+    config, adapter, processes = plan.config, plan.config.adapter, context.processes
     targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
     sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")
     run = ReportedRun(
@@ -102,12 +103,11 @@ def page_of(
         },
         changes=progress.changes,
     )
-    data_of = partial(_data, plan, components)
-    outcome = Outcome(plan, components, context, progress, start)
+    outcome, data_of = Outcome(plan, components, context, progress, start), partial(_data, plan, components)
     return RunPage(outcome, run, data_of=data_of, say=processes.say, enabled=processes.is_main)
 
 
-def _data(plan: RunPlan, components: Components) -> dict[str, dict[str, Any]]:
+def _data(plan: RunPlan, components: Components) -> Sections:
     report = report_captions(plan.data, components.family, components.model)
     return sections(plan.data, data_lines(plan.config, plan.data, plan.length, reported=True), report, components.phases)
 

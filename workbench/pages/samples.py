@@ -19,8 +19,7 @@ MOST_BETWEEN = 3000  # images of a page between the first and the newest ones; o
 
 @dataclass(frozen=True)
 class Embedded:
-    """A picture in the page. picture: as it is embedded. link: the file's path from the page. small: so few pixels that
-    each is to be seen."""
+    """A picture in the page. link: the file's path from the page. small: so few pixels that each is to be seen."""
 
     picture: Picture
     link: str
@@ -123,7 +122,7 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
 
 
 def _by_request(folder: Path, kind: str, thumbnails: Thumbnails) -> dict[str | None, list[Path]]:
-    """The files of FOLDER/KIND by what was asked for, in the order of their names."""
+    """The files of FOLDER/KIND by what was asked for."""
     files: dict[str | None, list[Path]] = {}
     for file in pngs(folder, f"{kind}/*.png"):
         if (about := thumbnails.describe(file)) is not None:

@@ -19,21 +19,17 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def changed_keys(path: Path) -> list[tuple[str, Any, Any]]:
-    """(key, value, default) of each key of a resolved config.toml whose value is not the default; None: there is none.
-
-    A damaged or missing file has none.
-    """
-    given = values(path)
+    """(key, value, default) of each key of a resolved config.toml whose value is not the default; None: there is none."""
     plain = {key: value for key, value in configs.known_keys().items() if isinstance(value, (str, int, float, bool, list))}
     changes: list[tuple[str, Any, Any]] = []
-    for key, value in given.items():
+    for key, value in values(path).items():
         whole = configs.whole(key)
         default = plain.get(configs.generic(whole))
-        if whole != key:
-            at = int(key.rpartition(".")[2])
-            same = isinstance(default, list) and at < len(default) and default[at] == value
-        else:
+        if whole == key:
             same = default == value and type(default) is type(value)
+        else:
+            place = int(key.rpartition(".")[2])
+            same = isinstance(default, list) and default[place : place + 1] == [value]
         if not same:
             changes.append((key, value, default))
     return changes

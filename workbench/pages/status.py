@@ -55,7 +55,8 @@ class State:
         step = max(history.step, self.begun)
         at = f"step {step:,} of {self.total:,}"
         if self.kind == "finished":
-            return f"Finished: {at}{_took(history)}."
+            seconds = sum(history.values("seconds"))
+            return f"Finished: {at}{f', {duration(seconds)} in steps' if seconds else ''}."
         if self.kind == "stopped":
             return f"Stopped at {at}. Go on with --resume_from auto."
         if self.kind == "ended":
@@ -69,11 +70,6 @@ class State:
     def share(self, history: History) -> float:
         """The share of the steps that are done, at most 1."""
         return min(1.0, max(history.step, self.begun) / max(1, self.total))
-
-
-def _took(history: History) -> str:
-    seconds = sum(history.values("seconds"))
-    return f", {duration(seconds)} in steps" if seconds else ""
 
 
 @dataclass(frozen=True)
@@ -121,20 +117,15 @@ def judged(
 
 
 def _said(sentence: str) -> str:
-    """A verdict's sentence without the step to take, which has a line of its own."""
     return _capital(TAKE.sub(lambda cut: ";" if cut[3] else "", sentence))
 
 
 def _not_yet(verdict: Verdict, history: History) -> str:
     """In mid-run, where a remedy would come too early."""
-    moved = history.newest("weight_change")
-    text = (
-        f": by step {moved[0]:,} no layer has changed by more than {max(moved[1], 1e-5):.3%} of its own weights"
-        if moved
-        else ""
-    )
     if verdict.kind == "nothing":
-        return f"The weights have hardly moved{text}"
+        step, change = history.newest("weight_change") or (0, None)
+        least = f": by step {step:,} no layer has changed by more than {max(change or 0, 1e-5):.3%} of its own weights"
+        return f"The weights have hardly moved{'' if change is None else least}"
     if (measured := len(history.values("held_out_loss"))) == 1:
         return "The held-out loss was measured once so far: too few to tell"
     if measured:
@@ -143,20 +134,19 @@ def _not_yet(verdict: Verdict, history: History) -> str:
 
 
 def _best(verdict: Verdict, known: Mapping[float, float], kept: list[int], state: State, history: History) -> str:
-    """Which step to take, and why."""
     if verdict.kind == "diverged":
         sound = [step for step in kept if 0 < step <= verdict.sound]
         text = "No step is kept that is surely from before it diverged."
         return f"Before it diverged: step {sound[-1]:,} is kept." if sound else text
+    start = "Best so far" if state.alive else "Best"
     if verdict.kind in ("memorising", "worse") and verdict.step is None:  # it never fell
-        return "Best so far: the model without the adapter." if state.alive else "Best: the model without the adapter."
+        return f"{start}: the model without the adapter."
     if verdict.step is None or verdict.step not in known or verdict.kind == "recovered":
         if verdict.kind in ("learned", "recovered") and not known:
             return "Which step is best, only the samples can tell here: no photos are held out (data.held_out)."
         return ""
     best, newest = int(verdict.step), history.step
     why = f"its held-out loss, {known[best]:.4g}, is the lowest of {len(known)} that were measured"
-    start = "Best so far" if state.alive else "Best"
     if best in kept or (best == newest and state.kind == "finished"):
         return f"{start}: step {best:,}{' (the last)' if best == newest and not state.alive else ''}. There {why}."
     nearest = min((step for step in kept if step > 0), key=lambda step: (abs(step - best), step), default=None)
@@ -170,9 +160,9 @@ def figures(history: History, blocks: Mapping[str, float | None]) -> dict[str, s
     rows: dict[str, str] = {}
     losses = series(history.rows, "loss")
     if known := [value for _, value in losses if value is not None]:
-        window = curves.smoothing_window(len(losses))
-        loss = curves.smooth(losses, window)[-1][1] if window else known[-1]
-        rows["Loss, averaged" if window else "Loss"] = f"{loss:.4g}"
+        averaged = curves.smoothing_window(len(losses))
+        loss = curves.averaged(losses)[-1][1] if averaged else known[-1]
+        rows["Loss, averaged" if averaged else "Loss"] = f"{loss:.4g}"
     if known := [value for _, value in series(history.rows, "held_out_loss") if value is not None]:
         rows["Held-out loss (lowest)"] = f"{known[-1]:.4g} ({min(known):.4g})"
     if (rate := history.last("lr")) is not None:

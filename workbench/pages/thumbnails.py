@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.base.digests import Stamp, stamp_of
 from trainer.base.pictures import data_uri, is_sound, reduced, unreadable
 
 EMBED_BYTES = 5 * 2**20  # of all images of a page together, before base64 adds a third
@@ -38,8 +39,8 @@ class Thumbnails:
     """Thumbnails of files that may change: one is read again when its time or size is another."""
 
     def __init__(self) -> None:
-        self._made: dict[Path, tuple[tuple[int, int], Picture | None]] = {}
-        self._described: dict[Path, tuple[tuple[int, int], Description | None]] = {}
+        self._made: dict[Path, tuple[Stamp, Picture | None]] = {}
+        self._described: dict[Path, tuple[Stamp, Description | None]] = {}
 
     def describe(self, file: Path) -> Description | None:
         """The size and the words of a picture's file; None where it cannot be opened."""
@@ -47,7 +48,7 @@ class Thumbnails:
 
         about = None
         try:
-            stamp = _stamp(file)
+            stamp = stamp_of(file.stat())
             if file in self._described and self._described[file][0] == stamp:
                 return self._described[file][1]
             with Image.open(file, formats=("PNG",)) as image:
@@ -86,26 +87,19 @@ class Thumbnails:
 
     def _is_made(self, file: Path, side: int | None) -> bool:
         stamp, picture = self._made.get(file, (None, None))
-        return stamp == _stamp(file) and (picture is None or picture.side == side)
+        return stamp == stamp_of(file.stat()) and (picture is None or picture.side == side)
 
-    def _make(self, file: Path, side: int | None) -> tuple[tuple[int, int], Picture | None]:
-        stamp = _stamp(file)
+    def _make(self, file: Path, side: int | None) -> tuple[Stamp, Picture | None]:
+        stamp = stamp_of(file.stat())
         if side is None:
-            if not is_sound(file):
-                return stamp, None
-            return stamp, Picture(data_uri(file.read_bytes(), "png"), None)
-        before = self._made.get(file)
-        if before is not None and before[0] == stamp and before[1] is not None and (before[1].side or 0) > side:
+            return stamp, Picture(data_uri(file.read_bytes(), "png"), None) if is_sound(file) else None
+        known, picture = self._made.get(file, (None, None))
+        if known == stamp and picture is not None and (picture.side or 0) > side:
             # A file of full size takes ten times as long.
-            data = base64.b64decode(before[1].uri.partition(",")[2])
+            data = base64.b64decode(picture.uri.partition(",")[2])
         else:
             data = file.read_bytes()
         try:
             return stamp, Picture(data_uri(reduced(data, side), "jpeg"), side)
         except unreadable():
             return stamp, None
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_mtime_ns, stat.st_size

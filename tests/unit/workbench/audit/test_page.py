@@ -13,7 +13,7 @@ import torch
 from trainer.base.files import json_bytes
 from workbench.audit import page as audit_report
 from workbench.audit.storage_cost import Audit, Effect, FormatCost, LayerCost, Predictions
-from workbench.pages import write_audit
+from workbench.pages.page import render_audit, write_page
 
 MIB = 2**20
 
@@ -70,9 +70,8 @@ def test_the_config_keeps_what_it_excluded() -> None:
 
 def test_the_page_escapes_and_the_numbers_are_json(tmp_path: Path) -> None:
     audit = found(spared=False)
-    write_audit(
-        tmp_path / "audit.html", name="<m>", parts=audit_report.sections(audit), remaining=audit_report.remaining(audit)
-    )
+    html = render_audit(name="<m>", parts=audit_report.sections(audit), remaining=audit_report.remaining(audit))
+    write_page(tmp_path / "audit.html", html)
     page = (tmp_path / "audit.html").read_text()
     assert "<m>" not in page and "out.&lt;b&gt;" in page and "over excluded layers 0 to 1" in page
     numbers = json.loads(json_bytes(audit_report.numbers(audit)))["formats"]["nf4 (bitsandbytes)"]

@@ -10,8 +10,10 @@ from tests.unit.workbench.pages.test_page import read, write_metrics, write_png
 from trainer import config as configs
 from trainer.base.progress import START, STOP
 from trainer.base.run_layout import Layout
-from workbench.pages import LiveReport, ReportedRun, curves, live
+from workbench.pages import curves, live
 from workbench.pages.history import Events, Mark, Standing, marks_of, read_standing, read_starts
+from workbench.pages.live import LiveReport
+from workbench.pages.page import ReportedRun
 from workbench.pages.rendering import render
 from workbench.pages.settings import changed_keys, configuration
 
@@ -104,11 +106,11 @@ def test_writing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
     now, written = [1000.0], []
     monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
 
-    def slow(path: Path, pieces: object) -> None:
+    def slow(path: Path, html: str) -> None:
         now[0] += 2.0
         written.append(now[0])
 
-    monkeypatch.setattr(live, "write_atomic", slow)
+    monkeypatch.setattr(live, "write_page", slow)
     write_metrics(tmp_path, 3)
     report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40))
     report.write()

@@ -14,8 +14,9 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from trainer.base.run_layout import Layout
-from workbench.pages import LiveReport, ReportedRun, curves, history, live, thumbnails
-from workbench.pages.page import render_data
+from workbench.pages import curves, history, live, thumbnails
+from workbench.pages.live import LiveReport
+from workbench.pages.page import ReportedRun, render_data
 from workbench.pages.samples import read_samples
 from workbench.summary.outcome import compared
 
