@@ -56,8 +56,8 @@ def measured(folders: Sequence[Path], ranks: Sequence[int], phases: Phases) -> d
         for rank in ranks:
             out = Path(folder) / f"{rank}.safetensors"
             made = average(adapters, out, rank, weight=BaseWeights(models[0].source).weight, phases=phases)
-            loss = losses.of(made.converted.portable)["held_out_loss"]
-            found["means"].append({"rank": rank, "loss": loss, "lost": made.lost / made.change})
+            loss = losses.of(made.portable)["held_out_loss"]
+            found["means"].append({"rank": rank, "loss": loss, "lost": made.loss.share})
     return found
 
 

@@ -131,8 +131,8 @@ def merge(chosen: argparse.Namespace) -> None:
         write(line)
     made = merge(model, adapters, chosen.out, dtype=chosen.dtype, phases=Phases(show=True))
     write(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")
-    finer = "; --dtype fp32 keeps it" if made.lost > 0.01 and chosen.dtype != "fp32" else ""
-    write(f"  {made.lost:.3%} of the change is lost by rounding to the file's dtype{finer}")
+    finer = "; --dtype fp32 keeps it" if made.loss.share > 0.01 and chosen.dtype != "fp32" else ""
+    write(f"  {made.loss.share:.3%} of the change is lost by rounding to the file's dtype{finer}")
 
 
 def extract(chosen: argparse.Namespace) -> None:
@@ -146,7 +146,7 @@ def extract(chosen: argparse.Namespace) -> None:
         raise UserError(f"{chosen.tuned} is a model of {tuned.family.name}, {chosen.model} of {base.family.name}")
     made = extract(tuned, base, chosen.out, chosen.rank, to=chosen.to, phases=Phases(show=True))
     write(f"{chosen.to}: {chosen.out}: LoRA of rank {chosen.rank} at most, in {time.monotonic() - began:.0f} s")
-    for line in made.lines():
+    for line in made.notes:
         write(f"  {line}")
 
 
@@ -216,10 +216,10 @@ def average(chosen: argparse.Namespace) -> None:
         losses = [("without an adapter", measured.of(None))]
         losses += [(str(each.path), measured.of(each.portable)) for each in adapters]
     made = average(adapters, chosen.out, chosen.rank, weight=weight, to=chosen.to, phases=phases)
-    portable = made.converted.portable
+    portable = made.portable
     kind, ranks = portable.kind.word, max(each.rank for each in portable.layers.values())
     write(f"{chosen.to}: {chosen.out}: {kind} of rank {ranks} at most, the mean of {len(adapters)}")
-    for line in made.lines():
+    for line in made.notes:
         write(f"  {line}")
     if measured is not None:
         from workbench.adapters.measured import lines

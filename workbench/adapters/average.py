@@ -34,8 +34,8 @@ from trainer.checkpoint import store
 from trainer.checkpoint.state import QUANTIZATION
 from workbench.adapter_files.opening import HINTS, NamedModel, OpenedAdapter
 from workbench.adapter_files.reading import ReadAdapter
-from workbench.adapters.convert import Converted, WeightOf, gain, write_as
-from workbench.adapters.ranks import blank, product_norm
+from workbench.adapters.convert import Converted, WeightOf, adapted, gain, write_as
+from workbench.adapters.ranks import Loss, blank, matrices, product_norm
 from workbench.adapters.resize import check_rank
 
 # Entries of a file's header that tell its base apart from others. The hashes are those that kohya's trainers write.
@@ -62,26 +62,6 @@ class Averaged:
         return {"file": self.path.name, "sha256": hash_file(held), "weight": self.share}
 
 
-@dataclass
-class Mean:
-    """A mean that was written. lost, change: norms over all layers. lost: what its rank leaves out of the mean. change:
-    the mean's change of the weights. tails: lost by change, of each layer."""
-
-    converted: Converted
-    lost: float
-    change: float
-    tails: dict[str, float]
-
-    def lines(self) -> list[str]:
-        """What was made, in lines for people."""
-        worst = max(self.tails, key=lambda name: self.tails[name])
-        return [
-            f"of the mean's change of the weights {100 * self.lost / max(self.change, 1e-300):.4g}% is lost in all, "
-            f"{100 * self.tails[worst]:.4g}% at most ({worst})",
-            *self.converted.notes,
-        ]
-
-
 def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
     """The shares that --weights means, which add up to 1; left out: equal ones. Raises UserError."""
     if weights is None:
@@ -94,8 +74,8 @@ def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def base_of(path: Path) -> Base:
-    """The digests of the frozen weights that an adapter was trained on. A checkpoint records them. A file in its run's folder
-    has those of the run's newest checkpoint. Otherwise empty: unknown."""
+    """The digests of the frozen weights that an adapter was trained on: of a checkpoint, or of the newest one of the run in
+    whose folder the file lies. Otherwise empty: unknown."""
     folder: Path | None = path
     if not path.is_dir():
         layout = Layout(path.absolute().parent.parent)
@@ -107,12 +87,11 @@ def base_of(path: Path) -> Base:
 
 def digests_in(record: Mapping[str, Mapping[str, Any]]) -> Base:
     """The digests of a record as `quantization.json` has it."""
-    digests = {}
-    for name, entry in record.items():
-        how = str(entry.get("format")), str(entry.get("backend"))
-        for key, tensor in entry["tensors"].items():
-            digests[name, key, *how, tensor["dtype"]] = tensor["sha256"]
-    return digests
+    return {
+        (name, key, str(entry.get("format")), str(entry.get("backend")), tensor["dtype"]): tensor["sha256"]
+        for name, entry in record.items()
+        for key, tensor in entry["tensors"].items()
+    }
 
 
 def check_bases(adapters: Sequence[Averaged]) -> None:
@@ -163,33 +142,32 @@ def check(adapters: Sequence[Averaged], rank: int, weight: WeightOf | None) -> N
 def average(
     adapters: Sequence[Averaged], out: Path, rank: int, *, weight: WeightOf | None = None, to: str = "diffusers",
     phases: Phases = QUIET,
-) -> Mean:  # fmt: skip
+) -> Converted:  # fmt: skip
     """Write the mean of at least two adapters with ranks of at most `rank`; fp32, alpha = rank.
 
-    weight: of the base, for a DoRA. One layer is in memory at a time, and the mean. Raises UserError for unequal bases, and
-    where the base's weights are needed.
+    weight: of the base, for a DoRA. One layer is in memory at a time, and the mean. Raises what `check` does.
     """
     check(adapters, rank, weight)
     magnitudes = any(each.portable.kind.magnitudes for each in adapters)
     names = list(dict.fromkeys(name for each in adapters for name in each.portable.layers))
     layers: dict[str, Factors] = {}
-    tails: dict[str, float] = {}
-    lost_sq = change_sq = 0.0
+    loss = Loss()
     with phases("averaging", len(names), "layer") as phase:
         for name in names:
             parts = [(each.share, each.portable.layers.get(name), each.portable) for each in adapters]
             if magnitudes:
                 assert weight is not None
-                layers[name], lost, change = _mean_dora(name, parts, weight(name), rank)
+                layers[name], *norms = _mean_dora(name, parts, weight(name), rank)
             else:
-                layers[name], lost, change = _mean_lora(parts, rank)
-            lost_sq, change_sq, tails[name] = lost_sq + lost**2, change_sq + change**2, lost / max(change, 1e-300)
+                layers[name], *norms = _mean_lora(parts, rank)
+            loss.add(name, *norms)
             phase.advance(1)
     origin = {"averaged_from": json.dumps([each.described() for each in adapters], sort_keys=True)}
     model = adapters[0].model
     opened = OpenedAdapter(adapters[0].path, model, (model.label,), ReadAdapter(Portable(layers, metadata=origin)))
-    converted = write_as(opened, opened.portable, out, to, weight, [])
-    return Mean(converted, math.sqrt(lost_sq), math.sqrt(change_sq), tails)
+    (worst, most), whole = loss.worst, f"of the mean's change of the weights {100 * loss.share:.4g}% is lost in all"
+    notes = [f"{whole}, {100 * most:.4g}% at most ({worst})"]
+    return replace(write_as(opened, opened.portable, out, to, weight, notes), loss=loss)
 
 
 Parts = Sequence[tuple[float, Factors | None, Portable]]  # of one layer: (share, its adapter, the whole adapter)
@@ -198,10 +176,11 @@ Parts = Sequence[tuple[float, Factors | None, Portable]]  # of one layer: (share
 def _mean_lora(parts: Parts, rank: int) -> tuple[Factors, float, float]:
     """(the mean of a layer's LoRAs, the norm of what it leaves out, the norm of the mean)."""
     shared = [(share, factors) for share, factors, _ in parts if factors is not None]
-    a = torch.cat([factors.a.make().double().flatten(1) for _, factors in shared])
-    b = torch.cat([share * factors.scaling * factors.b.make().double().flatten(1) for share, factors in shared], 1)
+    a_s, b_s = zip(*(matrices(factors) for _, factors in shared), strict=True)
+    a = torch.cat(a_s)
+    b = torch.cat([share * factors.scaling * b for (share, factors), b in zip(shared, b_s, strict=True)], 1)
     made = with_factors(blank(shared[0][1].weight_shape), *_cut(a, b, rank), 1.0)
-    new_a, new_b = (each.make().double().flatten(1) for each in (made.a, made.b))
+    new_a, new_b = matrices(made)
     lost = product_norm(torch.cat([b, -new_b], 1), torch.cat([a, new_a]))
     return made, lost, product_norm(b, a)
 
@@ -220,8 +199,9 @@ def _mean_dora(name: str, parts: Parts, weight: Tensor, rank: int) -> tuple[Fact
                     "of it: python scripts/adapter.py convert --to lora"
                 )
             g = ones if factors.magnitude is None else gain(weight, factors, portable.meaning)
-            a_s.append(factors.a.make().double().flatten(1))
-            gb_s.append((share * factors.scaling * g)[:, None] * factors.b.make().double().flatten(1))
+            a, b = matrices(factors)
+            a_s.append(a)
+            gb_s.append((share * factors.scaling * g)[:, None] * b)
         gm, size = gm + share * g, size + share * g.abs()
     if bool((gm.abs() <= LEAST_GAIN * size).any()):
         raise UserError(f"the magnitudes of {name} cancel out in a row, so that no DoRA is their mean; leave one adapter out")
@@ -231,8 +211,7 @@ def _mean_dora(name: str, parts: Parts, weight: Tensor, rank: int) -> tuple[Fact
     m = gm.sign() * mean.norm(dim=1)
     made = with_factors(blank(weight.shape), new_a, new_gb / gm[:, None], 1.0)
     made = replace(made, magnitude=recipe(m.float()))
-    v = torch.addmm(w, made.b.make().double().flatten(1), made.a.make().double().flatten(1))
-    left = gain(weight, made, "magnitude")[:, None] * v - mean
+    left = gain(weight, made, "magnitude")[:, None] * adapted(weight, made) - mean
     return made, float(left.norm()), float((mean - w).norm())
 
 

@@ -20,7 +20,7 @@ from trainer.base.files import FileGroup
 from trainer.base.tensorfile import Tensors, write_tensors
 from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapter_files.reading import network_args
-from workbench.adapters.ranks import nearest, relative_error
+from workbench.adapters.ranks import Loss, matrices, nearest, relative_error
 
 # What each format's readers divide a magnitude by; of ComfyUI's it can be chosen.
 MEANINGS: Mapping[str, DoraScale] = {
@@ -33,10 +33,12 @@ WeightOf = Callable[[str], torch.Tensor]  # full name of a layer -> W, fp32, of 
 
 @dataclass
 class Converted:
-    """An adapter that was converted. portable: what was written. notes: what changed, in sentences."""
+    """An adapter that was written. portable: what is in the file. notes: what changed, in sentences. loss: what an adapter
+    that is the nearest to something leaves out of it."""
 
     portable: Portable
     notes: list[str] = field(default_factory=list)
+    loss: Loss = field(default_factory=Loss)
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def _note_joined(portable: Portable, components: list[str], links, notes: list[s
 
 def adapted(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
     """W + s B A as a matrix [N, K], fp64."""
-    a, b = factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
+    a, b = matrices(factors)
     return torch.addmm(weight.double().flatten(1), b, a, alpha=factors.scaling)
 
 
@@ -228,24 +230,16 @@ def change_of(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> tor
 
 def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: list[str]) -> Portable:
     """A LoRA of rank `rank` (None: of each layer's own) for a DoRA: the nearest of that rank to g (W + s B A) - W."""
-    layers, lost, size, worst = {}, 0.0, 0.0, ("", 0.0)
+    layers, loss = {}, Loss()
     for name, factors in portable.layers.items():
         if factors.magnitude is None:
             layers[name] = factors
             continue
         change = change_of(weight(name), factors, portable.meaning)
         a, b = nearest(change, rank or factors.rank)
-        made = with_factors(replace(factors, magnitude=None), a, b, 1.0)
-        left, whole = relative_error(change, made.a.make(), made.b.make(), made.scaling)
-        lost, size = lost + left**2, size + whole**2
-        if whole and left / whole > worst[1]:
-            worst = name, left / whole
-        layers[name] = made
-    ranks = "each layer's rank" if rank is None else f"rank {rank}"
-    notes.append(
-        f"a plain LoRA of {ranks} in place of a DoRA: {(lost / max(size, 1e-300)) ** 0.5:.2%} of the change of the weights "
-        f"is lost in all, {worst[1]:.2%} at most ({worst[0]})"
-    )
+        layers[name] = made = with_factors(replace(factors, magnitude=None), a, b, 1.0)
+        loss.add(name, *relative_error(change, made.a.make(), made.b.make(), made.scaling))
+    notes.append(_in_place("each layer's rank" if rank is None else f"rank {rank}", "DoRA", loss))
     return replace(portable, layers=layers, meaning="magnitude")
 
 
@@ -256,20 +250,20 @@ def of_rank(portable: Portable, opened: OpenedAdapter, rank: int | None, notes: 
         raise UserError(
             f"{opened.path} is a {portable.kind.word}; give the LoRA's rank with --rank ({whole} keeps all of it)"
         )
-    layers, lost, size, worst = {}, 0.0, 0.0, ("", 0.0)
+    layers, loss = dict(portable.layers), Loss()
     for name, factors in portable.layers.items():
-        layers[name] = factors
-        if factors.form is None:
-            continue
-        layers[name], left = shrunk(factors, rank)
-        norm = factors.scaling * factors.form.norm(factors.held())
-        lost, size = lost + (left * norm) ** 2, size + norm**2
-        worst = max(worst, (name, left), key=lambda each: each[1])
-    notes.append(
-        f"a plain LoRA of rank {rank} in place of a {portable.kind.word}: {(lost / max(size, 1e-300)) ** 0.5:.2%} of the "
-        f"change of the weights is lost in all, {worst[1]:.2%} at most ({worst[0]})"
-    )
+        if factors.form is not None:
+            layers[name], left = shrunk(factors, rank)
+            norm = abs(factors.scaling) * factors.form.norm(factors.held())
+            loss.add(name, left * norm, norm)
+    notes.append(_in_place(f"rank {rank}", portable.kind.word, loss))
     return replace(portable, layers=layers)
+
+
+def _in_place(rank: str, kind: str, loss: Loss) -> str:
+    name, most = loss.worst
+    lost = f"{loss.share:.2%} of the change of the weights is lost in all, {most:.2%} at most ({name})"
+    return f"a plain LoRA of {rank} in place of a {kind}: {lost}"
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from trainer.runtime import precision
 from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapters.base_weights import BaseWeights
 from workbench.adapters.convert import change_of
+from workbench.adapters.ranks import Loss
 from workbench.adapters.whole_files import Placed, WholeFile, folder_files, single_file
 
 SCALED = "fp8"
@@ -56,18 +57,11 @@ class Applied:
 
 @dataclass
 class Merged:
-    """A model file with adapters in it. layers: that changed. change, lost: the norms of the change of all weights, and of
-    what its rounding took away."""
+    """A model file with adapters in it. layers: that changed. loss: what rounding took away of the change."""
 
     path: Path
     layers: set[str] = field(default_factory=set)
-    change_sq: float = 0.0
-    lost_sq: float = 0.0
-
-    @property
-    def lost(self) -> float:
-        """Relative to the change."""
-        return math.sqrt(self.lost_sq / max(self.change_sq, 1e-300))
+    loss: Loss = field(default_factory=Loss)
 
 
 def merged_rows(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -213,15 +207,14 @@ class _Work:
                 for rows, exact in merged_rows(tensor, self.adapters, layer):
                     stored[rows] = exact
                     self._note(layer, exact, before[rows], stored[rows].double())
-                finite = math.isfinite(self.merged.lost_sq)
+                finite = math.isfinite(self.merged.loss.lost)
             if not finite:
                 raise self._not_finite(placed, dtype)
         return join_parts(placed.link, made)
 
     def _note(self, layer: str, exact: torch.Tensor, before: torch.Tensor, stored: torch.Tensor) -> None:
         self.merged.layers.add(layer)
-        self.merged.change_sq += float((exact - before).square().sum())
-        self.merged.lost_sq += float((stored - exact).square().sum())
+        self.merged.loss.add(layer, float((stored - exact).norm()), float((exact - before).norm()))
 
     def _not_finite(self, placed: Placed, dtype: torch.dtype) -> NonFiniteError:
         return NonFiniteError(

@@ -2,12 +2,46 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from trainer.adapters.portable import Factors, recipe
 
 ROWS = 256  # of a dense change at once
+
+
+@dataclass
+class Loss:
+    """What is lost of a change of weights. lost, change: norms over all layers. shares: of each layer, lost by change."""
+
+    lost: float = 0.0
+    change: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def add(self, layer: str, lost: float, change: float) -> None:
+        """Enter a layer's norms."""
+        self.lost, self.change = math.hypot(self.lost, lost), math.hypot(self.change, change)
+        self.shares[layer] = _share(lost, change)
+
+    @property
+    def share(self) -> float:
+        """Lost by change, of all layers; infinite where nothing changes and something is lost."""
+        return _share(self.lost, self.change)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """(the layer that loses most, its share)."""
+        return max(self.shares.items(), key=lambda item: item[1])
+
+
+def _share(lost: float, change: float) -> float:
+    return lost / change if change else math.inf * lost if lost else 0.0
+
+
+def matrices(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(A [R, K], B [N, R]) of an adapter, fp64."""
+    return factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
 
 
 def blank(shape: Sequence[int]) -> Factors:

@@ -1,8 +1,7 @@
 """Adapters of another rank, and adapters out of models: what low rank loses is measured and said (adapters/ranks.py)."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters.base_weights import BaseWeights
 from workbench.adapters.convert import Converted, WeightOf, write_as
-from workbench.adapters.ranks import blank, nearest, relative_error
+from workbench.adapters.ranks import Loss, blank, nearest, relative_error
 
 DIFFUSERS = ("diffusers", "PEFT")  # conventions whose files `resize` writes as diffusers'
 
@@ -45,37 +44,9 @@ def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | No
     return write_as(opened, opened.portable.with_layers(layers), out, "diffusers" if native else "kohya", weight, notes)
 
 
-@dataclass
-class Extracted:
-    """A LoRA made of the difference of two models. lost, change: norms over all layers. lost: what no LoRA of that rank
-    has. change: the difference.
-
-    tails: by layer, the error relative to its difference. beside: other parameters that differ, which no LoRA can hold.
-    """
-
-    converted: Converted
-    lost: float
-    change: float
-    tails: dict[str, float] = field(default_factory=dict)
-    beside: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """What was made, and what is lost, in lines for people."""
-        worst = max(self.tails, key=lambda name: self.tails[name])
-        relative = self.lost / max(self.change, 1e-300)
-        lines = [
-            f"{len(self.tails)} layers differ; of the difference the adapter leaves out {relative:.4%} in all "
-            f"({self.lost:.4g} of {self.change:.4g}: the singular values' tail), {self.tails[worst]:.2%} at most ({worst})"
-        ]
-        if self.beside:
-            names = shortlist(self.beside, 6)
-            lines.append(f"left out, because a LoRA has no place for them: {len(self.beside)} other tensors differ: {names}")
-        return lines + self.converted.notes
-
-
 def extract(
     tuned: NamedModel, base: NamedModel, out: Path, rank: int, *, to: str = "diffusers", phases: Phases = QUIET
-) -> Extracted:
+) -> Converted:
     """Write the LoRA of rank `rank` that is nearest to the difference of two models, layer by layer; fp32, alpha = rank.
 
     Two weights are in memory at once, and the adapter. Layers that do not differ get none.
@@ -90,8 +61,7 @@ def extract(
         where = odd[0] if odd else "the number of layers"
         raise UserError(f"{tuned.label} and {base.label} are models of different shapes ({where}); there is no difference")
     layers: dict[str, Factors] = {}
-    tails: dict[str, float] = {}
-    lost_sq = change_sq = 0.0
+    loss = Loss()
     with phases("comparing the models' layers", len(shapes), "layer") as phase:
         for name, shape in shapes.items():
             phase.advance(1)
@@ -103,15 +73,17 @@ def extract(
                 continue
             a, b = nearest(change, rank)
             layers[name] = with_factors(blank(shape), a, b, 1.0)
-            left, whole = relative_error(change, layers[name].a.make(), layers[name].b.make(), 1.0)
-            lost_sq, change_sq, tails[name] = lost_sq + left**2, change_sq + whole**2, left / whole
+            loss.add(name, *relative_error(change, layers[name].a.make(), layers[name].b.make(), 1.0))
     if not layers:
         raise UserError(f"{tuned.label} and {base.label} have the same layers; there is nothing to extract")
-    beside = _others(weights, theirs, base.adaptable, shapes)
-    read = ReadAdapter(Portable(layers))
-    opened = OpenedAdapter(Path(tuned.label), base, (base.label,), read)
-    written = write_as(opened, read.portable, out, to, None, [])
-    return Extracted(written, math.sqrt(lost_sq), math.sqrt(change_sq), tails, beside)
+    (worst, most), norms = loss.worst, f"{loss.lost:.4g} of {loss.change:.4g}: the singular values' tail"
+    lost = f"of the difference the adapter leaves out {loss.share:.4%} in all ({norms}), {most:.2%} at most ({worst})"
+    notes = [f"{len(layers)} layers differ; {lost}"]
+    if beside := _others(weights, theirs, base.adaptable, shapes):
+        why = "left out, because a LoRA has no place for them"
+        notes.append(f"{why}: {len(beside)} other tensors differ: {shortlist(beside, 6)}")
+    opened = OpenedAdapter(Path(tuned.label), base, (base.label,), ReadAdapter(Portable(layers)))
+    return replace(write_as(opened, opened.portable, out, to, None, notes), loss=loss)
 
 
 def _others(weights: BaseWeights, theirs: BaseWeights, components: Sequence[str], layers: dict) -> list[str]:

@@ -41,8 +41,8 @@ def test_how_far_apart_two_loras_are() -> None:
     for block, names in of.items():
         own = found.whole if block == "whole" else found.blocks[block]
         expected = math.sqrt(sum(differences[name] for name in names) / sum(changes[name] for name in names))
-        assert own.relative == pytest.approx(expected, rel=1e-12), block
-    assert found.blocks["unet.mid_block"].ranks == {(4, 2): 1, (4, 4): 1}
+        assert own.share == pytest.approx(expected, rel=1e-12), block
+    assert found.ranks["unet.mid_block"] == {(4, 2): 1, (4, 4): 1}
     assert (found.only_a, found.only_b, found.bits) == ([B2], ["unet.conv_in"], False)
 
 
@@ -53,8 +53,8 @@ def test_equal_ones_are_zero_apart() -> None:
     same, scaled = (compare(Portable({A1: one}), Portable({A1: each})) for each in (one, other))
     assert same.bits and not scaled.bits
     assert not compare(Portable({A1: one}), Portable({A1: Factors(one.a, one.b, 4.0)})).bits
-    assert same.whole.relative <= 1e-7 and scaled.whole.relative <= 1e-7, "the root of what rounding leaves"
+    assert same.whole.share <= 1e-7 and scaled.whole.share <= 1e-7, "the root of what rounding leaves"
     nothing = Factors(one.a, recipe(torch.zeros(12, 4)), 2.0)
-    assert compare(Portable({A1: nothing}), Portable({A1: one})).whole.relative == math.inf
+    assert compare(Portable({A1: nothing}), Portable({A1: one})).whole.share == math.inf
     with pytest.raises(UserError, match="models of different sizes"):
         compare(Portable({A1: one}), Portable({A1: lora(0, 4, 2.0, (12, 11))}))
