@@ -72,10 +72,8 @@ KeyTable = Mapping[str, Module]  # by stem
 def key_table(
     styles: Sequence[KeyStyle], layers: Mapping[str, Iterable[str]], modules: Mapping[str, Sequence[Link]]
 ) -> dict[str, Module]:
-    """All stems of a model, one to one.
-
-    layers: component -> its adaptable layers. modules: component -> those of its original layout (splitting.fused_modules).
-    """
+    """All stems of a model, one to one. layers: component -> its adaptable layers. modules: component -> those of its
+    original layout (splitting.fused_modules)."""
     table: dict[str, Module] = {}
     for style in styles:
         known = set(layers.get(style.component, ()))
@@ -93,10 +91,8 @@ def key_table(
 
 
 def taken_apart(keys: Iterable[str], where: object) -> dict[str, dict[str, str]]:
-    """Stem -> role (of `_SUFFIXES`) -> key, without the keys of `embeddings_in`.
-
-    Raises UserError for keys of another method, and for those of none.
-    """
+    """Stem -> role (of `_SUFFIXES`) -> key, without the keys of `embeddings_in`. Raises UserError for keys of another
+    method, and for those of none."""
     stems: dict[str, dict[str, str]] = {}
     other: dict[str, list[str]] = {}
     words = embeddings_in(keys := list(keys))

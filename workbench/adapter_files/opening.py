@@ -1,8 +1,5 @@
-"""Adapter files and checkpoints, opened: which model they are for, and the internal form (adapters/portable.py).
-
-A file says by its keys what it is for. Where it is for a model of another size than the published ones, the model is named:
-its configs alone are read.
-"""
+"""Adapter files and checkpoints, opened: which model they are for, by their keys, and the internal form
+(adapters/portable.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,11 +45,8 @@ HINTS = ("modelspec.architecture", "ss_base_model_version")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model as far as the names and shapes of its layers go.
-
-    label: of a published one, else where it lies. config(component) -> its config.json. source: where its weights are read;
-    None of a published one, of which only the configs are here.
-    """
+    """A model as far as the names and shapes of its layers go. label: of a published one, else where it lies.
+    config(component) -> its config.json. source: where its weights are read; None of a published one."""
 
     family: Family
     label: str
@@ -64,16 +58,15 @@ class NamedModel:
     def layers(self, name: str) -> dict[str, tuple[int, ...]]:
         """The weight shapes of a component's adaptable layers, by their names there, in order."""
         if name not in self._layers:
-            self._layers[name] = self._found(name)
+            component, config = self.family.component(name), self.config(name)
+            if component.role == "denoiser" and component.names is not None:
+                # Faster than the module: its weights of two and four dimensions are the Linears and convolutions.
+                shapes = component.names(config).shapes
+                layers = {key.removesuffix(".weight"): shape for key, shape in shapes.items() if len(shape) > 1}
+            else:
+                layers = adaptable_layers(build(component, config))
+            self._layers[name] = layers
         return self._layers[name]
-
-    def _found(self, name: str) -> dict[str, tuple[int, ...]]:
-        component, config = self.family.component(name), self.config(name)
-        if component.role == "denoiser" and component.names is not None:
-            # Faster than the module: its weights of two and four dimensions are the Linears and convolutions.
-            shapes = component.names(config).shapes
-            return {key.removesuffix(".weight"): shape for key, shape in shapes.items() if len(shape) > 1}
-        return adaptable_layers(build(component, config))
 
     def full_layers(self, components: list[str]) -> dict[str, tuple[int, ...]]:
         """The weights' shapes of the components' layers, by full name."""
@@ -115,24 +108,23 @@ class NamedModel:
 @cache
 def published(family: str) -> tuple[NamedModel, ...]:
     """The published models of a family, by its name, whose configs are embedded."""
-    named = family_named(family)
+    named, nothing = family_named(family), Recognised({}, frozenset())
     labels = dict.fromkeys(named.files.hub_ids.values())
-    nothing = Recognised({}, frozenset())
     sources = {label: ModelSource(named, root=PUBLISHED / label, recognise=lambda entries: nothing) for label in labels}
-    return tuple(_of_source(source, label, here=False) for label, source in sources.items())
+    return tuple(NamedModel(named, label, source.config) for label, source in sources.items())
 
 
-def _of_source(source: ModelSource, label: str, *, here: bool = True) -> NamedModel:
-    return NamedModel(source.family, label, source.config, source if here else None)
+def model_of(source: ModelSource, label: str) -> NamedModel:
+    """The model of a source. label: where it lies."""
+    return NamedModel(source.family, label, source.config, source)
 
 
 def models_at(path: str, recognise: Callable[..., Recognised], **keys: Any) -> list[NamedModel]:
-    """The model there, as every family that it may be of; UserError where it is of none. recognise, keys: as of
-    `open_model`."""
+    """The model there, as every family that it may be of; UserError where it is of none. recognise, keys: `open_model`'s."""
     models, refusals = [], []
     for family in FAMILIES.values():
         try:
-            model = _of_source(open_model(family, path, recognise=recognise, **keys), path)
+            model = model_of(open_model(family, path, recognise=recognise, **keys), path)
             model.config(family.denoiser)
             models.append(model)
         except UserError as error:
@@ -182,10 +174,8 @@ def open_adapter(
 ) -> OpenedAdapter:
     """An adapter file, read, with the model that it is for. path: of a file, or of a folder that PEFT saved. models: that it
     may be for; None: the published ones, of all families or of `family`. any_size: a LoRA or DoRA of other rows and columns
-    is read by its own (`_sizes_in`); it has no label then.
-
-    Raises UserError where the file is of another kind, is for none of them, or may be for several families.
-    """
+    is read by its own; it has no label then. Raises UserError where the file is of another kind, is for none of them, or may
+    be for several families."""
     path = Path(path)
     if path.is_dir() and is_peft_folder(path):
         path /= WEIGHTS
@@ -209,7 +199,8 @@ def open_adapter(
     known = [model for model in models if tables[id(model)].keys() >= stems.keys()]
     if not known:
         raise _not_known(path, stems, models, tables)
-    fitting = [model for model in known if all(hint == file.metadata.get(key) for key, hint in _hints(model, file))] or known
+    hints = {key: file.metadata[key] for key in HINTS if key in file.metadata}
+    fitting = [model for model in known if all(model.hints.get(key, hint) == hint for key, hint in hints.items())] or known
     shapes = {id(model): model.full_layers(model.named_in(stems)) for model in fitting}
     sizes = {at: _sizes_in(file, stems, tables[at], layers) for at, layers in shapes.items()}
     fitting = [model for model in fitting if sizes[id(model)].items() <= shapes[id(model)].items()] or fitting
@@ -228,8 +219,8 @@ def open_adapter(
 
 
 def _sizes_in(file: TensorFile, stems: Mapping, table: Mapping[str, Module], shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """The shapes of the layers' weights as A and B have them. A module of several layers is parted as in `shapes`, where its
-    rows and columns are those in one proportion; else each part has all of its rows, which nothing fits."""
+    """The layers' weights as A and B have them. A module of several layers is parted as in `shapes`, where its rows and
+    columns are those in one proportion; else each part has all of its rows, which nothing fits."""
     sizes: dict[str, tuple[int, ...]] = {}
     for stem, keys in stems.items():
         a, b = (file.entries[keys[role]].shape if role in keys else () for role in "ab")
@@ -239,10 +230,6 @@ def _sizes_in(file: TensorFile, stems: Mapping, table: Mapping[str, Module], sha
             even = len(parts) > 1 and b[0] * columns == rows * a[1]
             sizes[name] = b[0] * shape[0] // rows if even else b[0], a[1], *shape[2:]
     return sizes
-
-
-def _hints(model: NamedModel, file: TensorFile) -> list[tuple[str, str]]:
-    return [(key, model.hints[key]) for key in HINTS if key in model.hints and key in file.metadata]
 
 
 def _not_known(path: Path, stems: Mapping, models: list[NamedModel], tables: Mapping[int, Mapping]) -> UserError:
@@ -259,7 +246,6 @@ def _not_known(path: Path, stems: Mapping, models: list[NamedModel], tables: Map
 
 
 def _advice(models: Sequence[NamedModel]) -> str:
-    """What helps where a file fits none of the models, and these are the published ones."""
     return "; for a model of another size give it with --base" if all(model.source is None for model in models) else ""
 
 
@@ -268,7 +254,7 @@ def _advice(models: Sequence[NamedModel]) -> str:
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """What a checkpoint knows of its adapter and of the files that its run makes of it. Weights of the model are not read."""
+    """What a checkpoint knows of its adapter and of the files that its run makes of it."""
 
     folder: Path
     about: About
@@ -298,11 +284,8 @@ class OpenedCheckpoint:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats of the files that its norms suffice for: a DoRA's magnitudes may need the norms of the adapted
-        weights."""
-        adapted = [
-            self.norms[layer] for target in self._targets if (layer := f"{target.component}.{target.name}") in self.norms
-        ]
+        """The formats of the files that its norms suffice for: magnitudes may need the norms of the adapted weights."""
+        adapted = [self.norms[layer] for layer in self.layers if layer in self.norms]
         of_weights = all(norms.adapted is not None for norms in adapted)
         by_definition = of_weights or all(norms.original is None for norms in adapted)
         enough: dict[DoraScale, bool] = {"comfyui_released": of_weights, "magnitude": by_definition}
@@ -323,17 +306,14 @@ class OpenedCheckpoint:
         return replace(self, _state=state, norms=norms, about=replace(self.about, average=ema.described(decay)))
 
     def sample(self, ending: str = "") -> Path | None:
-        """The first that the run drew at this step at full strength, where that lies beside its checkpoints, and where the
-        run's files have a thumbnail. ending: "", or AVERAGE."""
+        """The first sample of this step at full strength, where the run's files have a thumbnail. ending: "", or AVERAGE."""
         layout, step = Layout(self.folder.absolute().parent.parent), self.about.step
         is_here = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
         return first_sample(layout.samples_of(step), ending) if is_here and self.thumbnail else None
 
     def export(self, folder: Path, write: Write, stem: str = "", sample: Path | None = None) -> dict[str, Path]:
         """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
-
-        stem: of the files' names; left out: the run's name. sample: for the thumbnail.
-        """
+        stem: of their names; left out: the run's name. sample: for the thumbnail."""
         shapes = self.model.full_layers(self.components)
         files = export.AdapterFiles(
             folder=folder,
@@ -358,11 +338,10 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
         there = [folder_name(step) for step in store.steps(folder.parent)]
         beside = f"; {folder.parent} has {', '.join(there)}" if there else ""
         raise UserError(f"{folder} does not exist{beside}")
-    reason = store.problem(folder)
-    if reason is not None:
+    if (reason := store.problem(folder)) is not None:
         raise UserError(f"{folder} is not a valid checkpoint: {reason}")
     saved = Saved.whatever(folder)
-    config, norms, origin, state = (saved.state(name) for name in ("config", "norms", "origin", "adapter"))
+    config, norms, origin, state = map(saved.state, ("config", "norms", "origin", "adapter"))
     try:
         alphas = {str(name): float(alpha) for name, alpha in origin["alphas"]}
         split = {name: name.partition(".") for name in alphas}

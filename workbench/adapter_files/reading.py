@@ -1,9 +1,7 @@
 """Adapter files of all kinds as one internal form (portable.py). What a file is, its keys say.
 
-A module's tensors are A, B, and what else it has: `.alpha`, and of a DoRA `.lora_magnitude_vector` (the output axis, by
-PEFT's definition) or `.dora_scale` ([N, 1]: the output axis; [1, K]: the input axis). The scale is alpha / rank: alpha stands
-beside the module, in diffusers' `lora_adapter_metadata`, or in the config that PEFT saves beside the file (peft_config.py);
-without any of them the scale is 1. LyCORIS' `.scalar` is one more factor, and its `.lora_mid` a Tucker core between A and B.
+A DoRA's `.lora_magnitude_vector` is of the output axis, `.dora_scale` of that ([N, 1]) or of the input axis ([1, K]). The
+scale is alpha / rank, 1 without an alpha; LyCORIS' `.scalar` is one more factor, `.lora_mid` a Tucker core between A and B.
 """
 
 import json
@@ -23,7 +21,7 @@ from trainer.base.console import some
 from trainer.base.errors import UserError, reading, shown
 from trainer.base.tensorfile import Recipe, TensorFile
 from workbench.adapter_files.keys import KeyTable, Module, embeddings_in, taken_apart
-from workbench.adapter_files.peft import PeftConfig, config_beside
+from workbench.adapter_files.peft import AS_SAVED, PeftConfig, config_beside
 from workbench.adapter_files.splitting import split
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -37,8 +35,8 @@ Said = PeftConfig | dict[str, dict[str, Any]]  # what a file's scales are: PEFT'
 @dataclass
 class ReadAdapter:
     """What an adapter file holds. conventions: how many modules were named in which way. fused: how many held several layers,
-    by form (splitting.py). alphas: where the scales come from. absent: rows of fused modules without an adapter, whose
-    magnitudes are the model's norms and were left out. account: what was assumed of the file, and left out of it."""
+    by form. alphas: where the scales come from. absent: layers of fused modules without an adapter, whose magnitudes, the
+    model's norms, were left out. account: what was assumed of the file, and left out of it."""
 
     portable: Portable
     conventions: Counter[str] = field(default_factory=Counter)
@@ -63,7 +61,9 @@ def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes
     """
     if unknown := [key for stem in sorted(stems.keys() - table.keys()) for key in stems[stem].values()]:
         raise UserError(f"{file.path} has keys of no layer that the model has: {some(unknown)}")
-    meaning = _meaning(file)
+    noted = str(network_args(file.metadata).get("dora_scale"))
+    meanings: tuple[DoraScale, ...] = ("comfyui_released", "magnitude")
+    meaning = next((meaning for meaning in meanings if noted.startswith(meaning)), None)
     result = ReadAdapter(Portable({}, meaning or "magnitude", dict(file.metadata)))
     reader = _Reader(file, config_beside(file.path, stems) or _said_alphas(file), result.alphas, advice)
     layers, by_layer = {}, {}
@@ -129,17 +129,10 @@ def network_args(metadata: Mapping[str, str]) -> dict[str, Any]:
     return args if isinstance(args, dict) else {}
 
 
-def _meaning(file: TensorFile) -> DoraScale | None:
-    """What the file's magnitudes are, as this program notes it; None where nothing that can be read is noted."""
-    said = str(network_args(file.metadata).get("dora_scale"))
-    meanings: tuple[DoraScale, ...] = ("comfyui_released", "magnitude")
-    return next((meaning for meaning in meanings if said.startswith(meaning)), None)
-
-
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the modules of one file. said: what its scales are. alphas: counts where they come from. advice: as of
-    `read_adapter`. unscaled: the stems of modules without an alpha."""
+    """Reads the modules of one file. said: what its scales are. alphas: counts where they come from. unscaled: the stems of
+    modules without an alpha."""
 
     file: TensorFile
     said: Said
@@ -154,10 +147,9 @@ class _Reader:
         """shape: of the module's weight."""
         if ends := {end: keys[end] for end in lokr.ENDS if end in keys}:
             return self.product(stem, keys, ends, module, shape)
-        absent = [role for role in "ab" if role not in keys]
-        if absent:
-            names = {"a": "A (lora_A, lora_down)", "b": "B (lora_B, lora_up)"}
-            raise self.wrong(stem, f"has no {names[absent[0]]}, only {some(sorted(keys.values()))}; it is not whole")
+        for role, named in (("a", "A (lora_A, lora_down)"), ("b", "B (lora_B, lora_up)")):
+            if role not in keys:
+                raise self.wrong(stem, f"has no {named}, only {some(sorted(keys.values()))}; it is not whole")
         if "magnitude" in keys and "dora_scale" in keys:
             raise self.wrong(stem, "has lora_magnitude_vector and dora_scale; which of them counts is not known")
         for role, key in keys.items():
@@ -231,7 +223,9 @@ class _Reader:
         """(alpha, whether the scale is rsLoRA's)."""
         if isinstance(self.said, PeftConfig):
             if own := keys.get("alpha"):
-                raise self.said.wrong(f"gives the alphas, and the file has {own!r}: which of them counts is not known")
+                raise self.said.wrong(
+                    f"gives the alphas, and the file has {own!r}: which of them counts is not known{AS_SAVED}"
+                )
             self.alphas["in PEFT's adapter_config.json"] += 1
             return self.said.alpha(stem, rank, dora="magnitude" in keys or "dora_scale" in keys), self.said.rslora
         if "alpha" in keys:
@@ -283,8 +277,7 @@ def _same_but_ones(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 def _said_alphas(file: TensorFile) -> dict[str, dict[str, Any]]:
     """What diffusers' `lora_adapter_metadata` says: component -> {"alpha", "rslora", "patterns": [(name, alpha, whole)]}.
 
-    Patterns are regular expressions to PEFT. Here they are names, or ends of names: no file needs more, and a file's regular
-    expression could keep a reader busy forever.
+    PEFT's patterns are regular expressions, which could keep a reader busy forever. Here they are names, or ends of names.
     """
     text = file.metadata.get(METADATA)
     if text is None:

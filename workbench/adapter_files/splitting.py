@@ -20,11 +20,8 @@ from trainer.adapters.portable import Factors, derived
 
 
 def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple[list[Factors | None], str]:
-    """(the adapter of each layer, None where it has none; which form it was: "block-diagonal", "shared" or "").
-
-    rows: of each layer. swap: the two halves of the module's rows are the layer's in the other order.
-    Reads B. A magnitude of the output axis is split by rows; of the input axis each layer gets it whole.
-    """
+    """(the adapter of each layer, None where it has none; which form it was: "block-diagonal", "shared" or ""). Reads B.
+    rows: of each layer. swap: the two halves of the module's rows are the layer's in the other order."""
     if swap:
         factors = factors.swapped()
     if len(rows) == 1:

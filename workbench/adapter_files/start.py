@@ -13,7 +13,7 @@ from trainer.base.console import some
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file
 from trainer.plan.run_plan import RunPlan
-from workbench.adapter_files.opening import NamedModel, open_adapter, open_checkpoint
+from workbench.adapter_files.opening import model_of, open_adapter, open_checkpoint
 
 READ_BEFORE = "the model reads the encoder before these layers, so they change no picture, and nothing trains them"
 UNTRAINED = "their B is zero, so they change nothing, and this run does not adapt them"
@@ -31,8 +31,7 @@ def read_start(plan: RunPlan) -> tuple[Portable, Account]:
         if place.is_dir() and not is_peft_folder(place):
             portable, account = open_checkpoint(place).portable("magnitude"), Account()
         else:
-            model = NamedModel(plan.model.family, plan.config.model.path, plan.model.source.config, plan.model.source)
-            opened = open_adapter(place, [model])
+            opened = open_adapter(place, [model_of(plan.model.source, plan.config.model.path)])
             portable, account = opened.portable, opened.account
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
@@ -57,9 +56,7 @@ def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
             f"of W + U's rows, and over W alone, as its file is used, even untrained ones would change W; take {others}"
         )
     try:
-        opened = open_adapter(
-            Path(path), [NamedModel(family, plan.config.model.path, plan.model.source.config, plan.model.source)]
-        )
+        opened = open_adapter(path, [model_of(plan.model.source, plan.config.model.path)])
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     portable = opened.portable

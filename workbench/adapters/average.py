@@ -35,7 +35,7 @@ from trainer.checkpoint.state import QUANTIZATION
 from workbench.adapter_files.opening import HINTS, NamedModel, OpenedAdapter
 from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters.convert import Converted, WeightOf, adapted, gain, write_as
-from workbench.adapters.ranks import Loss, blank, matrices, product_norm
+from workbench.adapters.ranks import Residual, blank, matrices, product_norm
 from workbench.adapters.resize import check_rank
 
 # Entries of a file's header that tell its base apart from others. The hashes are those that kohya's trainers write.
@@ -47,8 +47,8 @@ LEAST_GAIN = 1e-6
 
 @dataclass(frozen=True)
 class Averaged:
-    """An adapter that goes into a mean. share: of the mean. base: (where, digest) of every frozen tensor of its run; empty
-    where nothing tells."""
+    """An adapter that goes into a mean. share: of the mean. base: (where, digest) of every frozen tensor of its run, if
+    known."""
 
     path: Path
     model: NamedModel
@@ -127,8 +127,7 @@ def check_digests(bases: Sequence[tuple[str, Base]]) -> None:
 
 
 def check(adapters: Sequence[Averaged], rank: int, weight: WeightOf | None) -> None:
-    """Raises UserError or NonFiniteError where it can be told, before anything is computed, that they have no mean of such a
-    rank. weight: as `average` takes it."""
+    """Raises UserError or NonFiniteError where it is clear before the computation that they have no mean of such a rank."""
     check_rank(rank)
     if len(adapters) < 2:
         raise UserError(f"average takes at least two adapters, and there is {len(adapters)}: {adapters[0].path}")
@@ -143,15 +142,13 @@ def average(
     adapters: Sequence[Averaged], out: Path, rank: int, *, weight: WeightOf | None = None, to: str = "diffusers",
     phases: Phases = QUIET,
 ) -> Converted:  # fmt: skip
-    """Write the mean of at least two adapters with ranks of at most `rank`; fp32, alpha = rank.
-
-    weight: of the base, for a DoRA. One layer is in memory at a time, and the mean. Raises what `check` does.
-    """
+    """Write the mean of at least two adapters with ranks of at most `rank`; fp32, alpha = rank. weight: of the base, for a
+    DoRA. One layer is in memory at a time, and the mean. Raises what `check` does."""
     check(adapters, rank, weight)
     magnitudes = any(each.portable.kind.magnitudes for each in adapters)
     names = list(dict.fromkeys(name for each in adapters for name in each.portable.layers))
     layers: dict[str, Factors] = {}
-    loss = Loss()
+    loss = Residual()
     with phases("averaging", len(names), "layer") as phase:
         for name in names:
             parts = [(each.share, each.portable.layers.get(name), each.portable) for each in adapters]

@@ -21,10 +21,8 @@ class BaseWeights:
         self._last: tuple[Read, list[torch.Tensor]] | None = None
 
     def weight(self, layer: str) -> torch.Tensor:
-        """W of a layer by its full name ("unet.mid_block...to_q"), fp32, in its own shape.
-
-        Of a file that holds it quantised its value. Raises UserError where the model's files lack it.
-        """
+        """W of a layer by its full name ("unet.mid_block...to_q"), fp32, in its own shape; of a quantised one its value.
+        Raises UserError where the model's files lack it."""
         component, _, name = layer.partition(".")
         if f"{name}.weight" not in self.reads(component):
             raise UserError(f"the model has no layer {layer}")

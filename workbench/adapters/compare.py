@@ -13,7 +13,7 @@ from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.monitoring.weight_change import block_of
 from workbench.adapters.convert import WeightOf, change_of
-from workbench.adapters.ranks import Loss, matrices, product_norm
+from workbench.adapters.ranks import Residual, matrices, product_norm
 
 SHOWN = 12  # lines of a list
 
@@ -26,8 +26,8 @@ class Comparison:
     only_a: list[str]
     only_b: list[str]
     bits: bool
-    whole: Loss = field(default_factory=Loss)
-    blocks: dict[str, Loss] = field(default_factory=dict)
+    whole: Residual = field(default_factory=Residual)
+    blocks: dict[str, Residual] = field(default_factory=dict)
     ranks: dict[str, Counter[tuple[int, int]]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
@@ -67,7 +67,7 @@ def compare(a: Portable, b: Portable, weight: WeightOf | None = None) -> Compari
                 "they are for models of different sizes"
             )
         change, difference = _norms(name, a, b, weight)
-        for loss in (found.whole, found.blocks.setdefault(block := block_of(name), Loss())):
+        for loss in (found.whole, found.blocks.setdefault(block := block_of(name), Residual())):
             loss.add(name, difference, change)
         found.ranks.setdefault(block, Counter())[one.rank, other.rank] += 1
     return found

@@ -20,7 +20,7 @@ from trainer.base.files import FileGroup
 from trainer.base.tensorfile import Tensors, write_tensors
 from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapter_files.reading import network_args
-from workbench.adapters.ranks import Loss, matrices, nearest, relative_error
+from workbench.adapters.ranks import Residual, matrices, nearest, relative_error
 
 # What each format's readers divide a magnitude by; of ComfyUI's it can be chosen.
 MEANINGS: Mapping[str, DoraScale] = {
@@ -38,7 +38,7 @@ class Converted:
 
     portable: Portable
     notes: list[str] = field(default_factory=list)
-    loss: Loss = field(default_factory=Loss)
+    loss: Residual = field(default_factory=Residual)
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,8 @@ def adapted(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
 
 
 def told_anew(portable: Portable, meaning: DoraScale, weight: WeightOf | None, notes: list[str]) -> Portable:
-    """The same DoRA with magnitudes of the other meaning: times or by ||W|| / ||W + s B A||, row by row.
-
-    Magnitudes of the input axis stay: ComfyUI divides these by ||W + s B A||, as all others do.
-    """
+    """The same DoRA with magnitudes of the other meaning: times or by ||W|| / ||W + s B A||, row by row. Magnitudes of the
+    input axis stay: ComfyUI divides these by ||W + s B A||, as all others do."""
     layers, ulps = {}, 0
     for name, factors in portable.layers.items():
         if factors.magnitude is None or factors.axis == "input":
@@ -206,8 +204,7 @@ def told_anew(portable: Portable, meaning: DoraScale, weight: WeightOf | None, n
 
 
 def gain(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Tensor:
-    """The factor g, fp64, that W + s B A is multiplied by, [N] of the output axis, [K] of the input axis (a convolution's
-    channels)."""
+    """The factor g of W + s B A, fp64: [N] of the output axis, [K] of the input axis (a convolution's channels)."""
     assert factors.magnitude is not None
     m, v = factors.magnitude.make().double(), adapted(weight, factors)
     if factors.axis == "output":
@@ -230,7 +227,7 @@ def change_of(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> tor
 
 def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: list[str]) -> Portable:
     """A LoRA of rank `rank` (None: of each layer's own) for a DoRA: the nearest of that rank to g (W + s B A) - W."""
-    layers, loss = {}, Loss()
+    layers, loss = {}, Residual()
     for name, factors in portable.layers.items():
         if factors.magnitude is None:
             layers[name] = factors
@@ -250,7 +247,7 @@ def of_rank(portable: Portable, opened: OpenedAdapter, rank: int | None, notes: 
         raise UserError(
             f"{opened.path} is a {portable.kind.word}; give the LoRA's rank with --rank ({whole} keeps all of it)"
         )
-    layers, loss = dict(portable.layers), Loss()
+    layers, loss = dict(portable.layers), Residual()
     for name, factors in portable.layers.items():
         if factors.form is not None:
             layers[name], left = shrunk(factors, rank)
@@ -260,7 +257,7 @@ def of_rank(portable: Portable, opened: OpenedAdapter, rank: int | None, notes: 
     return replace(portable, layers=layers)
 
 
-def _in_place(rank: str, kind: str, loss: Loss) -> str:
+def _in_place(rank: str, kind: str, loss: Residual) -> str:
     name, most = loss.worst
     lost = f"{loss.share:.2%} of the change of the weights is lost in all, {most:.2%} at most ({name})"
     return f"a plain LoRA of {rank} in place of a {kind}: {lost}"

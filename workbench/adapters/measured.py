@@ -1,9 +1,5 @@
 """The held-out losses of adapters, as a run measures and logs them: its model is loaded once, and takes one after the other.
-
-config, adapters -> a run with room for each -> refusals -> photos, model -> an adapter in its layers -> its loss -> the next
-
-Nothing is trained and nothing written but caches of the model's own; photos and captions are encoded in memory.
-"""
+Nothing is trained and nothing written but caches of the model's own."""
 
 from __future__ import annotations
 
@@ -42,11 +38,8 @@ KINDS = ("held_out_loss", "trained_loss")
 
 def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases: Phases) -> tuple[Session, RunPlan]:
     """(a session that measures, its plan): a run of the config whose adapter has room for each of these, and for their mean
-    of at most that rank.
-
-    Reads photos and headers. Raises UserError where the config holds no photos out, for what its run would refuse, and for an
-    adapter that does not fit its model or has layers that it does not adapt.
-    """
+    of at most that rank. Reads photos and headers. Raises UserError where the config holds no photos out, for what its run
+    would refuse, and for an adapter that does not fit its model."""
     if not config.data.held_out:
         raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
     ranks = [max(factors.rank for factors in each.portable.layers.values()) for each in adapters]
@@ -65,11 +58,8 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
 
 
 class HeldOutLosses:
-    """The held-out losses of adapters in one model.
-
-    session, plan: of `plan_losses`, for these adapters. Photos are encoded and the model is loaded here. Raises UserError for
-    an adapter that is known to be of another model.
-    """
+    """The held-out losses of adapters in one model. session, plan: of `plan_losses`, for these adapters. Raises UserError
+    for an adapter that is known to be of another model."""
 
     def __init__(self, session: Session, plan: RunPlan, adapters: Sequence[Averaged], phases: Phases) -> None:
         peers = session.processes

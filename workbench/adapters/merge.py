@@ -32,7 +32,7 @@ from trainer.runtime import precision
 from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapters.base_weights import BaseWeights
 from workbench.adapters.convert import change_of
-from workbench.adapters.ranks import Loss
+from workbench.adapters.ranks import Residual
 from workbench.adapters.whole_files import Placed, WholeFile, folder_files, single_file
 
 SCALED = "fp8"
@@ -61,14 +61,12 @@ class Merged:
 
     path: Path
     layers: set[str] = field(default_factory=set)
-    loss: Loss = field(default_factory=Loss)
+    loss: Residual = field(default_factory=Residual)
 
 
 def merged_rows(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(rows, these rows of the layer's W with the adapters in it, fp64 [rows, K]), until all rows were there.
-
-    Few rows at a time, whose copies stay in the processor's caches; all at once where a magnitude belongs to the columns.
-    """
+    """(rows, these rows of the layer's W with the adapters in it, fp64 [rows, K]), until all rows were there: few at a time,
+    whose copies stay in the processor's caches; all at once where a magnitude belongs to the columns."""
     held, changes = [], []
     for each in adapters:
         if (factors := each.opened.portable.layers.get(layer)) is not None:

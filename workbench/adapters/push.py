@@ -1,8 +1,5 @@
-"""A folder of adapter files, sent to a repository of the Hugging Face hub (`scripts/adapter.py push`).
-
-What is sent: its adapter files, README.md, and the pictures in images/. Tokens are huggingface_hub's own business (HF_TOKEN,
-or what `hf auth login` left).
-"""
+"""A folder of adapter files, README.md and pictures, sent to a repository of the Hugging Face hub (`scripts/adapter.py
+push`). Tokens are huggingface_hub's own business (HF_TOKEN, or what `hf auth login` left)."""
 
 import sys
 from dataclasses import dataclass
@@ -22,9 +19,7 @@ CARD = "README.md"
 @dataclass(frozen=True)
 class Pushed:
     """What became of a push. url: of the repository. commit: its new one, or the newest where it had all this already.
-
-    visibility: "private" or "public". made: whether there was no repository before.
-    """
+    visibility: "private" or "public". made: whether there was no repository before."""
 
     url: str
     commit: str
@@ -45,8 +40,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 def check(path: Path, models: list[NamedModel] | None, family: str | None, phases: Phases = QUIET) -> None:
     """Raises UserError for a file that is no adapter (so that nothing else leaves this machine), or changes nothing, and
-    NonFiniteError for a number that is not finite. models: that it may be for; None: the published ones, of all families
-    or of `family`."""
+    NonFiniteError for a number that is not finite. models, family: as `open_adapter` takes them."""
     try:
         layers = open_adapter(path, models, family=family).portable.layers
     except UserError as error:
@@ -75,12 +69,9 @@ def push(
     family: str | None = None,
     phases: Phases = QUIET,
 ) -> Pushed:
-    """Send the folder's files to the hub in one commit. The repository is made where there is none, private unless `public`;
-    one that exists stays as it is.
-
-    replace_card: another README.md that is there may be lost. Raises UserError without it, and where the hub does not
-    take the files, and what `check` raises, before anything is sent.
-    """
+    """Send the folder's files to the hub in one commit. The repository is made where there is none, private unless `public`.
+    replace_card: another README.md that is there may be lost. Raises UserError without it, where the hub does not take the
+    files, and what `check` raises, before anything is sent."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     from huggingface_hub.utils import disable_progress_bars

@@ -12,7 +12,7 @@ ROWS = 256  # of a dense change at once
 
 
 @dataclass
-class Loss:
+class Residual:
     """What is lost of a change of weights. lost, change: norms over all layers. shares: of each layer, lost by change."""
 
     lost: float = 0.0

@@ -16,17 +16,14 @@ from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters.base_weights import BaseWeights
 from workbench.adapters.convert import Converted, WeightOf, write_as
-from workbench.adapters.ranks import Loss, blank, nearest, relative_error
+from workbench.adapters.ranks import Residual, blank, nearest, relative_error
 
 DIFFUSERS = ("diffusers", "PEFT")  # conventions whose files `resize` writes as diffusers'
 
 
 def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | None = None) -> Converted:
-    """Write the adapter with ranks of at most `rank`: each product B A becomes the nearest of that rank.
-
-    Scales and a DoRA's magnitudes stay, and so does the format, diffusers' or kohya's. weight: of the base model, where it
-    was given.
-    """
+    """Write the adapter with ranks of at most `rank`: each product B A becomes the nearest of that rank. Scales, a DoRA's
+    magnitudes and the format, diffusers' or kohya's, stay. weight: of the base model, where it was given."""
     check_rank(rank)
     layers, lost = dict(opened.portable.layers), {}
     for name, factors in layers.items():
@@ -47,10 +44,8 @@ def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | No
 def extract(
     tuned: NamedModel, base: NamedModel, out: Path, rank: int, *, to: str = "diffusers", phases: Phases = QUIET
 ) -> Converted:
-    """Write the LoRA of rank `rank` that is nearest to the difference of two models, layer by layer; fp32, alpha = rank.
-
-    Two weights are in memory at once, and the adapter. Layers that do not differ get none.
-    """
+    """Write the LoRA of rank `rank` that is nearest to the difference of two models, layer by layer; fp32, alpha = rank. Two
+    weights are in memory at once, and the adapter. Layers that do not differ get none."""
     check_rank(rank)
     refuse_taken(out)
     assert tuned.source is not None and base.source is not None
@@ -61,7 +56,7 @@ def extract(
         where = odd[0] if odd else "the number of layers"
         raise UserError(f"{tuned.label} and {base.label} are models of different shapes ({where}); there is no difference")
     layers: dict[str, Factors] = {}
-    loss = Loss()
+    loss = Residual()
     with phases("comparing the models' layers", len(shapes), "layer") as phase:
         for name, shape in shapes.items():
             phase.advance(1)

@@ -35,8 +35,7 @@ class LayerReport:
 
 
 def layer_report(name: str, factors: Factors, meaning: DoraScale, weight: WeightOf | None = None) -> LayerReport:
-    """||s B A|| without making it: the trace of (B^T B)(A A^T), or what its kind has for that. weight: of the base, where it
-    was given."""
+    """||s B A|| without making it: the trace of (B^T B)(A A^T), or its kind's. weight: of the base, where it was given."""
     tensors = {kind: tensor.make() for kind, tensor in factors.tensors().items()}
     finite = all(map(is_finite, tensors.values()))
     if factors.form is None:

@@ -1,8 +1,5 @@
-"""What the files of a whole model hold, tensor by tensor: to write a model again, with other values.
-
-In the layout that it has the tensors keep the names of its files. A diffusers folder may also become one file, of all
-components under the names of the original layout, as ComfyUI's checkpoint loader takes it.
-"""
+"""What the files of a whole model hold, tensor by tensor: to write a model again, with other values, in the layout that it
+has; a diffusers folder also as one file, under the names of the original layout, as ComfyUI's checkpoint loader takes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,10 +19,8 @@ MARKERS = {"v_pred": ("prediction_type", "v_prediction"), "ztsnr": ("rescale_bet
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of a file: made of parameters of `component` as the link says. shape: in the file.
-
-    dtype: that the model's files hold it in; None where they hold it quantised.
-    """
+    """A tensor of a file: made of parameters of `component` as the link says. shape: in the file. dtype: in the model's
+    files; None where they hold it quantised."""
 
     component: str
     link: Link
@@ -35,8 +30,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class WholeFile:
-    """A model file to write. tensors: by name in the file. others: what the model's file has beside weights, taken over as
-    it is."""
+    """A model file to write. tensors: by name in the file. others: what the model's file has beside weights, as it is."""
 
     tensors: Mapping[str, Placed]
     others: Tensors

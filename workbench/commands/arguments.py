@@ -27,8 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's options by name. arguments: None takes those of this process. Exits with status 2 after a
-    mistake."""
+    """The command line's options by name. arguments: None takes those of this process. A mistake exits with status 2."""
     parser = Parser(
         prog="train.py",
         description="Fine-tune a LoRA, DoRA or LoKr adapter for SDXL, Flux, FLUX.2, FLUX.3 or Z-Image.",

@@ -31,7 +31,7 @@ def report_data(config: Config, out: Path | None = None, *, strict: bool = True)
     would refuse, too; the page has them anyway.
 
     Returns how many captions strict mode would refuse. Reads photos and tokenizers, no weights. If files are damaged, the
-    page names them and is about the other photos. Then raises the same UserError as a run.
+    page names them and is about the other photos; then the UserError of a run is raised.
     """
     # What strict mode refuses is reported here, not raised.
     config = with_values(config, {"data.strict_captions": False})

@@ -38,19 +38,16 @@ def show_everything():
 def choose_waiting():
     """Choose how long OpenMP's threads look for work before they give their core away, unless the user chose that.
 
-    Its default is 3 ms, on cores that the thread they wait for may need: beside four endless loops no step ended within
-    100 s (benchmarks/busy.py). On a free machine to give the core away at once makes a step longer by a third. PyTorch's
-    OpenMP reads this once, when it is loaded.
+    Its default is 3 ms, on cores that the thread they wait for may need: beside four endless loops no step ended within 100
+    s (benchmarks/busy.py). On a free machine to give the core away at once makes a step longer by a third.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = BESIDE_OTHERS if _others_run() else ALONE
 
 
 def _others_run():
-    """Whether other programs want a quarter of the machine's cores or more, three times in a row.
-
-    False where the system does not tell. In a container, too, the system tells of the whole machine.
-    """
+    """Whether other programs want a quarter of the machine's cores or more, three times in a row. False where the system
+    does not tell; in a container it tells of the whole machine."""
     try:
         for _ in range(3):
             with open(LOAD) as file:
@@ -78,29 +75,22 @@ def check(arguments):
     else:
         lines.append(f"make the project's own first: {_command(['bash', str(ROOT / 'scripts' / 'setup.sh')])}")
         lines.append(f"then: {command}")
-    sys.exit(_told(lines))
+    sys.stderr.write("error: {}\n".format("\n       ".join(lines)))
+    sys.exit(2)
 
 
 def torch_said():
     """Sentences for people: which PyTorch is installed, for what, and where there is a card that it cannot use the remedy."""
     import torch
 
-    built = (
-        f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else "the CPU"
-    )
-    if torch.cuda.is_available():
-        return [f"PyTorch {torch.__version__}, built for {built}; runs use {torch.cuda.get_device_name(0)}"]
-    lines = [f"PyTorch {torch.__version__}, built for {built}; runs use the CPU"]
-    if card := _nvidia_card():
-        remedy = (
-            f"it may need a newer driver for CUDA {torch.version.cuda}; update the driver"
-            if torch.version.cuda
-            else "it was built without CUDA; install PyTorch's CUDA build into .venv, with the command that pytorch.org names"
-        )
+    remedy = "it was built without CUDA; install PyTorch's CUDA build into .venv, with the command that pytorch.org names"
+    built = f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+    if torch.version.cuda:
+        built = f"CUDA {torch.version.cuda}"
+        remedy = f"it may need a newer driver for {built}; update the driver"
+    uses = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "the CPU"
+    lines = [f"PyTorch {torch.__version__}, built for {built}; runs use {uses}"]
+    if not torch.cuda.is_available() and (card := _nvidia_card()):
         lines.append(f"warning: this machine has {card}, which it cannot use: {remedy}")
     return lines
 
@@ -123,11 +113,6 @@ def _command(words):
     from subprocess import list2cmdline
 
     return list2cmdline(words)
-
-
-def _told(lines):
-    sys.stderr.write("error: {}\n".format("\n       ".join(lines)))
-    return 2
 
 
 if __name__ == "__main__":

@@ -18,11 +18,8 @@ DRAWS = ("data", "run.seed")  # keys and tables that the draws, or the photos, f
 
 def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
     """(the config of the new run, what may differ from the checkpoint). The config is the checkpoint's with
-    `table.key=VALUE` overrides.
-
-    Without run.output_dir among them its folder is that of the old run with "-from-STEP" behind its name. Raises UserError
-    for a folder that is no checkpoint, a key that a fork cannot change, and an output folder that holds a run.
-    """
+    `table.key=VALUE` overrides; without run.output_dir among them its folder has "-from-STEP" behind the old name. Raises
+    UserError for a folder that is no checkpoint, a key that a fork cannot change, and an output folder that holds a run."""
     if checkpoint in ("auto", "latest"):
         example = Layout(Path("RUN")).checkpoints / folder_name(500)
         raise UserError(f"--fork_from {checkpoint}: give a checkpoint's folder, for example {example}")
@@ -36,7 +33,8 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
     before = configs.flatten(tree)
     configs.override(tree, overrides)
     after = configs.flatten(tree)
-    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    keys = [key for key in changed if not any(fnmatchcase(key, free) for free in (*MAY_CHANGE, *PLACES))]
     for key in keys:
         _refuse(key)
     config = configs.parse(tree)
@@ -46,7 +44,7 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
             f"--fork_from {checkpoint}: run.output_dir = {str(new.root)!r} is there already; go on with that run by --config "
             f"{new.config} --resume_from auto, or choose another folder with --set run.output_dir=FOLDER"
         )
-    return config, Allowance(tuple(key for key in keys if not _free(key)), str(folder))
+    return config, Allowance(tuple(keys), str(folder))
 
 
 def begun(layout: Layout) -> bool:
@@ -55,7 +53,7 @@ def begun(layout: Layout) -> bool:
 
 
 def _holds_a_run(layout: Layout) -> bool:
-    """Whether there is more in a folder than what a start of a fork leaves that was killed before its first checkpoint."""
+    """Whether there is more in a folder than what a killed start of a fork leaves before its first checkpoint."""
     if not layout.root.is_dir():
         return layout.root.exists()
     left = {layout.report, layout.cache, layout.lock}
@@ -65,14 +63,8 @@ def _holds_a_run(layout: Layout) -> bool:
     return any(path not in left and not path.name.endswith(".tmp") for path in layout.root.iterdir())
 
 
-def _free(key: str) -> bool:
-    """Whether any run may go on with another value of the key."""
-    return any(fnmatchcase(key, pattern) for pattern in (*MAY_CHANGE, *PLACES))
-
-
 def _refuse(key: str) -> None:
-    if _free(key):
-        return
+    """Raises UserError for a key that a fork cannot change."""
     named = configs.whole(key)
     if reason := never(key):
         raise UserError(f"--fork_from: {named} cannot change in mid-run: {reason}; leave it out, or start a new run")

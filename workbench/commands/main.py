@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         overrides = [item for group in options.overrides for item in group]
         if len(options.config or ()) > 1:
-            return run_several(options.config, overrides, given, goes_on="" if planned else next_one())
+            return run_several(options.config, overrides, given, "" if planned else next_one())
         from workbench.commands.launch import asked, compare_runs, launched, next_command, size_of, train
 
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
@@ -82,11 +82,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def run_several(files: list[str], overrides: list[str], arguments: list[str], *, goes_on: str) -> int:
+def run_several(files: list[str], overrides: list[str], arguments: list[str], goes_on: str) -> int:
     """The status of a queue of runs, which this process only waits for. goes_on: the command that goes on with it, or ""."""
-    from workbench.commands.queue import run_files
+    from workbench.commands.queue import queue_of, run_queue
 
-    return run_files(files, overrides, without_config(arguments), goes_on=goes_on)
+    status = run_queue(queue_of(files, overrides), without_config(arguments))
+    if goes_on and (status == 6 or status > 128):
+        write(f"go on: {goes_on}", sys.stderr, whole=True)
+    return status
 
 
 def write_first(photos: str, *, model: str | None, memory: int | None, overrides: list[str]) -> None:
@@ -133,11 +136,9 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process, for which there is nothing left to do; what libraries want done at the end is done.
-
-    The interpreter's own way out first takes millions of objects apart, which takes seconds: too long after a signal, when a
-    machine is about to be taken away. We use it only where threads, child processes or a process group must still be ended.
-    """
+    """End this process, for which there is nothing left to do; what libraries want done at the end is done. The
+    interpreter's own way out takes millions of objects apart first: seconds that a machine about to be taken away may not
+    have. It is taken only where threads, child processes or a process group must still be ended."""
     # What was not loaded has left nothing; to load it only to ask would be a tenth of the time that --help takes.
     torch, multiprocessing = sys.modules.get("torch"), sys.modules.get("multiprocessing")
     grouped = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()

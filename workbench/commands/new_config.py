@@ -1,11 +1,11 @@
 """A first config for a folder of photos: `train.py --new PHOTOS`.
 
 It is the config of configs/ for this machine's memory (`sdxl_12gb.toml` and its like), with the folder, a name, a trigger and
-sample prompts from the captions, and a length for so many photos. The plan says whether it fits. Comments say where values
-come from.
+sample prompts from the captions, and a length for so many photos.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,9 +65,9 @@ def write_first_config(
     """Write NAME.toml into `folder`, and return its path. Reads the photos and the headers of the model's files.
 
     model: as `model.path`; None takes MODEL. memory: bytes of the accelerator; None takes this machine's. overrides: as of
-    --set; what they say is in the file in place of what would be chosen here. show(config, what is done where it does not
-    fit, None of the last) -> whether it fits: plans the config once it is written. Where it raises, nothing is left.
-    Raises UserError where the photos have problems, the model cannot be read, an override is wrong, or NAME.toml is there.
+    --set. show(config, what is done where it does not fit, None of the last) -> whether it fits: plans the config once it is
+    written; where it raises, nothing is left. Raises UserError where the photos have problems, the model cannot be read, an
+    override is wrong, or NAME.toml is there.
     """
     phases = Phases(show=True)
     tree = _minimal(_name(photos), photos, model or MODEL)
@@ -91,8 +91,10 @@ def write_first_config(
         undo.callback(path.unlink, missing_ok=True)
         for place, preset in enumerate(presets):
             document = _filled(preset, photos=photos, config=config, named=named, found=scanned.photos)
-            if device is not None and device.type == "cpu" and "precision.compute" not in given:
-                _set_compute(document)
+            compute = configs.parse(document.unwrap()).precision.compute
+            on_cpu = device is not None and device.type == "cpu" and "precision.compute" not in given
+            if on_cpu and slow_in(COMPUTE_DTYPES[compute]):
+                _set(document, "precision", "compute", "fp32", f"this CPU is slow in {compute}")
             _override(document, overrides)
             chosen = configs.parse(document.unwrap())
             session = Session.open(chosen, only="measure")
@@ -121,7 +123,7 @@ def _minimal(name: str, photos: str, model: str) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str]) -> set[str]:
-    """Apply them, in place, and return their keys. In a document each has a comment in place of the preset's."""
+    """Apply them, in place, and return their keys. In a document each has a comment."""
     keys = configs.override(tree, overrides)
     run = tree["run"]
     if isinstance(run, dict) and "run.epochs" in keys and "epochs" in run and "run.max_steps" not in keys:
@@ -153,11 +155,11 @@ def _named(config: Config, given: set[str]) -> NamedModel:
     if "model.family" not in given:
         return models[0]
     family_named(model.family)
-    fitting = [named for named in models if named.family.name == model.family]
-    if not fitting:
+    by_family = {named.family.name: named for named in reversed(models)}
+    if model.family not in by_family:
         kinds = " or ".join(named.family.name for named in models)
         raise UserError(f"model.family = {model.family!r}: the model at {model.path} is one of {kinds}; leave the key out")
-    return fitting[0]
+    return by_family[model.family]
 
 
 def _presets(named: NamedModel, memory: int) -> list[Path]:
@@ -182,18 +184,8 @@ def _set_found(document: TOMLDocument, parts: Mapping[str, Path]) -> None:
         table["path"].comment("found beside the model")
 
 
-def _set_compute(document: TOMLDocument) -> None:
-    """fp32, where this CPU is slow in the preset's format."""
-    compute = configs.parse(document.unwrap()).precision.compute
-    if slow_in(COMPUTE_DTYPES[compute]):
-        _set(document, "precision", "compute", "fp32", f"this CPU is slow in {compute}")
-
-
 def _set_length(document: TOMLDocument, data: DataPlan, length: Length, given: set[str]) -> None:
-    """So many steps that each photo is shown VIEWS times, within STEPS. Batches of a bucket may be short: the plan knows.
-
-    given: keys that stay as they are.
-    """
+    """So many steps that each photo is shown VIEWS times, within STEPS. given: keys that stay as they are."""
     an_epoch = sum(photo.repeats for photo in data.photos) / len(data.photos)  # times that a photo is shown
     least, most = STEPS
     steps = min(most, max(least, round(VIEWS / an_epoch * length.steps_per_epoch) // 10 * 10))
@@ -202,9 +194,8 @@ def _set_length(document: TOMLDocument, data: DataPlan, length: Length, given: s
         _set(document, "run", "max_steps", steps, f"{len(data.photos)} photos, each about {times} times")
     else:
         steps = length.max_steps
-    every = max(1, steps // SAMPLED)
+    every, fifth = max(1, steps // SAMPLED), max(1, steps // SAVED)
     every -= every % 10 if every > 10 else 0
-    fifth = max(1, steps // SAVED)
     intervals = {"checkpoint": min(fifth, CheckpointTable().every_steps), "export": fifth, "validation": every}
     for table in INTERVALS:
         if given.isdisjoint((f"{table}.every_steps", f"{table}.every_epochs")):
@@ -229,10 +220,10 @@ def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, fou
     source["path"] = photos
     if trigger:
         source["trigger"] = trigger
-        notes = (
+        why = (
             "in nearly all captions; added where it is missing" if captions else "there are no captions: all photos get this"
         )
-        source["trigger"].comment(notes)
+        source["trigger"].comment(why)
     images = len({photo.sha256 for photo in found})
     if images >= HELD_OUT_FROM:
         apart = max(ENOUGH, images // 10)
@@ -251,7 +242,7 @@ def _set(document: TOMLDocument, table: str, key: str, value: object, comment: s
 
 
 def _name(photos: str) -> str:
-    """Of the run, from the folder's name; of `shards-{0..3}.tar` and of a dataset, from theirs."""
+    """The run's, from that of the folder, of `shards-{0..3}.tar`, or of a dataset."""
     last = re.split(r"[/\\:]", photos.rstrip("/\\"))[-1] or Path(photos).resolve().name
     last = Path(photos).resolve().name if last in (".", "..") else last
     word = re.sub(r"[^A-Za-z0-9_-]+", "_", re.sub(r"\.\w+$", "", last)).strip("_-")
@@ -259,29 +250,22 @@ def _name(photos: str) -> str:
 
 
 def common_phrase(captions: Sequence[str]) -> str:
-    """The longest phrase that nearly all captions hold, as most of them write it; "" where there is none.
-
-    For a single caption it is the whole caption: nothing tells which of its words are the subject's.
-    """
+    """The longest phrase that nearly all captions hold, as the first of them writes it; "" where there is none. A single
+    caption is it as a whole: nothing tells which of its words are the subject's."""
     texts = [re.findall(r"[\w'-]+", caption) for caption in captions]
     if len(texts) == 1 and len(texts[0]) > WORDS:
         return ""
     for length in range(WORDS, 0, -1):
-        counts: dict[tuple[str, ...], int] = {}
+        written: dict[str, str] = {}  # by the phrase in lower case, as the first caption has it
+        counts: Counter[str] = Counter()
         for words in texts:
-            lower = [word.lower() for word in words]
-            runs = {tuple(lower[i : i + length]) for i in range(len(lower) - length + 1)}
-            for run in runs:
-                counts[run] = counts.get(run, 0) + 1
-        often = [run for run, count in counts.items() if count >= SHARE * len(texts) and not COMMON & {*run}]
+            phrases = [" ".join(words[i : i + length]) for i in range(len(words) - length + 1)]
+            for phrase in phrases:
+                written.setdefault(phrase.lower(), phrase)
+            counts.update({phrase.lower() for phrase in phrases})
+        often = [run for run, count in counts.items() if count >= SHARE * len(texts) and COMMON.isdisjoint(run.split())]
         if often:
-            phrase = max(often, key=lambda run: (counts[run], run))
-            return next(
-                " ".join(words[i : i + length])
-                for words in texts
-                for i in range(len(words) - length + 1)
-                if tuple(word.lower() for word in words[i : i + length]) == phrase
-            )
+            return written[max(often, key=lambda run: (counts[run], run.split()))]
     return ""
 
 

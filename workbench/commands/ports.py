@@ -1,7 +1,5 @@
-"""The parts that `python train.py` gives a run (trainer/artifacts/ports.py).
-
-Where a folder of them was deleted, the run has no such part, and what a config asks of it is refused by its key.
-"""
+"""The parts that `python train.py` gives a run (trainer/artifacts/ports.py). What a config asks of a part whose folder was
+deleted is refused by its key."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,7 +1,6 @@
 """Several configs of one command line: a process a run, one after the other."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from trainer.base.console import write
 from trainer.base.errors import UserError
 from trainer.base.progress import duration
 from trainer.config import Config
+from workbench.commands.tools import handling
 
 PROGRAM = Path(__file__).resolve().parents[2] / "train.py"
 POLL = 0.1  # seconds until a signal is passed on
@@ -36,18 +36,8 @@ class Queued:
         return f"  {self.file}: status {self.status} after {duration(self.seconds)}, {self.config.run.output_dir}"
 
 
-def run_files(files: Sequence[str], overrides: Sequence[str], arguments: Sequence[str], *, goes_on: str) -> int:
-    """The status of the queue of these configs. overrides: of --set. arguments: of the command line, but for --config.
-    goes_on: the command that goes on with the queue; "" where there is none. Raises UserError before a run is started."""
-    status = run_queue(queue_of(files, overrides), arguments)
-    if goes_on and (status == 6 or status > 128):
-        write(f"go on: {goes_on}", sys.stderr, whole=True)
-    return status
-
-
 def queue_of(files: Sequence[str], overrides: Sequence[str]) -> list[Queued]:
-    """The runs of these configs, all read before one is started. Raises UserError, also where two have one folder, and beside
-    other processes."""
+    """The runs of these configs. Raises UserError, also where two have one folder, and beside other processes."""
     if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"--config names {len(files)} files, and WORLD_SIZE is {count}; start each run by its own command")
     runs, folders = [], dict[Path, str]()
@@ -66,9 +56,10 @@ def queue_of(files: Sequence[str], overrides: Sequence[str]) -> list[Queued]:
 
 
 def run_queue(runs: Sequence[Queued], arguments: Sequence[str]) -> int:
-    """Run one after the other, each in a process of its own; returns the worst of their statuses. One that fails does not
-    stop the rest. A signal that stops goes to the run at hand, and ends the queue. arguments: as `run_files` has them."""
-    with Relay() as relay:
+    """Run one after the other, each in a process of its own; returns the worst of their statuses. A signal that stops goes
+    to the run at hand, and ends the queue. arguments: of the command line, but for --config."""
+    relay = Relay()
+    with handling(signals.HANDLED, relay.pass_on):
         for number, run in enumerate(runs, 1):
             if relay.stop:
                 break
@@ -89,17 +80,6 @@ class Relay:
     def __init__(self) -> None:
         self.stop = 0
         self._waiting: list[int] = []
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> "Relay":
-        for signum in signals.HANDLED:
-            if signum != signals.HANGUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
-                self._before[signum] = signal.signal(signum, self._arrived)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
 
     def run(self, command: Sequence[str]) -> int:
         """The exit status of a command; where a signal ended it, 128 and the signal's number."""
@@ -114,7 +94,8 @@ class Relay:
                     continue
                 return status if status >= 0 else 128 - status
 
-    def _arrived(self, signum: int, frame: object) -> None:
+    def pass_on(self, signum: int, frame: object) -> None:
+        """Keep a signal for the child."""
         self._waiting.append(signum)
         if signum in signals.STOP:
             self.stop = self.stop or signum

@@ -3,8 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from trainer.base import signals
 from trainer.base.console import write
@@ -42,21 +42,25 @@ def run_tool(work: Callable[[], int | None]) -> int:
 
 
 @contextmanager
-def undoing() -> Iterator[None]:
+def handling(signums: Iterable[int], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """A block in which `handler` is called for these signals. A SIGHUP that was ignored stays so (nohup)."""
+    ignored = {signals.HANGUP} if signals.HANGUP and signal.getsignal(signals.HANGUP) == signal.SIG_IGN else set()
+    before = {each: signal.signal(each, handler) for each in {*signums} - ignored}
+    try:
+        yield
+    finally:
+        for each, earlier in before.items():
+            signal.signal(each, earlier)
+
+
+def undoing() -> AbstractContextManager[None]:
     """A block in which SIGTERM and SIGHUP raise Interrupted where they arrive, as SIGINT does KeyboardInterrupt: for work
-    that undoes what it began when it fails. A SIGHUP that was ignored stays so (nohup)."""
+    that undoes what it began when it fails."""
+    signums = {*signals.STOP} - {signal.SIGINT}
 
     def stop(signum: int, frame: object) -> None:
-        for each in before:  # once: what undoes must not be interrupted
+        for each in signums:  # once: what undoes must not be interrupted
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(signum, "before it was done", "nothing is left of it: start again")
 
-    handlers = {each: signal.getsignal(each) for each in signals.STOP if each != signal.SIGINT}
-    before = {each: handler for each, handler in handlers.items() if handler != signal.SIG_IGN}
-    try:
-        for each in before:
-            signal.signal(each, stop)
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    return handling(signums, stop)

@@ -1,8 +1,5 @@
-"""Images of a model with adapter files, drawn as a run draws its samples: the same loading, layers, encoders and sampler.
-
-One adapter, LoRA or DoRA, or several LoRAs, which together are one LoRA of their ranks' sum. What else there is (a DoRA
-beside others, magnitudes of the input axis) is drawn with the merged model (merge.py).
-"""
+"""Images of a model with adapter files, drawn as a run draws its samples. Several LoRAs are one LoRA of their ranks' sum;
+what else there is (a DoRA beside others, magnitudes of the input axis) is drawn with the merged model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +31,7 @@ from trainer.plan.run_plan import ModelPlan, fetched, find_objective
 from trainer.plan.samples import check_references, check_sizes, references
 from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session
-from workbench.adapter_files.opening import NamedModel, OpenedAdapter, open_adapter
+from workbench.adapter_files.opening import OpenedAdapter, model_of, open_adapter
 from workbench.pages.before_after import scaled, table
 from workbench.summary import prompts
 
@@ -50,8 +47,8 @@ class AskedSample(SampleRequest):
 
 @dataclass(frozen=True)
 class Drawing:
-    """What to draw: every prompt with every seed, with the adapters of every column, at every strength. width, height, steps:
-    None: as the config's samples."""
+    """What to draw: every prompt with every seed, with each title's adapters, at every strength. None: as the config's
+    samples."""
 
     prompts: Sequence[str]
     negative: str = ""
@@ -91,9 +88,8 @@ def draw(
 ) -> list[Path]:
     """Write NN.png for every image to the new folder `out`, with its settings, and the contact sheet; returns the files.
 
-    config: of the model and its storage; of its data and training nothing is read. adapters: (file, strength) of those that
-    are drawn with together, by a title; under several titles, adapters of one form.
-    Raises UserError for what cannot be drawn, most of it before a weight is read.
+    config: of the model and its storage; its data and training are not read. adapters: (file, strength) of those that are
+    drawn with together, by a title; under several titles, adapters of one form. Raises UserError for what cannot be drawn.
     """
     refuse_taken(out, place="folder with --out")
     session = Session.open(config, only="measure")
@@ -101,7 +97,7 @@ def draw(
     _refuse_unread(drawing, source)
     requests = [asked for files in adapters.values() for asked in drawing.requests(config, files)]
     check_sizes(requests, source.family.images.size_multiple)
-    model = NamedModel(source.family, config.model.path, source.config, source)
+    model = model_of(source, config.model.path)
     read = [[(open_adapter(path, [model]), strength) for path, strength in files] for files in adapters.values()]
     by_files = dict(zip(dict.fromkeys(asked.adapters for asked in requests), map(as_one, read), strict=True))
     first, (portable, _) = next(iter(by_files.items()))
@@ -162,10 +158,8 @@ def _refuse_unlike(by_files: Mapping[tuple[str, ...], tuple[Portable | None, flo
 
 
 def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
-    """(the adapters as one, None where there is none; the strength that it has). Raises UserError where they are not one.
-
-    opened: (adapter, strength).
-    """
+    """(the adapters as one, None where there is none; the strength that it has). opened: (adapter, strength). Raises
+    UserError where they are not one."""
     for each, _ in opened:
         for name, factors in each.portable.layers.items():
             if factors.magnitude is not None and (len(opened) > 1 or factors.axis == "input"):

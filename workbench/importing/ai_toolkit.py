@@ -97,7 +97,6 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     common.set_type(draft, *options.line("network.type", "word"))
     rank = options.first("network.rank", "network.linear")
     alpha = options.first("network.linear_alpha", "network.alpha", "network.linear_alpha")
-    options.pass_by("network.linear_alpha", "network.linear")
     full = "network.lokr_full_rank"
     if not options.has(rank) and not (draft.value("adapter.type") == "lokr" and options.flag(full)):
         draft.cannot("adapter.rank", "network: neither linear nor rank is given")
@@ -112,12 +111,10 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
         conv = options.line("network.conv", "whole")
         common.add_conv_rule(draft, family, conv, options.line("network.conv_alpha", "number", conv[0]))
     common.set_matrices(draft, options, factor="network.lokr_factor", whole=full)
-    options.pass_by(full, "network.lokr_factor", "network.old_lokr_format")
 
 
 def _training(draft: Draft, options: Options, family: Family) -> None:
     draft.carry(options, options.first("train.unet_lr", "train.lr"), "optimizer.lr", "number")
-    options.pass_by("train.lr")
     given = options.table("train.optimizer_params")
     # YAML reads 1e-5 as a word.
     given.given = {key: literal(value) if isinstance(value, str) else value for key, value in given.given.items()}
@@ -131,15 +128,12 @@ def _training(draft: Draft, options: Options, family: Family) -> None:
         draft.cannot("adapter.targets", "train.train_unet = false: the denoiser is always trained here")
     if options.flag("train.ema_config.use_ema"):
         common.set_ema(draft, *options.line("train.ema_config.ema_decay", "number"))
-    options.pass_by("train.ema_config.ema_decay")
     low, high = options.number("train.min_denoising_steps"), options.number("train.max_denoising_steps")
     if low or high not in (None, 999, 1000):
         why = "train.min_denoising_steps, max_denoising_steps"
         draft.set("objective.t_range", [(low or 0) / 1000, (high or 1000) / 1000], why)
     if "objective.shift" in family.reads:
         _times(draft, options)
-    else:
-        options.pass_by("train.timestep_type")
     held = [f"train.diff_output_preservation{end}" for end in ("", "_multiplier", "_class")]
     if options.flag(held[0]):
         draft.set(
@@ -176,7 +170,6 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
         common.set_dtype(draft, family.denoiser, options.word("model.qtype").partition("|")[0], options.told("model.qtype"))
     if options.flag("model.quantize_te", quantised):
         common.set_dtype(draft, family.text_encoders[-1], *options.line("model.qtype_te", "word"))
-    options.pass_by("model.qtype", "model.qtype_te")
 
 
 def _source(draft: Draft, table: Options, options: Options) -> None:
@@ -202,9 +195,8 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
         source["references"] = (str(folders[0]), table.told(control))
     elif folders:
         draft.note(ABSENT, f"{table.told(control)}: {common.ONE_FOLDER}")
-    table.pass_by(
-        "cache_latents", "cache_latents_to_disk", *(["network_weight"] if table.number("network_weight", 1) == 1 else [])
-    )
+    passed = programs()["idle"]["ai-toolkit"].split()
+    table.pass_by(*passed, *(["network_weight"] if table.number("network_weight", 1) == 1 else []))
     common.carry_rest(draft, table)
 
 

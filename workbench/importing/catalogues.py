@@ -1,16 +1,4 @@
-"""What is known of other trainers, as data: programs.json, and facts.json, what a config there and one here do not share:
-
-defaults   by program, what an option is that its config leaves out; defaults_at: where that was looked up
-unlooked_defaults  those of them that were not looked up
-targets    by program and family, the layers that it adapts where its config does not say: a preset here, or patterns
-layer_presets  by family, OneTrainer's names for parts of a layer's name
-flavours   by family, SimpleTuner's names for models; "" is its default
-times      by program, its names for distributions of times, and ours
-guidance, layers_option  by program, the name of an option that has a family's name in it
-model_names  by family, a pattern of the names that its models have
-optimizers  what a library there calls an option of the one here; its defaults, by program and optimizer
-differs    by program and family ("": all), what it does otherwise whatever its config says
-"""
+"""What is known of other trainers, as data."""
 
 import json
 from functools import cache
@@ -22,13 +10,21 @@ from typing import Any
 @cache
 def programs() -> dict[str, Any]:
     """programs.json: by what options a program is known (signs, one of each group; refused, two of them, and how to go on),
-    kohya_ss's names, and of each program what a name in a table is here, and of what kind."""
+    kohya_ss's names; by program what a name is here, and of what kind (plain), what says nothing beside what is read
+    (passed_by), and of its data what has no effect on the photos (idle)."""
     return _content("programs.json")
 
 
 @cache
 def facts() -> SimpleNamespace:
-    """facts.json, a field for each table. Lists of names are written in one string, parted by blanks."""
+    """facts.json, what a config there and one here do not share. Lists of names are one string, parted by blanks.
+
+    defaults, defaults_at, unlooked_defaults: by program, what an option is that its config leaves out, where that was looked
+    up, and where it was not. targets: by program and family, the layers adapted where the config does not say. layer_presets,
+    flavours, model_names: by family, OneTrainer's parts of layers' names, SimpleTuner's names of models ("": its default), a
+    pattern of all models' names. times, guidance, layers_option: by program, its names for these. optimizers: names and
+    defaults of options there. differs: by program and family ("": all), what it does otherwise whatever its config says.
+    """
     return SimpleNamespace(**_content("facts.json"))
 
 

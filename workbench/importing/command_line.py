@@ -34,8 +34,8 @@ ASSIGNMENTS = [
 
 
 def command_options(text: str, path: Path) -> dict[str, Any]:
-    """The options of the first command that runs a script for networks, whose name is the option `script`. Empty where
-    there is none. Raises ValueError. path: of the file; its suffix says which shell, else the text does."""
+    """The options of the first command that runs a script for networks, whose name is the option `script`; empty where there
+    is none. path: of the file; its suffix says which shell, else the text does. Raises ValueError."""
     suffix, folder = path.suffix.lower(), str(path.absolute().parent)
     windows = suffix in (".bat", ".cmd", ".ps1") or suffix != ".sh" and LOOKS_LIKE_WINDOWS.search(text) is not None
     text = re.sub(r"^[ \t]*>>[ \t]?", "", text, flags=re.MULTILINE)  # as PowerShell shows a command of several lines

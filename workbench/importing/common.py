@@ -33,10 +33,8 @@ OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def set_family(draft: Draft, word: str | None, why: str, model: str = "") -> Family | None:
-    """Write model.family for what another trainer calls `word`. None, and a refusal, where it is none of ours.
-
-    model: a model's path, whose name tells the family where no word does.
-    """
+    """Write model.family for what another trainer calls `word`; None, and a refusal, where it is none of ours. model: a path
+    whose name tells the family where no word does."""
     patterns, last = facts().model_names, model.replace("\\", "/").rpartition("/")[2].lower()
     guessed = "" if word else next((family for family, pattern in patterns.items() if re.search(pattern, last)), "")
     word = word or guessed
@@ -119,6 +117,7 @@ def note_differences(draft: Draft, family: Family) -> None:
 
 def carry_plain(draft: Draft, options: Options) -> None:
     """Write what is only called otherwise here, with the program's default where its config is silent."""
+    options.pass_by(*programs()["passed_by"][draft.trainer].split())
     for name, (key, kind) in programs()["plain"][draft.trainer].items():
         draft.carry(options, name, key, kind)
 
@@ -254,10 +253,8 @@ def set_ema(draft: Draft, decay: float, why: str) -> None:
 
 
 def side_of(options: Options, name: str, text: str = "") -> int:
-    """The side of a square as large as "1024", 1024, "1024,768" or [1024, 768], to the nearest multiple of 8.
-
-    text: that part of the option's value alone. Raises UserError for what is no size.
-    """
+    """The side of a square as large as "1024", 1024, "1024,768" or [1024, 768], to the nearest multiple of 8. text: that
+    part of the option's value alone. Raises UserError for what is no size."""
     parts = [text] if text else options.entries(name)
     sides = [as_number(side) or 0 for part in parts for side in re.split(r"[,x]", str(part).strip().rstrip(","))]
     if not sides or not all(0 < side < 2**20 for side in sides):

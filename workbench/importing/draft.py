@@ -28,9 +28,9 @@ SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "
 class Options:
     """One table of another trainer's config by plain names. It remembers which of them were read.
 
-    given: as the file has them. file: where they stand. defaults: what the program takes for those that the file leaves out.
-    prefix: put before a name when it is told. What takes a name and `otherwise` returns what the file says, else the
-    program's default, else `otherwise`; it raises UserError, with the file and the option, for a value of another kind.
+    given: as the file has them. defaults: the program's. prefix: put before a name when it is told. What takes a name and
+    `otherwise` returns what the file says, else the program's default, else `otherwise`; it raises UserError, with the file
+    and the option, for a value of another kind.
     """
 
     given: dict[str, Any]
@@ -177,11 +177,8 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Draft:
-    """Keys with their reasons, sources, samples, and what is said at the file's head. program: whose file it was.
-
-    fixed: values by key as --set gave them. They stay, whatever the other config says, and what cannot be done for such a
-    key is not said.
-    """
+    """Keys with their reasons, sources, samples, and what is said at the file's head. program: whose file it was. fixed:
+    values by key as --set gave them, which stay; what cannot be done for such a key is not said."""
 
     def __init__(self, trainer: str, program: str, fixed: Mapping[str, Any]) -> None:
         self.trainer, self.program = trainer, program

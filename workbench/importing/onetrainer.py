@@ -19,7 +19,7 @@ CONCEPTS, SAMPLES = LISTS
 WEIGHTS = {"MIN_SNR_GAMMA": "min_snr", "DEBIASED_ESTIMATION": "debiased", "P2": "p2"}
 GAMMAS = {"MIN_SNR_GAMMA": "objective.min_snr_gamma", "P2": "objective.p2_gamma"}
 SAMPLE = programs()["onetrainer_sample"]
-IDLE = ("name", "seed", "concept_stats", "include_subdirectories", "image_variations", "text_variations")  # of a concept
+IDLE = programs()["idle"]["OneTrainer"].split()
 PROMPTS = {"sample": "auto", "filename": "filename", "concept": "none"}
 
 
@@ -45,7 +45,6 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     common.note_differences(draft, family)
     if options.has("output_model_format"):
         draft.set("export.formats", ["diffusers", "comfyui"], f"{options.told('output_model_format')}: both are written")
-    options.pass_by("output_model_format")
     common.carry_rest(draft, options)
 
 
@@ -61,7 +60,6 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
         draft.set("step.max_grad_norm", 0.0, f"{clip} = null: nothing is clipped there")
     else:
         draft.carry(options, clip, "step.max_grad_norm", "number")
-    options.pass_by(clip)
     name = "gradient_checkpointing"
     recomputed = options.get(name) == "CPU_OFFLOADED" or options.flag(name)
     draft.set("memory.gradient_checkpointing", recomputed, options.told(name))
@@ -69,7 +67,6 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
         common.set_ema(draft, *options.line("ema_decay", "number"))
         every = "ema_update_step_interval"
         draft.note(DIFFERS, f"{options.told(every)}: here the average follows every update, so the same decay forgets sooner")
-    options.pass_by("ema_decay", "ema_update_step_interval")
     if options.word("backup_after_unit") == "MINUTE":
         draft.carry(options, "backup_after", "checkpoint.every_minutes", "number")
         draft.set("checkpoint.every_steps", 0, options.told("backup_after_unit"))
@@ -80,7 +77,6 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
 def _every(draft: Draft, options: Options, name: str, key: str) -> None:
     """Write how often something happens, in the unit that stands beside it."""
     unit, line = options.word(f"{name}_unit"), options.told(name)
-    options.pass_by(name)
     if unit == "STEP":
         draft.carry(options, name, key)
     elif unit == "EPOCH":
@@ -123,7 +119,6 @@ def _rates(draft: Draft, options: Options, family: Family) -> None:
     name = rest if options.has(rest) else "learning_rate"
     scale, why = _scale(options)
     draft.set("optimizer.lr", float(options.number(name)) * scale, options.told(name) + why)
-    options.pass_by("learning_rate")
     kind = options.word("optimizer.optimizer", "ADAMW")
     line = f"optimizer = {kind}" if options.has("optimizer.optimizer") else "optimizer is left out: ADAMW there"
     names = ("optimizer.beta1", "optimizer.beta2")
@@ -166,7 +161,6 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
     name = "quantization.layer_filter"
     if options.has(name):
         draft.note(DIFFERS, f"{options.told(name)}: here all layers but the sensitive ones are quantised")
-    options.pass_by(name, f"{name}_preset", f"{name}_regex")
     moved = [name for name in options.given if name.endswith("offload_fraction") and options.number(name)]
     if moved:
         draft.set("memory.offload", "blocks", ", ".join(options.told(name) for name in moved))

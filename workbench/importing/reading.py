@@ -98,8 +98,7 @@ def read_tree(path: Path) -> Any:
 
 
 def _plain(tree: Any, made: Iterator[int]) -> Any:
-    """The tree with text for its names and for what JSON has no kind of, such as a date. made: counts its values. Raises
-    ValueError for too many."""
+    """The tree with text for its names and for what JSON has no kind of. made: counts its values, up to VALUES."""
     if next(made) >= VALUES:
         raise ValueError(f"it holds more than {VALUES:,} values")
     if isinstance(tree, dict):

@@ -23,12 +23,8 @@ from workbench.importing.reading import find_beside, literal, path_here, prompt_
 # What a subset may say, and what it is in a source.
 SUBSET = programs()["sd_scripts_subset"]
 BY_TAGS = ("keep_tokens", "keep_tokens_separator", "caption_separator")  # read only where tags are shuffled or dropped
-# Said of each subset that they hold for, and not again of the dataset around it.
-OF_SUBSETS = ("color_aug", "random_crop", "face_crop_aug_range", "caption_extension", "token_warmup_step", "token_warmup_min",
-              "secondary_separator", "caption_dropout_every_n_epochs", "enable_bucket",
-              "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "bucket_reso_steps")  # fmt: skip
-
-FLAGS = {"w": "width", "h": "height", "d": "seed", "s": "steps", "l": "guidance", "g": "guidance", "n": "negative"}
+OF_SUBSETS = programs()["idle"]["sd-scripts"].split()  # said of each subset that they hold for, and not of its dataset
+FLAGS = programs()["sd_scripts_flags"]
 SEVERAL = ("network_args", "optimizer_args", "lr_scheduler_args", "text_encoder_lr")  # may stand without a value: none
 
 
@@ -50,7 +46,6 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     _objective(draft, options, family)
     _data(draft, options, config, data)
     _intervals(draft, options, family, config, data)
-    options.pass_by("script", "config_file", "network_module", "train_data_dir", "reg_data_dir", "dataset_config")
     common.note_differences(draft, family)
     common.carry_rest(draft, options)
 
@@ -89,11 +84,8 @@ def _family(draft: Draft, options: Options) -> Family | None:
 
 
 def _length(draft: Draft, options: Options) -> None:
-    options.pass_by("max_train_steps")
-    if options.whole("max_train_epochs"):
-        draft.carry(options, "max_train_epochs", "run.epochs")
-    else:
-        draft.carry(options, "max_train_steps", "run.max_steps")
+    by_epochs = options.whole("max_train_epochs")
+    draft.carry(options, *(("max_train_epochs", "run.epochs") if by_epochs else ("max_train_steps", "run.max_steps")))
     if not options.has("seed"):
         draft.note(DIFFERS, "seed is left out: another one each time there, 0 here")
 
@@ -123,7 +115,6 @@ def _arguments(options: Options, name: str, prefix: str) -> Options:
 
 def _rates(draft: Draft, options: Options, family: Family) -> None:
     draft.carry(options, options.first("unet_lr", "learning_rate"), "optimizer.lr", "number")
-    options.pass_by("learning_rate")
     kind = "optimizer_type"
     common.set_optimizer(draft, options.word(kind) or "AdamW", options.told(kind), _arguments(options, "optimizer_args", ""))
     schedule, warmup = options.line("lr_scheduler", "word"), options.line("lr_warmup_steps", "steps")
@@ -197,7 +188,6 @@ def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: Li
 def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
     if options.has("resolution"):
         draft.set("data.resolution", common.side_of(options, "resolution"), options.told("resolution"))
-    options.pass_by("prior_loss_weight")
     for name, (_, kind) in SUBSET.items():
         getattr(options, kind)(name)  # they are read again for each source, where these do not say it
     draft.carry(options, "caption_dropout_rate", "data.caption_dropout", "number")
@@ -238,8 +228,8 @@ def _dataset(draft: Draft, options: Options, table: Options) -> None:
 
 
 def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[str, Any], *, numbered: str) -> None:
-    """One subset as a source. dataset: what holds for it, before the options. numbered: the option that names the folder,
-    where the numbers of its folders count."""
+    """One subset as a source. dataset: what holds for it, before the options. numbered: the option that names a kohya
+    folder."""
     names = (*SUBSET, *OF_SUBSETS, "num_repeats", "resolution", "class_tokens", "alpha_mask")
     around = {name: value for name, value in {**options.given, **dataset}.items() if name in names}
     table = Options({**around, **subset.given}, subset.file, {"num_repeats": 1}, prefix="" if numbered else "subset ")
@@ -300,7 +290,6 @@ def _intervals(draft: Draft, options: Options, family: Family, config: Path, dat
     name = "sample_every_n_steps"
     draft.set("validation.every_steps", options.whole(name, 0), options.told(name))
     for every, table in (("save_every_n_epochs", "export"), ("sample_every_n_epochs", "validation")):
-        options.pass_by(every)
         if options.whole(every, 0) > 0 and not options.has(every.replace("epochs", "steps")):
             draft.in_epochs(table, *options.line(every, "whole"))
     _samples(draft, options, family, config, data)

@@ -8,14 +8,12 @@ from typing import Any
 
 from trainer.models import Family
 from workbench.importing import common
-from workbench.importing.catalogues import facts
+from workbench.importing.catalogues import facts, programs
 from workbench.importing.draft import ABSENT, DIFFERS, Draft, Line, Options
 from workbench.importing.reading import find_beside, path_here, read_tree
 
 CAPTIONS = {"textfile": "auto", "filename": "filename", "instanceprompt": "none", "parquet": "auto", "huggingface": "auto"}
-# Of a backend, what has no effect on the photos that are trained.
-IDLE = ("id", "type", "dataset_type", "default", "cache_dir", "cache_dir_vae", "metadata_backend", "maximum_image_size",
-        "target_downsample_size", "disabled", "crop", "crop_style", "crop_aspect")  # fmt: skip
+IDLE = programs()["idle"]["SimpleTuner"].split()
 
 
 def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
@@ -39,7 +37,6 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     _data(draft, options, family, config, data)
     _samples(draft, options)
     common.note_differences(draft, family)
-    options.pass_by("quantize_via", "push_to_hub", "hub_model_id", "vae_batch_size")
     board, line = options.line("report_to", "word")
     for key in ("logging.tensorboard", "logging.wandb"):
         draft.set(key, board in (key.partition(".")[2], "all"), line)
@@ -165,7 +162,6 @@ def _times(draft: Draft, options: Options, family: Family) -> None:
 
 def _data(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:
     draft.set("data.resolution", _side(options, options), options.told("resolution"))
-    options.pass_by("resolution_type", "aspect_bucket_alignment", "conditioning_multidataset_sampling")
     named = options.word("data_backend_config")
     path = find_beside(named, config, data) if named else next(iter(data), None)
     listed = Options({"backends": read_tree(path) if path else []}, path or config)

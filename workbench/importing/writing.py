@@ -36,9 +36,9 @@ def import_config(
 ) -> tuple[Path, Draft]:
     """Write the config that `file` of another trainer becomes, and return its path and the draft with its notes.
 
-    out: None writes NAME.toml here, NAME the run's. data: the files that describe its photos or samples, where they do not
-    lie where it says. overrides: as of --set; they stand in place of what the file says. Raises UserError, with nothing
-    written, for a file of no trainer that is known, for what would train something else here, and where `out` is there.
+    out: None writes NAME.toml here, NAME the run's. data: the files of its photos or samples, where they do not lie where it
+    says. overrides: as of --set. Raises UserError, with nothing written, for a file of no trainer that is known, for what
+    would train something else here, and where `out` is there.
     """
     if missing := [path for path in data if not path.is_file()]:
         raise UserError(f"--data {missing[0]}: there is no such file")

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from trainer.base import files
 from trainer.base.console import without_keys
+from trainer.base.digests import Stamp, stamp_of
 from trainer.base.errors import STORAGE_ERRORS, Interrupted, PeerStopped, UserError, one_line
 from trainer.base.progress import duration
 from trainer.base.run_layout import Layout, folder_name
@@ -72,8 +73,7 @@ class Troubles:
 
 
 def beside(work: Callable[[], T], check: Callable[[], object]) -> T:
-    """What `work` gives or raises, done in a thread, while this one looks at signals. check: may raise, which leaves the
-    thread to the end of the process."""
+    """What `work` gives or raises, done in a thread. check: called meanwhile; may raise, which leaves the thread alone."""
     given: list[T] = []
     failed: list[BaseException] = []
 
@@ -144,11 +144,9 @@ class Asker:
 
 
 class Copier:
-    """Copies a run's files to its mirror in a thread. The newest checkpoint goes first, then older ones, newest
-    first, up to `keep_last` in all.
-
-    owner: as Mirror.claim. there: the steps that a start found there. say: prints a line of the run. clock: gives seconds.
-    """
+    """Copies a run's files to its mirror in a thread: the newest checkpoint, then older ones, newest first, up to
+    `keep_last` in all. owner: as Mirror.claim. there: the steps that a start found there. say: prints a line of the run.
+    clock: gives seconds."""
 
     def __init__(
         self,
@@ -167,11 +165,11 @@ class Copier:
         self._changed = threading.Condition()
         self._pending: list[int] = []  # steps, ascending
         self._ends: list[str] = []  # files, by their paths in the output folder
-        self._begun, self._closed = False, False
+        self._begun = self._closed = False
         self.taken = False  # another start has claimed the place
         self.newest: int | None = None  # the newest step that this start knows to be whole there
         self._hurry = threading.Event()  # the end is near: no long pause is slept through
-        self._copied: dict[str, tuple[int, int]] = {}  # results: size and time of what was copied
+        self._copied: dict[str, Stamp] = {}  # results, as they were when they were copied
 
     def start(self, step: int) -> None:
         """Begin to copy. step: where the run begins; later checkpoints there are set aside. Until they are, mirror.json says
@@ -247,12 +245,11 @@ class Copier:
             except Exception as error:  # whatever a backend raises: the run goes on
                 if self._closed:
                     return
-                waiting = folder_name(newest) if newest is not None else end
-                pause = self.troubles.met(error, f"{waiting or 'what comes'} is copied then")
-                self._hurry.wait(pause)
+                waiting = folder_name(newest) if newest is not None else end or "what comes"
+                self._hurry.wait(self.troubles.met(error, f"{waiting} is copied then"))
                 self._hurry.clear()
-                continue
-            self.troubles.over()
+            else:
+                self.troubles.over()
 
     def _begin(self, back: int) -> None:
         for aside in self.mirror.set_aside(back):
@@ -260,11 +257,8 @@ class Copier:
                 f"warning: a later checkpoint in the mirror is set aside as {aside}; delete it when you need no way back"
             )
         self._note({})
-        there = self.mirror.listing()
-        for path in self.layout.results(self.name):
-            stamp = self._stamp(path)
-            if there.get(path) == stamp[0]:
-                self._copied[path] = stamp
+        there, stamps = self.mirror.listing(), {path: self._stamp(path) for path in self.layout.results(self.name)}
+        self._copied |= {path: stamp for path, stamp in stamps.items() if there.get(path) == stamp[0]}
         self._begun = True
 
     def _copy(self, step: int) -> None:
@@ -296,6 +290,5 @@ class Copier:
             self._ends = [other for other in self._ends if other != path]
             self._changed.notify_all()
 
-    def _stamp(self, path: str) -> tuple[int, int]:
-        about = (self.layout.root / path).stat()
-        return about.st_size, about.st_mtime_ns
+    def _stamp(self, path: str) -> Stamp:
+        return stamp_of((self.layout.root / path).stat())

@@ -91,10 +91,7 @@ class Mirroring:
 
 def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> Mirroring:
     """What copies the run's files to checkpoint.mirror. A newer checkpoint that is there is fetched first, where the newest
-    is to be gone on from.
-
-    Raises UserError where it cannot be written, or holds something else than this run.
-    """
+    is to be gone on from. Raises UserError where it cannot be written, or holds something else than this run."""
     url, name, wait = config.checkpoint.mirror, config.run.name, config.checkpoint.mirror_wait
     assert url is not None
     processes, phases, layout = context.processes, context.phases, context.layout
@@ -109,7 +106,8 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
             mirror = ask(lambda: open_mirror(url), "opening it")
             theirs = ask(mirror.owner, "asking whose it is")
             steps = ask(mirror.steps, "listing its checkpoints") if theirs else []
-            _refuse_others(url, theirs, layout, holds=bool(steps), name=name, newest=resume_from in NEWEST)
+            if theirs is not None:
+                _refuse_others(config, theirs, run_id, layout, holds=bool(steps), newest=resume_from in NEWEST)
             ask(mirror.try_out, "trying to write")
             # Every start has a mark of its run_id: one run on two machines is two starts, too.
             owner = {
@@ -129,12 +127,10 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
     return Mirroring(wait, context, copier)
 
 
-def _refuse_others(url: str, theirs: dict[str, str] | None, layout: Layout, *, holds: bool, name: str, newest: bool) -> None:
+def _refuse_others(config: Config, theirs: dict[str, str], run_id: str | None, layout: Layout, *, holds: bool, newest: bool):
     """holds: whether there are checkpoints in the mirror. newest: whether they may be gone on from."""
-    if theirs is None:
-        return
+    url, name = config.checkpoint.mirror, config.run.name
     here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
-    run_id = files.read_json(layout.mirror)["id"] if layout.mirror.exists() else None
     if theirs["run"] != name or run_id not in (None, theirs["id"]) or (run_id is None and here):
         gone = "" if holds else f", or delete {RUN} there if that run is gone"
         raise UserError(
@@ -156,13 +152,11 @@ def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, na
     numbers = {root / folder_name(step): step for step in store.steps(root)}
     numbers |= {folder: step for step, folder in store.unnamed(root).items()}
     newest = -1 if here is None else numbers[here]
-
     for step in reversed([step for step in steps if step > newest]):
         with phases(f"fetching {folder_name(step)} from the mirror"):
             wrong = _fetch_one(mirror, step, ask, context, name)
         if wrong is None:
-            say(f"{folder_name(step)} came from {mirror.url}")
-            return
+            return say(f"{folder_name(step)} came from {mirror.url}")
         say(f"warning: {folder_name(step)} in {mirror.url} is not valid: {wrong}")
     if newest < 0:
         raise UserError(

@@ -84,7 +84,7 @@ class Mirror:
         self._claim: bytes | None = None  # RUN, as this start wrote it
 
     def _at(self, name: str) -> str:
-        return f"{self.place}/{name}" if name else self.place
+        return f"{self.place}/{name}".rstrip("/")
 
     def listing(self, below: str = "") -> dict[str, int]:
         """The bytes of every file below a folder, by name. Empty where nothing is there."""
@@ -190,10 +190,8 @@ class Mirror:
         return files
 
     def put(self, folder: Path, step: int, log: bytes) -> None:
-        """Copy a checkpoint, and the log beside it. What is not the same there loses its manifest first.
-
-        Raises FileNotFoundError, too, where the folder is pruned meanwhile; Taken where another start claimed the place.
-        """
+        """Copy a checkpoint, and the log beside it. What is not the same there loses its manifest first. Raises
+        FileNotFoundError, too, where the folder is pruned meanwhile; Taken where another start claimed the place."""
         place = _place(step)
         there = self.listing(place)
         manifest = (folder / MANIFEST).read_bytes()
@@ -258,10 +256,8 @@ class Mirror:
 
 def adopt(root: Path, step: int, fill: Callable[[Path], object], keep: Callable[[Path], object]) -> str | None:
     """Take a checkpoint from elsewhere in: `fill` writes its files into a folder of another name. Returns None, or why it is
-    not valid; then nothing is left of it. keep: called with the whole folder before it has its name.
-
-    Raises what both raise, and leaves the others untouched. One of that step that is there goes: it is not valid.
-    """
+    not valid; then nothing is left of it. keep: called with the whole folder before it has its name. One of that step that
+    is there goes: it is not valid. Raises what both raise, and leaves the others untouched."""
     files.make_folder(root)
     store.settle(root)
     final, temporary = root / folder_name(step), root / f".{folder_name(step)}.new.tmp"

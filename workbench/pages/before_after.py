@@ -12,10 +12,8 @@ MARGIN, LINE = 12, 20  # px
 
 
 def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
-    """Write the picture of what training changed; returns its path, or None where there is nothing to show.
-
-    samples: the PNGs of each one before training, after `step`, and of the truth.
-    """
+    """The path of the picture of what training changed, written; None where there is nothing to show. samples: the PNGs of
+    each before training, after `step`, and of the truth."""
     from PIL import Image
 
     if step == 0 or not samples:

@@ -1,8 +1,5 @@
-"""Series by step -> line charts: inline SVG for the lines, text beside it, so that letters keep their size at every width.
-
-A chart never holds more than POINTS * 2 raw points, however long the run was: each slice of the run keeps its lowest
-and its highest value, so a spike stays visible after thinning.
-"""
+"""Series by step -> line charts: inline SVG for the lines, text beside it, so that letters keep their size at every
+width."""
 
 from __future__ import annotations
 
@@ -92,11 +89,8 @@ def draw(
     about: str = "",
     wide: bool = False,
 ) -> str:
-    """One chart; "" where no line has a value.
-
-    Values that are far apart have a logarithmic axis. range_of: a series whose steps the x axis spans, too.
-    about: one sentence below the title, for whoever meets such a chart for the first time. wide: with the rails of events.
-    """
+    """One chart; "" where no line has a value. range_of: a series whose steps the x axis spans, too. about: one sentence
+    below the title, for whoever meets such a chart for the first time. wide: with the rails of events."""
     lines = [line for line in lines if any(value is not None for _, value in line.series)]
     if not lines:
         return ""
@@ -161,8 +155,7 @@ def last_of_slices(series: Series) -> Series:
 
 
 def thin(series: Series) -> Series:
-    """The series in at most 2 * POINTS points: the lowest and highest of each slice, in order. A slice without values is a
-    gap."""
+    """The series in at most 2 * POINTS points: the lowest and highest of each slice, so that a spike stays, or a gap."""
     if len(series) <= 2 * POINTS:
         return series
     points: list[tuple[float, float | None]] = []

@@ -1,8 +1,5 @@
-"""A fork beside the run that it comes from: both lines, and their difference since they parted.
-
-The steps of both have the same photos, noise and times. So the loss of a step jitters with these, and the difference does
-not.
-"""
+"""A fork beside the run that it comes from: both lines, and their difference since they parted, which has none of the jitter
+that their common photos, noise and times cause."""
 
 from __future__ import annotations
 

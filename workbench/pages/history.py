@@ -1,7 +1,4 @@
-"""metrics.jsonl as it grows, and the starts of phases.jsonl: rows, columns of them, and what happened when.
-
-From files alone. So what follows a run from outside reads them in the same way.
-"""
+"""metrics.jsonl as it grows, and the starts of phases.jsonl: rows, columns of them, and what happened when."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ Series = Sequence[tuple[float, float | None]]
 
 class History:
     """The rows of a metrics.jsonl. `read` goes on where it stopped, and anew where another file has taken its place.
-
-    unreadable: lines that the judge cannot take (diagnosis.is_line), and a last line that is torn.
-    """
+    unreadable: lines that the judge cannot take, and a last line that is torn."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -132,10 +127,8 @@ NOTHING = Events()
 
 
 def read_starts(path: Path) -> list[tuple[int, float]]:
-    """(the step it went on from, Unix time) of each start of the present timeline, from a phases.jsonl.
-
-    A start that a later one went back behind is none of it.
-    """
+    """(the step it went on from, Unix time) of each start in a phases.jsonl, but for those that a later one went back
+    behind."""
     starts: list[tuple[int, float]] = []
     for entry in _moments(path):
         step, time = entry["done"], _finite(entry.get("started"))
@@ -147,11 +140,8 @@ def read_starts(path: Path) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Standing:
-    """What the last start told of itself. total: the run's steps; None: not told. ended: whether it has told its end.
-
-    why: what ended it before all was done, in a few words; "" where nothing did. begun: the step it went on from. started:
-    Unix time; None: no start was told.
-    """
+    """What the last start told of itself. total: the run's steps. ended: whether it has told its end. why: what ended it
+    before all was done, in a few words. begun: the step it went on from. started: Unix time. None: not told."""
 
     total: int | None = None
     ended: bool = False

@@ -1,7 +1,4 @@
-"""report.html while a run goes on: written again whenever there is something new to see, from what lies on the disk.
-
-What does not change is made once: pictures of the data, thumbnails of samples, hashes of files, what the log's lines say.
-"""
+"""report.html while a run goes on: written again whenever there is something new to see, from what lies on the disk."""
 
 from __future__ import annotations
 
@@ -55,11 +52,8 @@ def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
 
 
 class LiveReport:
-    """The page of one start of a run, in a `with` block: alive inside, and afterwards as what ended it says.
-
-    data_of: makes the sections of the data; called once. say: tells that a page could not be written. enabled: in the main
-    process.
-    """
+    """The page of one start of a run, in a `with` block: alive inside, and afterwards as what ended it says. data_of: makes
+    the sections of the data; called once. say: tells that a page could not be written. enabled: in the main process."""
 
     def __init__(
         self,
@@ -94,8 +88,7 @@ class LiveReport:
             self._write_if_possible()
 
     def after_step(self, *, news: bool) -> None:
-        """Write the page between two steps, where it is time. news: whether something was drawn, measured or saved that
-        the page shows."""
+        """Write the page between two steps, where it is time. news: whether there is more to see than another step."""
         if not self.enabled:
             return
         self._news = self._news or news

@@ -1,8 +1,5 @@
-"""README.md beside a run's adapter files: a model card, as the Hugging Face hub shows it.
-
-Its header is YAML (https://huggingface.co/docs/hub/model-cards). What it says comes from the config and from what the run
-left, and nothing of it from the clock.
-"""
+"""README.md beside a run's adapter files: a model card, as the Hugging Face hub shows it. Its header is YAML
+(https://huggingface.co/docs/hub/model-cards). Nothing of it comes from the clock."""
 
 import hashlib
 import json

@@ -25,11 +25,9 @@ PREPARING_SECONDS = 3600  # a first start may fetch a model of many gigabytes
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What a page says of its run, the same for as long as one start of it goes on.
-
-    total: the run's steps. begun: those made before this start. levers: the keys that set the rate. kicker: above the
-    title. changes: what --allow changed, in order.
-    """
+    """What a page says of its run, the same for as long as one start of it goes on. total: the run's steps. begun: those
+    made before this start. levers: the keys that set the rate. kicker: above the title. changes: what --allow changed, in
+    order."""
 
     layout: Layout
     name: str

@@ -44,8 +44,7 @@ class RunPage(LiveReport):
         self.moved: dict[str, float] = {}
 
     def judge(self, state: TrainState, written: Mapping[str, Path]) -> None:
-        """Measure what the whole run changed, and say what became of it, by its log. written: the adapter files, by
-        format."""
+        """Measure what the whole run changed, and say what became of it. written: the adapter files, by format."""
         with state.evaluating():
             moved = weight_change(state.adapter, self.whole.start.weights, self.whole.context.phases)
         self.moved = {block: change.largest for block, change in moved.items()}

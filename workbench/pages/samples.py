@@ -28,11 +28,8 @@ class Embedded:
 
 @dataclass
 class Row:
-    """What was asked, and what came of it. detail: all but the prompt, in words.
-
-    files: by step. images: of these, the ones that the page holds. truth: what it ought to look like, if known. references:
-    what the model is shown for it.
-    """
+    """What was asked, and what came of it. detail: all but the prompt, in words. files: by step. images: of these, the ones
+    that the page holds. truth: what it ought to look like. references: what the model is shown for it."""
 
     prompt: str
     detail: str

@@ -36,8 +36,7 @@ def changed_keys(path: Path) -> list[tuple[str, Any, Any]]:
 
 
 def configuration(path: Path) -> dict[str, Any] | None:
-    """What a page shows of a config.toml: the keys that differ from their default, those without one, the text. None: there
-    is no such file."""
+    """The keys of a config.toml that differ from their default, those without one, and the text; None without a file."""
     if not path.is_file():
         return None
     changed = changed_keys(path)

@@ -32,11 +32,9 @@ KINDS: Mapping[Kind, str] = {"learned": "good", "memorising": "care", "recovered
 
 @dataclass(frozen=True)
 class State:
-    """What a run is doing, or how it ended. total: its length in steps. begun: the step after which this start began.
-
-    why: after "ended", what ended it, in a few words. said: its message, "" where it is not known. finite: False where it
-    was a value that is not finite.
-    """
+    """What a run is doing, or how it ended. total: its length in steps. begun: the step after which this start began. why:
+    after "ended", what ended it, in a few words. said: its message, or "". finite: False where it was a value that is not
+    finite."""
 
     kind: Literal["training", "stopped", "finished", "ended"]
     total: int
@@ -74,8 +72,7 @@ class State:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of a run's success. tone: "good", "care", "bad" or "open". title, said, best: sentences; "" where there
-    is nothing to say."""
+    """What is said of a run's success. tone: "good", "care", "bad" or "open". title, said, best: sentences, or ""."""
 
     tone: str
     title: str
@@ -86,8 +83,7 @@ class Judgement:
 def judged(
     history: History, state: State, *, kept: Iterable[int], levers: str, blocks: Mapping[str, float] | None = None
 ) -> Judgement:
-    """The judgement of a run in plain words. kept: steps whose adapter can be taken. levers, blocks: what diagnosis.judge
-    takes."""
+    """The judgement of a run in plain words. kept: steps whose adapter can be taken. levers, blocks: diagnosis.judge's."""
     if not history.rows:
         if not state.alive:
             return Judgement("open", "No step was recorded.", "", "")

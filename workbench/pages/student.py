@@ -9,10 +9,8 @@ LEVEL = 0.95
 
 
 def within(t: float, freedom: int) -> float:
-    """The probability that Student's t lies within -t and t. freedom: its degrees, at least 1.
-
-    The finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
+    """The probability that Student's t lies within -t and t. freedom: its degrees, at least 1. The finite sums of Abramowitz
+    and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

@@ -50,8 +50,8 @@ def caption_places(source: Source) -> str:
 
 
 def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
-    """A dataset's photos and captions; samples are named by their rows, from 0 on. path: hf:NAME of the hub, or hf:PATH of a
-    folder or file that `datasets` reads, also what `save_to_disk` wrote. owned: folders that are not the source's own."""
+    """A dataset's photos and captions; samples are named by their rows, from 0 on. Its path: hf:NAME of the hub, or hf:PATH
+    of a folder or file that `datasets` reads, also what `save_to_disk` wrote. owned: folders that are not the source's."""
     try:
         return _listing(source, owned)
     except ValueError as error:
@@ -128,7 +128,7 @@ def _listing(source: Source, owned: Apart) -> Listing:
 def _enter_the_rest(
     account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str, owned: Apart
 ) -> None:
-    """Enter what is not trained on: rows of other splits, or files of a folder on this disk. files: of it, by split."""
+    """Enter what is not trained on: rows of other splits, or files of a folder on this disk."""
     splits = {path: each for each, paths in files.items() for path in paths}
     account.add(Heading.USED, "", count=sum(not _is_image(path) for path in files.get(split, ())), noun="data file")
 
@@ -200,17 +200,17 @@ def _load(
 
 def _called(local: bool, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
     """What a function of the library gives. Raises ValueError with the reason for what it raises."""
+    what, remedy = "read as a dataset", "repair its files, or write it again with save_to_disk or to_parquet"
+    if not local:
+        what = "fetched from the hub, and there is no such folder"
+        remedy = "without a network, fetch it elsewhere, write it with save_to_disk, and give that folder"
     try:
         return call(*values, **named)
     except MemoryError:
         raise
     # Any exception: the readers of a dozen formats raise many kinds, also AttributeError for a malformed file.
     except Exception as error:
-        if local:
-            remedy = "repair its files, or write it again with save_to_disk or to_parquet"
-            raise ValueError(f"cannot be read as a dataset ({_said(error)}); {remedy}") from error
-        remedy = "without a network, fetch it elsewhere, write it with save_to_disk, and give that folder"
-        raise ValueError(f"cannot be fetched from the hub, and there is no such folder ({_said(error)}); {remedy}") from error
+        raise ValueError(f"cannot be {what} ({_said(error)}); {remedy}") from error
 
 
 def _split_on_purpose(root: str, files: Mapping[str, list[str]]) -> bool:
@@ -261,8 +261,7 @@ def _with_images(loaded: Any, asked: str | None) -> tuple[Any, str]:
     import datasets
 
     columns = [name for name, kind in loaded.features.items() if isinstance(kind, datasets.Image)]
-    if asked is None and len(columns) != 1:
-        columns = columns or [name for name in loaded.column_names if name == IMAGE_COLUMN]
+    columns = columns or [name for name in loaded.column_names if name == IMAGE_COLUMN]
     column = asked or (columns[0] if len(columns) == 1 else None)
     if column not in loaded.column_names:
         which = f"no column {asked}" if asked else "several columns of images" if columns else "no column of images"
@@ -274,16 +273,14 @@ def _with_images(loaded: Any, asked: str | None) -> tuple[Any, str]:
 
 
 def _captions(loaded: Any, column: str, problems: list[str], title: str) -> dict[int, str]:
-    captions, number = {}, 0
-    for rows in loaded.select_columns([column]).iter(batch_size=1000):
-        for value in rows[column]:
-            try:
-                if (caption := caption_in(value)) is not None:
-                    captions[number] = caption
-            except ValueError as error:
-                problems.append(f"{printable(title)}, row {number}: {error}")
-            number += 1
-    return captions
+    captions: dict[int, str | None] = {}
+    batches = loaded.select_columns([column]).iter(batch_size=1000)
+    for number, value in enumerate(value for rows in batches for value in rows[column]):
+        try:
+            captions[number] = caption_in(value)
+        except ValueError as error:
+            problems.append(f"{printable(title)}, row {number}: {error}")
+    return {number: caption for number, caption in captions.items() if caption is not None}
 
 
 def _roots(name: str) -> tuple[str, ...]:

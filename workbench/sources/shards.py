@@ -40,8 +40,8 @@ def caption_places(source: Source) -> str:
 
 
 def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
-    """The photos and captions of tar archives, read as folders are (folder.py); samples are named by archive and member.
-    path: an archive, or a pattern of some: `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
+    """The photos and captions of tar archives, read as folders are; samples are named by archive and member. Its path: an
+    archive, or a pattern of some: `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
     problems: list[str] = []
     try:
         paths = _matching(source.path, problems)
@@ -55,10 +55,8 @@ def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """A member of an archive. root: of the source. archive: relative to it. offset, size: of the member's bytes.
-
-    Every read opens the archive, so that threads and processes share no file position.
-    """
+    """A member of an archive. archive: relative to the source's root. offset, size: of the member's bytes. Every read opens
+    the archive, so that threads and processes share no file position."""
 
     root: str
     archive: str
@@ -88,10 +86,8 @@ class Archived:
 
 
 class Archives:
-    """A tree of the files in archives: each archive is a folder of its name.
-
-    title: for people. archives: relative to `root`, in the order in which they are read.
-    """
+    """A tree of the files in archives: each archive is a folder of its name. archives: relative to `root`, in the order in
+    which they are read."""
 
     def __init__(self, title: str, root: str, archives: list[str]) -> None:
         self.title, self.root, self.archives = title, root, archives
@@ -139,7 +135,7 @@ class Archives:
 
 
 def _images_of_samples(folder: str, files: list[str], leave_out: LeaveOut) -> list[str]:
-    """The files without images that are not photos: beside 01.jpg, 01.depth.png is another part of WebDataset's sample 01."""
+    """The files without images that are no photos: beside 01.jpg, 01.depth.png is another part of WebDataset's sample 01."""
     images = {stem: name for name in files for stem, suffix in [os.path.splitext(name)] if suffix.lower() in IMAGES}
     members = []
     for name in files:
@@ -185,9 +181,9 @@ def _choices(braces: str) -> list[str]:
     if match is None:
         return braces.split(",") if "," in braces else ["{" + braces + "}"]
     first, last = match.groups()
-    if int(last) < int(first):
-        raise ValueError(f"{{{braces}}} expands to no archive")
-    if int(last) - int(first) >= MAX_NAMES:
-        raise ValueError(f"{{{braces}}} expands to {int(last) - int(first) + 1:,} archives, the limit is {MAX_NAMES:,}")
-    width = max(len(first), len(last)) if "0" in (first[:1], last[:1]) else 0
+    count = int(last) - int(first) + 1
+    if not 0 < count <= MAX_NAMES:
+        limit = f"{count:,} archives, the limit is {MAX_NAMES:,}" if count > 0 else "no archive"
+        raise ValueError(f"{{{braces}}} expands to {limit}")
+    width = max(len(first), len(last)) if "0" in (first[0], last[0]) else 0
     return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]

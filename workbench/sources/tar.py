@@ -1,8 +1,7 @@
 """Lists the members of a tar archive and their places, from the headers alone: nothing is unpacked.
 
 The format: POSIX.1-2017, "pax Interchange Format" and "ustar Interchange Format"; GNU tar's manual, "Basic Tar Format".
-`tarfile` parses single headers here. Its own iteration would take a damaged header for the end of the archive, and would read
-header text of any length into memory.
+`tarfile` parses single headers: its iteration takes a damaged one for the end, and reads header text of any length.
 """
 
 import tarfile
@@ -28,8 +27,8 @@ SPARSE = "stored as sparse; make the archive without --sparse"
 
 
 class Member(NamedTuple):
-    """A file in an archive. name: as in the archive. offset, size: of its bytes. unread: why it is not read; None for a
-    plain file."""
+    """A file in an archive. name: as there. offset, size: of its bytes. unread: why it is not read; None for a plain
+    file."""
 
     name: str
     offset: int
@@ -38,14 +37,13 @@ class Member(NamedTuple):
 
 
 def members(file: BinaryIO, length: int) -> Iterator[Member]:
-    """All members but folders, in the archive's order. length: of the file, in bytes.
-
-    Raises OSError, and ValueError with the reason if the archive is damaged, cut off or compressed.
-    """
+    """All members but folders, in the archive's order. length: of the file, in bytes. Raises OSError, and ValueError with
+    the reason if the archive is damaged, cut off or compressed."""
     at, shared, local = 0, {}, {}  # fields from pax headers. local: of the next member; shared: of all that follow
     while True:
         file.seek(at)
-        header, data = _header(file.read(BLOCK), at), at + BLOCK
+        block, data = file.read(BLOCK), at + BLOCK
+        header = _header(block, at)
         if header is None:
             return _check_end(file, at)
         if header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE):
@@ -62,7 +60,7 @@ def members(file: BinaryIO, length: int) -> Iterator[Member]:
         size = _number(fields["size"], at) if "size" in fields else header.size
         unread = _unread(header.type, fields)
         if header.type == tarfile.GNUTYPE_SPARSE:
-            data = _after_sparse_map(file, data, header.buf)
+            data = _after_sparse_map(file, data, more=block[482])
         if header.type in NOT_FILES or header.type == tarfile.DIRTYPE:
             size = 0  # whatever the header says, no bytes follow
         if size > length - data:
@@ -72,14 +70,7 @@ def members(file: BinaryIO, length: int) -> Iterator[Member]:
         at = data + _padded(size)
 
 
-class _Header(NamedTuple):
-    name: str
-    type: bytes
-    size: int
-    buf: bytes
-
-
-def _header(block: bytes, at: int) -> _Header | None:
+def _header(block: bytes, at: int) -> tarfile.TarInfo | None:
     """The header in one block of 512 bytes; None for the end-of-archive block."""
     if block == bytes(BLOCK):
         return None
@@ -94,17 +85,15 @@ def _header(block: bytes, at: int) -> _Header | None:
         raise ValueError(what) from error
     if info.size < 0:
         raise ValueError(f"damaged at byte {at:,} ({info.name!r} has {info.size} bytes)")
-    return _Header(info.name, info.type, info.size, block)
+    return info
 
 
 def _refuse_others(block: bytes) -> None:
     if not block:
         raise ValueError("empty (0 bytes)")
     refuse_stand_in(block)
-    for magic, kind in COMPRESSED.items():
-        if block.startswith(magic):
-            why = "so single photos cannot be read from it; decompress it to a plain .tar"
-            raise ValueError(f"compressed with {kind}, {why}")
+    if kind := next((kind for magic, kind in COMPRESSED.items() if block.startswith(magic)), None):
+        raise ValueError(f"compressed with {kind}, so single photos cannot be read from it; decompress it to a plain .tar")
 
 
 def _unread(kind: bytes, fields: dict[str, str]) -> str | None:
@@ -144,9 +133,8 @@ def _number(text: str, at: int) -> int:
     return int(text)
 
 
-def _after_sparse_map(file: BinaryIO, data: int, header: bytes) -> int:
-    """Where the bytes of a sparse member in GNU's old format begin: blocks of its map may precede them."""
-    more = header[482]
+def _after_sparse_map(file: BinaryIO, data: int, *, more: int) -> int:
+    """Where the bytes of a sparse member in GNU's old format begin: blocks of its map precede them where there are more."""
     file.seek(data)
     while more:
         block = file.read(BLOCK)

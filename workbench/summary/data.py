@@ -14,7 +14,7 @@ from trainer.data.batches import sampler, short_batches
 from trainer.data.buckets import REFERENCE_AREA, WHOLE_AREA, framed_bucket, named, reference_bucket
 from trainer.data.examples import Example
 from trainer.data.images import views
-from trainer.data.sources import Photo, Source
+from trainer.data.sources import Photo
 from trainer.plan import fixed_draws
 from trainer.plan.data_sources import sources_of
 from trainer.plan.run_plan import DataPlan, Length
@@ -65,8 +65,10 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     instead = "enlarged" if data.table.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
     small = f"; {too_small} smaller than the bucket of their shape: {instead}" if too_small else ""
     sources = sources_of(data.table)
-    variants = max(len(example.captions) for example in data.examples)
-    varied = f"up to {variants} variants of each; " if variants > 1 else ""
+    captions, one = max(len(example.captions) for example in data.examples), sources[0]
+    varied = f"up to {captions} variants of each; " if captions > 1 else ""
+    jitters = f"crop jitter {one.crop_jitter:g} and colour jitter {one.colour_jitter:g}"
+    variants = f"{one.image_variants} of each photo, the first unchanged, the others with {jitters}"
     dropout = "/".join(f"{rate:g}" for rate in sorted({source.caption_dropout for source in sources}))
     flip = "/".join(sorted({"on" if source.flip else "off" for source in sources}, reverse=True))
     first, epoch = length.began
@@ -79,7 +81,7 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
         f"  captions: {count}{varied}dropped with probability {dropout}; flip {flip}" + (f"; text {text}" if text else ""),
         *(f"  warning: {line}" for line in _doubts(config, data, subject)),
         *_weight_lines(data),
-        *_view_lines(sources),
+        *([f"  image variants: {variants}"] if one.jitters else []),
         *(f"  {line}" for line in data_account(data).lines()),
         *_held_out(config, data),
         *_alike_lines(data),
@@ -137,8 +139,7 @@ def _short_batches(data: DataPlan) -> str:
 
 
 def _held_out(config: Config, data: DataPlan) -> list[str]:
-    names = list(dict.fromkeys(example.photo.sample for example in data.held_out))
-    lines = []
+    names, lines = list(dict.fromkeys(example.photo.sample for example in data.held_out)), []
     if names:
         photos = f"{len(names)} of {len(data.scanned.photos)} photos"
         lines = [f"  held out, never trained on: {photos}: {shortlist(names, SHOWN)}"]
@@ -149,8 +150,7 @@ def _held_out(config: Config, data: DataPlan) -> list[str]:
         lines.append(f"  loss at fixed draws of {counts} photos: {passing} {when}")
         none = "warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
         apart = len(data.measured.get("held_out", ()))
-        warning = too_few(apart) if apart else none
-        lines += [f"  {warning}"] if warning else []
+        lines += [f"  {warning}" for warning in [too_few(apart) if apart else none] if warning]
     return lines
 
 
@@ -189,12 +189,12 @@ def _weight_lines(data: DataPlan) -> list[str]:
 def _references(examples: Sequence[Example]) -> str:
     """How many images the model is shown beside each photo, and of which photos they are shrunk or cut for it."""
     how = next((each.showing for each in examples[0].references), "cut")
-    area, done = (WHOLE_AREA, "framed by their edges, mirrored,") if how == "framed" else (REFERENCE_AREA, "their edges cut")
+    area, done, bucket = REFERENCE_AREA, "their edges cut", reference_bucket
+    if how == "framed":
+        area, done, bucket = WHOLE_AREA, "framed by their edges, mirrored,", framed_bucket
     changes = {
         f"shrunk to the area of {isqrt(area)} x {isqrt(area)}": lambda each: each.photo.width * each.photo.height > area,
-        f"{done} to sides that the model takes": lambda each: (
-            (framed_bucket if how == "framed" else reference_bucket)(*each.photo.size, step=1) != each.bucket
-        ),
+        f"{done} to sides that the model takes": lambda each: bucket(*each.photo.size, step=1) != each.bucket,
     }
     text = f"{counted(len(examples[0].references), 'reference')} beside each photo"
     if how == "stretched":
@@ -204,10 +204,3 @@ def _references(examples: Sequence[Example]) -> str:
         if names := list(dict.fromkeys(e.photo.sample for e in examples if any(map(is_changed, e.references)))):
             text += f", {what} at {counted(len(names), 'photo')} ({shortlist(names, SHOWN)})"
     return text
-
-
-def _view_lines(sources: Sequence[Source]) -> list[str]:
-    one = sources[0]
-    jitters = f"crop jitter {one.crop_jitter:g} and colour jitter {one.colour_jitter:g}"
-    line = f"  image variants: {one.image_variants} of each photo, the first unchanged, the others with {jitters}"
-    return [line] if one.jitters else []

@@ -11,8 +11,7 @@ SHORT = 300
 
 
 def optimizer_lines(config: Config, steps: int) -> list[str]:
-    """Sentences for the start of a run: rates and options beyond the usual, and warnings. config: the resolved one. steps:
-    in all."""
+    """Rates and options beyond the usual, and warnings. config: the resolved one. steps: in all."""
     table = config.optimizer
     rates = [f"{key} {rate:g}" for key in ("text_encoder_lr", "magnitude_lr") if (rate := getattr(table, key)) is not None]
     rates += [f"lora_plus {table.lora_plus:g} (B's rate over A's)"] if table.lora_plus != 1 else []

@@ -97,10 +97,8 @@ def change_table(changes: Mapping[str, BlockChange], *, drifts: bool) -> dict[st
 
 
 def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = unheard) -> str:
-    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference.
-
-    advance: gets every number of bytes that was read; may raise.
-    """
+    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference. advance:
+    gets every number of bytes that was read; may raise."""
     file = TensorFile(path)
     if file.entries.keys() != live.keys():
         return f"keys differ: {sorted(file.entries.keys() ^ live.keys())[0]}"
@@ -112,10 +110,7 @@ def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = u
 
 def compared(layout: Layout, step: int) -> list[tuple[Path, Path, Path | None]]:
     """(before training, after `step`, the truth where it is known): the files of every sample that was asked for in the same
-    words, size, seed and all else.
-
-    One of an average has the same before and truth as that of the weights themselves.
-    """
+    way. One of an average has the same before and truth as that of the weights themselves."""
     first, known = by_request(layout.samples_of(0)), by_request(layout.truths)
     drawn = [(plain_request(asked), path) for asked, path in by_request(layout.samples_of(step)).items()]
     return [(first[asked], path, known.get(asked)) for asked, path in drawn if asked in first]

@@ -1,7 +1,4 @@
-"""Where a run's numbers are mirrored to, beside metrics.jsonl: TensorBoard's event files, and Weights & Biases.
-
-A tracker is told each line of the log. What it cannot show it loses: metrics.jsonl alone is what the program reads.
-"""
+"""Where a run's numbers are mirrored to, beside metrics.jsonl: TensorBoard's event files, and Weights & Biases."""
 
 import hashlib
 import os
@@ -13,7 +10,7 @@ from typing import Any
 from trainer.base.errors import UserError
 from trainer.checkpoint.state import Progress
 from trainer.config import Config
-from trainer.monitoring.metrics import Tracker
+from trainer.monitoring.metrics import Tracker, measured
 from trainer.runtime.context import RunContext
 
 Numbers = dict[str, float]
@@ -24,20 +21,15 @@ OFFLINE = "WANDB_MODE=offline and send the run later with `wandb sync`; or set l
 
 def numbers_of(fields: Mapping[str, Any]) -> Numbers:
     """The numbers in a line of the log by name; those in a list by name and place, counted from 1."""
-    numbers: Numbers = {}
+    values: dict[str, Any] = {}
     for key, value in fields.items():
-        parts = {f"{key}/{place}": each for place, each in enumerate(value, 1)} if isinstance(value, list) else {key: value}
-        numbers |= {
-            f"train/{name}": each
-            for name, each in parts.items()
-            if name not in NOT_NUMBERS and isinstance(each, (int, float))
-        }
-    return numbers
+        values |= {f"{key}/{place}": each for place, each in enumerate(value, 1)} if isinstance(value, list) else {key: value}
+    return {f"train/{k}": v for k, v in values.items() if k not in NOT_NUMBERS and isinstance(v, (int, float))}
 
 
 def by_step(line: Mapping[str, Any]) -> Iterator[tuple[int, Numbers]]:
     """(step, numbers) of a line; what it has "at_start" is of the step before it."""
-    for step, fields in ((line["step"] - 1, line.get("at_start", {})), (line["step"], line)):
+    for step, fields in measured([line]):
         if numbers := numbers_of(fields):
             yield step, numbers
 
@@ -72,8 +64,7 @@ def check_trackers(config: Config) -> None:
 
 
 def sign_in(config: Config) -> None:
-    """Raises UserError where the config asks for Weights & Biases, and it knows nobody here or cannot be reached. Asks
-    nothing."""
+    """Raises UserError where the config asks for Weights & Biases, and it knows nobody here or cannot be reached."""
     if not config.logging.wandb or os.environ.get("WANDB_MODE", "online") != "online":
         return
     import wandb
@@ -89,13 +80,12 @@ def sign_in(config: Config) -> None:
 
 
 class WeightsAndBiases:
-    """One run there for one run here, however often it is resumed, in the project of WANDB_PROJECT. What a killed
-    start had logged after its last checkpoint appears twice.
+    """One run there for one run here, however often it is resumed. What a killed start had logged after its last checkpoint
+    appears twice.
 
-    folder: where the library keeps what it sends. about: the run's name, when it first started, and of a fork its folder:
-    they make the run's id.
-    config: the resolved one. say: is told the run's address, and once why nothing more is sent.
-    Raises UserError where the service does not take the run.
+    folder: where the library keeps what it sends. about: what makes the run's id: its name, when it first started, and of a
+    fork its folder. say: is told the run's address, and once why nothing more is sent. Raises UserError where the service
+    does not take the run.
     """
 
     def __init__(
@@ -124,14 +114,9 @@ class WeightsAndBiases:
             say(f"Weights & Biases: {self._run.url}")
 
     def add(self, line: Mapping[str, Any]) -> None:
-        for step, numbers in by_step(line):
-            self._send({"step": step} | numbers)
-
-    def _send(self, what: dict[str, Any]) -> None:
-        if self._run is None:
-            return
         try:
-            self._run.log(what)
+            for step, numbers in by_step(line) if self._run is not None else ():
+                self._run.log({"step": step} | numbers)
         except self._errors as error:
             self._say(f"warning: Weights & Biases takes no more of this run: {_first_line(error)}")
             self._run = None
@@ -147,10 +132,10 @@ class WeightsAndBiases:
 def open_trackers(config: Config, context: RunContext, progress: Progress) -> list[Tracker]:
     """The programs that the config asks for, in the main process."""
     processes, layout = context.processes, context.layout
-    trackers: list[Tracker] = []
-    if config.logging.tensorboard and processes.is_main:
-        trackers.append(TensorBoard(layout.tensorboard))
-    if config.logging.wandb and processes.is_main:
+    if not processes.is_main:
+        return []
+    trackers: list[Tracker] = [TensorBoard(layout.tensorboard)] if config.logging.tensorboard else []
+    if config.logging.wandb:
         values = config.model_dump(mode="json", exclude_none=True)
         # A fork has its name and its date from its original.
         about = (config.run.name, progress.started, *((str(layout.root),) if layout.original.exists() else ()))

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
@@ -31,14 +31,8 @@ LOOPBACK = "127.0.0.1"
 # By which names a browser may call this machine. A page from elsewhere whose name is made to lead here has another one.
 NAMES = {LOOPBACK, "localhost"}
 # What is served of a run's folder, by the end of its name.
-KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".png": "image/png",
-    ".jsonl": "text/plain; charset=utf-8",
-    ".toml": "text/plain; charset=utf-8",
-    ".md": "text/plain; charset=utf-8",
-    ".safetensors": "application/octet-stream",
-}
+KINDS = {".html": "text/html; charset=utf-8", ".png": "image/png", ".safetensors": "application/octet-stream"}
+KINDS |= dict.fromkeys((".jsonl", ".toml", ".md"), "text/plain; charset=utf-8")
 # A request has to be told within these seconds, and each piece of an answer to be taken.
 ASK_SECONDS, TAKE_SECONDS = 10.0, 30.0
 # A run's folder may come from anybody. What lies in it is shown as a page without an origin, which can read no other page of
@@ -63,22 +57,15 @@ class Runs:
     def found(self) -> dict[str, Layout]:
         """The runs below the folders by a name that is unique: the folder's, or that of a link to it. Each once."""
         roots: dict[Path, str] = {}
-        for root in self._roots():
-            roots.setdefault(root.resolve(), root.name)
-        named: dict[str, Layout] = {}
-        for root, runs in roots.items():
-            name, again = runs, 1
-            while name in named:
-                name, again = f"{runs}-{again + 1}", again + 1
-            named[name] = Layout(root)
-        return named
-
-    def _roots(self) -> Iterator[Path]:
         for folder in self.folders:
-            if _is_run(folder):
-                yield folder
-            else:
-                yield from (child for child in sorted(folder.iterdir()) if child.is_dir() and _is_run(child))
+            below = [folder] if _is_run(folder) else [child for child in sorted(folder.iterdir()) if child.is_dir()]
+            for root in filter(_is_run, below):
+                roots.setdefault(root.resolve(), root.name)
+        named: dict[str, Layout] = {}
+        for root, name in roots.items():
+            names = (name, *(f"{name}-{again}" for again in range(2, len(roots) + 1)))
+            named[next(each for each in names if each not in named)] = Layout(root)
+        return named
 
     def page(self) -> bytes:
         """The page of all runs, which stays the same one until a run has changed, or is silent for too long."""
@@ -200,14 +187,11 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, status: HTTPStatus, kind: str, body: IO[bytes], length: int, sandbox: str = "") -> None:
         """In pieces: a slow line may take long for all of it."""
         self.send_response(status)
-        for name, value in (
-            ("Content-Type", kind),
-            ("Content-Length", str(length)),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'{sandbox}"),
-        ):
-            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(length))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'{sandbox}")
         self.end_headers()
         if self.command != "HEAD":
             shutil.copyfileobj(body, self.wfile)
@@ -247,8 +231,7 @@ class Server(ThreadingHTTPServer):
 
 
 def serve(folders: Sequence[Path], port: int) -> None:
-    """Serve the runs below the folders until Ctrl-C. Raises UserError for what is no folder, or a port that cannot be
-    used."""
+    """Serve the runs below the folders until Ctrl-C. Raises UserError for what is no folder, or a port that is not free."""
     runs = Runs(folders)
     with Server(runs, port) as server:
         names = ", ".join(map(printable, runs.found())) or "none yet"

@@ -88,9 +88,7 @@ def test_the_mean_of_doras_is_that_of_their_weights(tmp_path: Path) -> None:
     found = written(tmp_path / "mean.safetensors")
     assert (dense(found, weight) - mean).norm() <= 1e-6 * (mean - weight).norm()
     loss = made.loss
-    assert loss.lost <= 1e-6 * loss.change and loss.change == pytest.approx(
-        float((mean - weight).norm()), rel=1e-10
-    )
+    assert loss.lost <= 1e-6 * loss.change and loss.change == pytest.approx(float((mean - weight).norm()), rel=1e-10)
 
 
 def test_a_lower_rank_of_doras_keeps_the_magnitude_of_the_mean_and_is_the_nearest(tmp_path: Path) -> None:
