@@ -9,41 +9,20 @@ Methods that are no LoRA have suffixes of their own: they are named, so that a r
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.adapters import lokr
 from trainer.base.console import some
 from trainer.base.errors import UserError
+from trainer.base.files import read_json
 from trainer.base.types import KeyStyle, Link
 
-# A name between A and weight is PEFT's adapter name ("default").
-_SUFFIXES = {
-    "a": r"\.lora_down\.weight|_lora\.down\.weight|\.lora\.down\.weight|\.lora_linear_layer\.down\.weight"
-    r"|\.lora_A(?:(?:\.\w+)?\.weight)?|(?<=_lora[12])\.down\.weight",
-    "b": r"\.lora_up\.weight|_lora\.up\.weight|\.lora\.up\.weight|\.lora_linear_layer\.up\.weight"
-    r"|\.lora_B(?:(?:\.\w+)?\.weight)?|(?<=_lora[12])\.up\.weight",
-    "alpha": r"\.alpha",
-    "scalar": r"\.scalar",
-    "mid": r"\.lora_mid(?:\.weight)?",
-    "magnitude": r"\.lora_magnitude_vector(?:\.\w+){0,2}|\.magnitude",
-    "dora_scale": r"\.dora_scale",
-    **{end: rf"\.{end}" for end in lokr.ENDS},
-}
+# keys.json: the ends of keys by what they are (a name between A and weight is PEFT's adapter name), and of other methods why
+# they are no plain LoRA or DoRA, with the programs that write them.
+_KNOWN = read_json(Path(__file__).with_name("keys.json"))
+_SUFFIXES = _KNOWN["suffixes"] | {end: rf"\.{end}" for end in lokr.ENDS}
 _KEY = re.compile("|".join(f"(?P<{role}>{pattern})$" for role, pattern in _SUFFIXES.items()))
-# What else is known by its suffix, and why it is no plain LoRA or DoRA, with the programs that write it.
-_OTHER = {
-    "LoHa (Hadamard products; LyCORIS, kohya_ss, OneTrainer and SimpleTuner write it)": r"\.hada_[wt]\d(_[ab])?$",
-    "a LoKr with a Tucker core (LyCORIS' use_tucker writes it)": r"\.lokr_t\d$",
-    "OFT or BOFT (rotations; OneTrainer, LyCORIS and PEFT write it)": r"\.(oft_\w+|oft_blocks|oft_diag)(\.\w+)*$",
-    "GLoRA (LyCORIS writes it)": r"\.[ab][12]\.weight$",
-    "IA3 (LyCORIS and PEFT write it)": r"\.(on_input|ia3_l)(\.\w+)*$",
-    "VeRA (PEFT writes it)": r"\.vera_lambda_\w+(\.\w+)*$",
-    "a Control LoRA of Flux (it takes a picture, too; ComfyUI and diffusers load it)": r"norm\.(query|key)_norm\.scale$",
-    "with whole differences of weights, biases or norms (LyCORIS with train_norm, and ComfyUI's extraction, write them)":
-        r"\.(diff|diff_b|w_norm|b_norm|set_weight)$",
-    "a Control LoRA of Flux (it changes a weight's shape; ComfyUI loads it)": r"\.reshape_weight$",
-    "a LoRA of an embedding (PEFT writes it)": r"\.lora_embedding_[AB](\.\w+)*$",
-    "a LoRA with biases (PEFT's lora_bias writes them)": r"\.lora_(A|B|up|down)(\.\w+)?\.bias$",
-}  # fmt: skip
+_OTHER: dict[str, str] = _KNOWN["other_methods"]
 _WORDS = re.compile(r"^bundle_emb\.|^emb_params$|^string_to_param")  # embeddings: OneTrainer bundles them with a LoRA
 INSTEAD = (
     "merge it into its model with a program that reads it (ComfyUI: Load LoRA, then Save Checkpoint), and make a LoRA of the "

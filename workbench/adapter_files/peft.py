@@ -19,16 +19,9 @@ from trainer.base.text import refuse_stand_in
 
 # Beginnings that leave the base model's weights as they are. The others (pissa, olora, corda, loftq, lora_ga) change them.
 INITS = ("gaussian", "eva", "orthogonal", "mica")
-# What says where a LoRA came from, or how it was trained, and not what it computes.
-OF_TRAINING = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
-    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type", "velora_config",
-}  # fmt: skip
-READ = {
-    "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
-    "use_dora", "use_rslora",
-}  # fmt: skip
+# keys.json: what of a config says where a LoRA came from, or how it was trained, and not what it computes; and what is read.
+_FIELDS = read_json(Path(__file__).with_name("keys.json"))["peft_config"]
+KNOWN = {*_FIELDS["of_training"].split(), *_FIELDS["read"].split()}
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?:|.", re.DOTALL)
 STEPS = 3 * 10**8  # that all expressions over all layers may take at worst: seconds
 LONGEST = 300  # characters of an expression
@@ -86,7 +79,7 @@ class PeftConfig:
                 "the model as it is the file means something else. Save it as a plain LoRA: "
                 "save_pretrained(..., path_initial_model_for_weight_conversion=...) in PEFT"
             )
-        odd = [f"{name} = {fields[name]!r:.60}" for name in sorted(fields.keys() - READ - OF_TRAINING) if fields[name]]
+        odd = [f"{name} = {fields[name]!r:.60}" for name in sorted(fields.keys() - KNOWN) if fields[name]]
         if odd:
             raise self.wrong(f"sets {some(odd)}, which no LoRA or DoRA file can hold")
         for name in ("use_dora", "use_rslora"):
@@ -110,7 +103,6 @@ class PeftConfig:
         return number_of
 
     def _targets(self) -> Callable[[str], object]:
-        """The function from a layer's name to whether PEFT adapts it."""
         names = self._fields.get("target_modules")
         if names == "all-linear":
             return lambda name: True

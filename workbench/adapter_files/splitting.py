@@ -29,24 +29,22 @@ def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple
     owners = _owners(factors.b.make(), rows)
     parts: list[Factors | None] = []
     for index, (start, count) in enumerate(zip(accumulate(rows, initial=0), rows, strict=False)):
-        columns = None if owners is None else [column for column, owner in enumerate(owners) if owner == index]
-        parts.append(None if columns == [] else _part(factors, start, count, columns))
+        columns = range(factors.rank) if owners is None else [c for c, owner in enumerate(owners) if owner == index]
+        parts.append(_part(factors, start, count, columns) if columns else None)
     return parts, "shared" if owners is None else "block-diagonal"
 
 
-def _part(factors: Factors, start: int, count: int, columns: list[int] | None) -> Factors:
-    """columns: the layer's, which follow one another; None: all."""
+def _part(factors: Factors, start: int, count: int, columns: Sequence[int]) -> Factors:
+    """columns: the layer's, which follow one another."""
     a, b, m = factors.a, factors.b, factors.magnitude
     if m is not None and factors.axis == "output":
         m = derived(m, (count,), lambda t: t[start : start + count])
-    first, last = (0, factors.rank) if columns is None else (columns[0], columns[-1] + 1)
-    rank = last - first
+    first, last, rank = columns[0], columns[-1] + 1, len(columns)
     b = derived(b, (count, rank, *b.shape[2:]), lambda t: t[start : start + count, first:last].contiguous())
     # The very same recipe where all have one A, which tells a writer that they can be one again.
     a = a if rank == factors.rank else derived(a, (rank, *a.shape[1:]), lambda t: t[first:last])
     # The scale stays. Of a power of two, alpha * rank / R / rank has no rounding; of others it may have one.
-    scaling = factors.scaling
-    return replace(factors, a=a, b=b, magnitude=m, alpha=scaling * rank, rslora=False, matrices={})
+    return replace(factors, a=a, b=b, magnitude=m, alpha=factors.scaling * rank, rslora=False, matrices={})
 
 
 def _owners(b: torch.Tensor, rows: Sequence[int]) -> list[int] | None:

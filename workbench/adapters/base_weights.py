@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 
 from trainer.base.errors import UserError
-from trainer.base.files import Advance, unheard
 from trainer.base.types import Recognised
 from trainer.models.loading import ModelSource
 from trainer.models.weights import Read
@@ -15,8 +14,8 @@ from workbench.adapter_files.opening import NamedModel, models_at
 class BaseWeights:
     """Reads layers' weights from a model's files. It keeps the last tensor that it read, for fused layers."""
 
-    def __init__(self, source: ModelSource, advance: Advance = unheard) -> None:
-        self.source, self.advance = source, advance
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
         self._reads: dict[str, dict[str, Read]] = {}
         self._last: tuple[Read, list[torch.Tensor]] | None = None
 
@@ -33,7 +32,7 @@ class BaseWeights:
         read = self.reads(component)[parameter]
         if self._last is None or self._last[0] is not read:
             self._last = None  # before the next is made
-            self._last = read, read.tensors(self.advance)
+            self._last = read, read.tensors()
         return self._last[1][read.link.parts.index(parameter)]
 
     def reads(self, component: str) -> dict[str, Read]:

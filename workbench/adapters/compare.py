@@ -48,7 +48,7 @@ class Comparison:
 
 
 def _rank(ranks: tuple[int, int]) -> str:
-    return str(ranks[0]) if ranks[0] == ranks[1] else f"{ranks[0]} and {ranks[1]}"
+    return " and ".join(map(str, dict.fromkeys(ranks)))
 
 
 def compare(a: Portable, b: Portable, weight: WeightOf | None = None) -> Comparison:

@@ -97,10 +97,8 @@ def write_as(
     if to == "diffusers":
         portable, apart = portable.parted(opened.model.family.adapters.peft)
         if apart and not portable.layers:
-            raise UserError(
-                f"{opened.path} adapts {', '.join(apart)} alone, which diffusers does not load for this model; --to comfyui "
-                "keeps it"
-            )
+            alone = f"adapts {', '.join(apart)} alone, which diffusers does not load for this model"
+            raise UserError(f"{opened.path} {alone}; --to comfyui keeps it")
         notes += [
             f"{len(left.layers)} layers of {component} were left out, as diffusers does not load them for this model; "
             "--to comfyui keeps them"
@@ -148,10 +146,8 @@ def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf 
         return export.kohya_tensors(portable, modules={}, prefixes=prefixes, rows=len)
     modules = {name: model.modules(name) for name in components}
     shapes = model.full_layers(components)
-    norms: dict[str, RowNorms] = {}
-    if portable.kind.magnitudes and weight is not None:
-        for name in splitting.fused_with(portable.layers, modules):
-            norms[name] = RowNorms(weight(name).flatten(1).norm(dim=1), None, None)
+    joined = splitting.fused_with(portable.layers, modules) if portable.kind.magnitudes and weight is not None else ()
+    norms = {name: RowNorms(weight(name).flatten(1).norm(dim=1), None, None) for name in joined}
     for links in modules.values() if not portable.kind.form else ():
         _note_joined(portable, components, links, notes)
     prefixes = family.kohya_prefixes(model.config)
@@ -186,10 +182,9 @@ def adapted(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
 def told_anew(portable: Portable, meaning: DoraScale, weight: WeightOf | None, notes: list[str]) -> Portable:
     """The same DoRA with magnitudes of the other meaning: times or by ||W|| / ||W + s B A||, row by row. Magnitudes of the
     input axis stay: ComfyUI divides these by ||W + s B A||, as all others do."""
-    layers, ulps = {}, 0
+    layers, ulps = dict(portable.layers), 0
     for name, factors in portable.layers.items():
         if factors.magnitude is None or factors.axis == "input":
-            layers[name] = factors
             continue
         w = _needed(weight, f"to write magnitudes {DORA_SCALE_MEANING[meaning].partition(':')[0]}")(name)
         ratio = w.double().flatten(1).norm(dim=1) / adapted(w, factors).norm(dim=1).clamp_min(1e-300)
@@ -227,10 +222,9 @@ def change_of(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> tor
 
 def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: list[str]) -> Portable:
     """A LoRA of rank `rank` (None: of each layer's own) for a DoRA: the nearest of that rank to g (W + s B A) - W."""
-    layers, loss = {}, Residual()
+    layers, loss = dict(portable.layers), Residual()
     for name, factors in portable.layers.items():
         if factors.magnitude is None:
-            layers[name] = factors
             continue
         change = change_of(weight(name), factors, portable.meaning)
         a, b = nearest(change, rank or factors.rank)

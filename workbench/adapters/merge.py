@@ -127,7 +127,10 @@ def merge(
     work.check_all_there(files.values())
     made = {path: work.tensors(file) for path, file in files.items()}
     total = sum(math.prod(t.shape) * t.dtype.itemsize for tensors in made.values() for t in tensors.values())
-    _check_space(out, total)
+    free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.is_dir())).free
+    if total > free:
+        needed = f"needs {size_text(total)}, and its disk has {size_text(free)} free"
+        raise UserError(f"{out} {needed}; make room, or give another OUT")
     with phases("writing the merged model", total, "B") as phase:
         if single:
             fields = {key: value for key, value in files[""].metadata.items() if key not in STALE}
@@ -141,8 +144,6 @@ def merge(
 
 
 class _Work:
-    """What the tensors of the new files are made with."""
-
     def __init__(self, model: NamedModel, adapters: Sequence[Applied], dtype: str | None, merged: Merged) -> None:
         assert model.source is not None
         self.family, self.weights = model.family, BaseWeights(model.source)
@@ -151,8 +152,7 @@ class _Work:
 
     def check_all_there(self, files: Iterable[WholeFile]) -> None:
         there = {f"{p.component}.{part}" for file in files for p in file.tensors.values() for part in p.link.parts}
-        absent = sorted(layer for layer in self.touched if f"{layer}.weight" not in there)
-        if absent:
+        if absent := sorted(layer for layer in self.touched if f"{layer}.weight" not in there):
             raise UserError(
                 f"OUT = {str(self.merged.path)!r} would hold no {absent[0].partition('.')[0]}, as the model's file, and the "
                 f"adapters change it: {some(absent)}; give the model as a diffusers folder"
@@ -161,7 +161,8 @@ class _Work:
     def tensors(self, file: WholeFile) -> Tensors:
         made: dict[str, torch.Tensor | Recipe] = dict(file.others)
         for name, placed in file.tensors.items():
-            if self._is_scaled(name, placed):
+            is_linear = placed.component == self.family.denoiser and name.endswith(".weight") and len(placed.shape) == 2
+            if is_linear and self.dtype == SCALED:
                 layer = name.removesuffix(".weight")
                 made[name] = Recipe(scaled_file.CODES, placed.shape, partial(self._codes, placed))
                 made[f"{layer}.scale_weight"] = Recipe(torch.float32, (), partial(self._scale, placed))
@@ -173,18 +174,12 @@ class _Work:
             made[f"{prefix}scaled_fp8"] = scaled_file.marker()
         return made
 
-    def _is_scaled(self, name: str, placed: Placed) -> bool:
-        linear = placed.component == self.family.denoiser and name.endswith(".weight") and len(placed.shape) == 2
-        return linear and self.dtype == SCALED
-
     def _dtype(self, placed: Placed) -> torch.dtype:
-        stays = self.dtype is None or placed.component == self.family.vae
-        if stays and placed.dtype is None:
+        if self.dtype is not None and placed.component != self.family.vae:
+            return scaled_file.BESIDE if self.dtype == SCALED else precision.compute_dtype(self.dtype)
+        if placed.dtype is None:
             raise UserError(f"the model holds {placed.component} quantised, and weights are merged as numbers: give --dtype")
-        if stays:
-            assert placed.dtype is not None
-            return placed.dtype
-        return scaled_file.BESIDE if self.dtype == SCALED else precision.compute_dtype(str(self.dtype))
+        return placed.dtype
 
     def _parts(self, placed: Placed) -> Iterator[tuple[str, torch.Tensor]]:
         """(layer, tensor as the model has it, fp32) of the parts that the file holds in one."""
@@ -247,17 +242,7 @@ class _Work:
         return scaled_file.scale_of(self._exact(placed))
 
 
-def _check_space(out: Path, needed: int) -> None:
-    there = next(parent for parent in out.absolute().parents if parent.is_dir())
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise UserError(
-            f"{out} needs {size_text(needed)}, and its disk has {size_text(free)} free; make room, or give another OUT"
-        )
-
-
 def _copy_configs(root: Path, folder: Path) -> None:
-    """What a diffusers folder has besides weights: its index, and the configs and vocabularies in its folders."""
     paths = [root / "model_index.json", *(path for path in sorted(root.glob("*/*")) if not path.name.startswith("."))]
     for path in paths:
         if path.suffix in CONFIGS and path.is_file() and ".index." not in path.name:  # an index is of shards

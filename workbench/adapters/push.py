@@ -73,7 +73,7 @@ def push(
     replace_card: another README.md that is there may be lost. Raises UserError without it, where the hub does not take the
     files, and what `check` raises, before anything is sent."""
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -84,11 +84,7 @@ def push(
             check(path, models, family, phases)
     api, made = HfApi(), False
     try:
-        try:
-            api.model_info(repository)
-            missing = False
-        except RepositoryNotFoundError:
-            missing = True
+        missing = not api.repo_exists(repository)
         url = api.create_repo(repository, private=not public, exist_ok=True)
         made = missing
         if CARD in files and not replace_card and not made:
@@ -114,7 +110,6 @@ def push(
 
 
 def _keep_card(api: Any, repository: str, card: Path) -> None:
-    """Raises UserError where another card is in the repository than this one."""
     data = card.read_bytes()
     blob = git_blob(len(data))
     blob.update(data)

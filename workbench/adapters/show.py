@@ -9,7 +9,7 @@ import torch
 
 from trainer.adapters.export import DORA_SCALE_MEANING
 from trainer.adapters.portable import DoraScale, Factors, is_finite
-from trainer.base.console import shortlist
+from trainer.base.console import printable, shortlist
 from trainer.monitoring.weight_change import block_of
 from workbench.adapter_files.opening import OpenedAdapter
 from workbench.adapters.convert import WeightOf, gain
@@ -48,9 +48,7 @@ def layer_report(name: str, factors: Factors, meaning: DoraScale, weight: Weight
     if weight is None:
         return report
     w = weight(name)
-    drift = None
-    if "magnitude" in tensors:
-        drift = float((gain(w, factors, meaning) - 1).abs().max())
+    drift = float((gain(w, factors, meaning) - 1).abs().max()) if "magnitude" in tensors else None
     return replace(report, weight=float(w.double().norm()), drift=drift)
 
 
@@ -79,17 +77,14 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
         rows += _listed("  rows without an adapter, whose magnitudes are the model's norms and were left out", read.absent)
     rows += _norms(layers)
     for component in opened.components if opened.labels else ():
-        there = {layer.name for layer in layers}
-        absent = [f"{component}.{name}" for name in opened.model.layers(component) if f"{component}.{name}" not in there]
-        if absent:
-            rows.append(f"  not adapted of {component}: {len(absent)} layers: {_kinds(absent)}")
-        else:
-            rows.append(f"  every layer of {component} is adapted")
+        absent = [name for name in opened.model.full_layers([component]) if name not in portable.layers]
+        some = f"not adapted of {component}: {len(absent)} layers: {_kinds(absent)}"
+        rows.append(f"  {some if absent else f'every layer of {component} is adapted'}")
     rows += _listed("  NOT FINITE", [layer.name for layer in layers if not layer.finite])
     rows += _listed("  B is zero, so that nothing changes", [layer.name for layer in layers if layer.empty])
     for key in ("ss_output_name", "modelspec.title", "ss_base_model_version", "ss_steps", "modelspec.trigger_phrase"):
         if value := portable.metadata.get(key):
-            rows.append(f"  {key}: {_plain(value)}")
+            rows.append(f"  {key}: {printable(value[:200])}")
     return rows
 
 
@@ -102,7 +97,7 @@ def _norms(layers: list[LayerReport]) -> list[str]:
     drifts = any(layer.drift is not None for layer in layers)
     rows = [f"  {what} by block (largest layer){'; largest |g - 1| of the magnitudes' if drifts else ''}:"]
     for block, norms in by_block.items():
-        largest = max(norms, key=lambda layer: _size(layer))
+        largest = max(norms, key=_size)
         drift = max((layer.drift for layer in norms if layer.drift is not None), default=None)
         number = f"{_size(largest):.3%}" if known else f"{_size(largest):.4g}"
         rows.append(f"    {block}: {number}" + (f"; {drift:.3%}" if drift is not None else ""))
@@ -114,7 +109,6 @@ def _size(layer: LayerReport) -> float:
 
 
 def _counted(counts: Mapping[object, int], what: str) -> str:
-    """The one value, or each with how many have it."""
     if len(counts) == 1:
         return f"{next(iter(counts))} ({next(iter(counts.values()))} {what})"
     ordered = sorted(counts.items(), key=lambda item: -item[1])
@@ -122,18 +116,12 @@ def _counted(counts: Mapping[object, int], what: str) -> str:
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """By the ends of their names, without numbers."""
     ends = Counter(".".join(part for part in name.split(".")[-2:] if not part.isdigit()) for name in names)
     return _counted(ends, "layers")
 
 
 def _listed(title: str, names: list[str]) -> list[str]:
     return [f"{title}: {len(names)} layers: {shortlist(names, SHOWN)}"] if names else []
-
-
-def _plain(value: str) -> str:
-    value = value[:200]
-    return value if value.isprintable() else ascii(value)
 
 
 def plot(layers: list[LayerReport], title: str, path: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from trainer.base.tensorfile import Recipe, Tensors
 from trainer.base.types import Link
-from trainer.models.base import Component
 from trainer.models.loading import ModelSource
 from trainer.models.names import Shape, original_shape
 from trainer.models.weights import Read
@@ -79,7 +78,15 @@ def _all_in_one(source: ModelSource) -> WholeFile:
     for component in source.family.components:
         reads = {part: read for read in source.reads(component.name) for part in read.link.parts}
         shapes = {part: shape for read in reads.values() for part, shape in zip(read.link.parts, read.parts, strict=True)}
-        for link in _original_links(component, source, shapes):
+        if component.names is not None:
+            links = component.names(source.config(component.name)).links
+        else:
+            # CLIP's files in the original layout have the inner model's name, whatever the class is called now. T5's one
+            # embedding table has two names in the module.
+            inner = "text_model." if component.class_name == "CLIPTextModel" else ""
+            twice = "encoder.embed_tokens.weight" if "shared.weight" in shapes else ""
+            links = [Link(inner + name.removeprefix(inner), (name,)) for name in shapes if name != twice]
+        for link in links:
             dtypes = {_placed(component.name, reads[part]).dtype for part in link.parts}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
             shape = original_shape([shapes[part] for part in link.parts], link.op)
@@ -87,13 +94,3 @@ def _all_in_one(source: ModelSource) -> WholeFile:
     # A folder says this in the scheduler's config, a file by tensors without values.
     markers = {name: torch.zeros(0) for name, (key, value) in MARKERS.items() if source.scheduler.get(key) == value}
     return WholeFile(tensors, markers, {})
-
-
-def _original_links(component: Component, source: ModelSource, shapes: Mapping[str, Shape]) -> list[Link]:
-    if component.names is not None:
-        return component.names(source.config(component.name)).links
-    # CLIP's files in the original layout have the inner model's name, whatever the class is called now. T5's one embedding
-    # table has two names in the module.
-    inner = "text_model." if component.class_name == "CLIPTextModel" else ""
-    twice = "encoder.embed_tokens.weight" if "shared.weight" in shapes else ""
-    return [Link(inner + name.removeprefix(inner), (name,)) for name in shapes if name != twice]

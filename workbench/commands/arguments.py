@@ -120,7 +120,6 @@ def again(arguments: Sequence[str]) -> str:
 
 
 def _unknown(others: Sequence[str], parser: Parser) -> str:
-    """Of the first argument that is none."""
     first, value = others[0], next(iter(others[1:]), "VALUE")
     if not first.startswith("-"):
         if first.endswith(".toml"):

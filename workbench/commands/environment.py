@@ -96,7 +96,6 @@ def torch_said():
 
 
 def _nvidia_card():
-    """Its name, as the driver's own tool tells it; "" where there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -107,7 +106,6 @@ def _nvidia_card():
 
 
 def _command(words):
-    """As it can be copied, also where a word has spaces."""
     if sys.platform != "win32":
         return shlex.join(words)
     from subprocess import list2cmdline

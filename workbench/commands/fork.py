@@ -64,7 +64,6 @@ def _holds_a_run(layout: Layout) -> bool:
 
 
 def _refuse(key: str) -> None:
-    """Raises UserError for a key that a fork cannot change."""
     named = configs.whole(key)
     if reason := never(key):
         raise UserError(f"--fork_from: {named} cannot change in mid-run: {reason}; leave it out, or start a new run")

@@ -141,7 +141,6 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> set[str]:
 
 
 def _named(config: Config, given: set[str]) -> NamedModel:
-    """The model of `config`; of `model.family`, where that is given."""
     model = config.model
     paths = {name: component.path for name, component in model.components.items() if component.path}
     models = models_at(
@@ -176,7 +175,6 @@ def _presets(named: NamedModel, memory: int) -> list[Path]:
 
 
 def _set_found(document: TOMLDocument, parts: Mapping[str, Path]) -> None:
-    """Where the parts lie that the model's single file lacks (trainer/models/beside.py)."""
     for name, place in parts.items():
         components = document["model"].setdefault("components", tomlkit.table(is_super_table=True))
         table = components.setdefault(name, tomlkit.table())
@@ -233,7 +231,6 @@ def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, fou
 
 
 def _set(document: TOMLDocument, table: str, key: str, value: object, comment: str = "") -> None:
-    """With this comment, in place of one that was of another value."""
     place = document.setdefault(table, tomlkit.table())
     place[key] = value
     place[key].trivia.comment_ws = place[key].trivia.comment = ""

@@ -101,7 +101,9 @@ def draw(
     read = [[(open_adapter(path, [model]), strength) for path, strength in files] for files in adapters.values()]
     by_files = dict(zip(dict.fromkeys(asked.adapters for asked in requests), map(as_one, read), strict=True))
     first, (portable, _) = next(iter(by_files.items()))
-    _refuse_unlike(by_files)
+    for names, (other, _) in by_files.items():
+        if names != first and (portable is None or other is None or other.targets != portable.targets):
+            raise UserError(f"{names[0]} adapts other layers, or by another rank, than {first[0]}; draw with each by itself")
     config = _as_read(config, portable)
     plan, peers = _plan(config, source, portable), session.processes
     lines = dict.fromkeys(line for files in read for each, _ in files for line in each.account.lines())
@@ -135,7 +137,6 @@ def draw(
 
 
 def _refuse_unread(drawing: Drawing, source: ModelSource) -> None:
-    """Raises UserError for what the model does not read."""
     reads, name = set(source.family.reads) - unread_by_model(source).keys(), source.family.name
     if drawing.negative and "validation.samples.*.negative" not in reads:
         raise UserError(f"--negative {drawing.negative!r}: {name} has no negative prompt; leave it out")
@@ -148,13 +149,6 @@ def _refuse_unread(drawing: Drawing, source: ModelSource) -> None:
         names = " ".join(drawing.references)
         raise UserError(f"--references {names}: this model of {name} is shown no images; leave it out")
     check_references([("--references", len(drawing.references))], source.family.images)
-
-
-def _refuse_unlike(by_files: Mapping[tuple[str, ...], tuple[Portable | None, float]]) -> None:
-    (first, (portable, _)), *others = by_files.items()
-    for names, (other, _) in others:
-        if portable is None or other is None or other.targets != portable.targets:
-            raise UserError(f"{names[0]} adapts other layers, or by another rank, than {first[0]}; draw with each by itself")
 
 
 def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
@@ -195,14 +189,9 @@ def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
 
 
 def _as_read(config: Config, portable: Portable | None) -> Config:
-    """The config whose adapter is what was read."""
-    keys = {
-        "type": portable.kind.name if portable else "lora",
-        "rslora": bool(portable and portable.rslora),
-        "dropout": 0.0,
-        "under": None,
-    }
-    return with_values(config, {f"adapter.{name}": value for name, value in keys.items()})
+    kind, rslora = (portable.kind.name, portable.rslora) if portable else ("lora", False)
+    values = {"adapter.type": kind, "adapter.rslora": rslora, "adapter.dropout": 0.0, "adapter.under": None}
+    return with_values(config, values)
 
 
 def _plan(config: Config, source: ModelSource, portable: Portable | None) -> ModelPlan:

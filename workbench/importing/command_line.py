@@ -79,7 +79,6 @@ def _split(line: str, escape: str = "", quotes: str = "\"'") -> list[str]:
 
 
 def _commands(text: str) -> Iterator[str]:
-    """Each command of each line, without comments."""
     for line in text.splitlines():
         line = inner[2] if (inner := WRAPPED.fullmatch(line)) else line
         if IGNORED.match(line):

@@ -295,12 +295,10 @@ def _sentence(draft: Draft, here: str, value: Any, line: str) -> None:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether the option does nothing, also where that is written as text."""
     return value in OFF or as_number(value) == 0 or str(value).lower() == "false"
 
 
 def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
-    """Write the key if it takes the value, or the one that this value is called here."""
     if value is None or value == "":
         return
     value = place_here(key, value)

@@ -50,7 +50,6 @@ def _on(value: Any) -> bool:
 
 
 def _network(options: dict[str, Any], given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-    """Its module, and the arguments that a network of this kind takes there."""
     kind = str(given.get("LoRA_type") or ("Standard" if "network_dim" in given else "full"))
     module, *words = names["types"].get(kind, f"other algo={kind.replace(' ', '_')}").split()
     words += [f"preset={given['LyCORIS_preset']}"] if module.startswith("lycoris") and given.get("LyCORIS_preset") else []

@@ -75,7 +75,6 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
 
 
 def _every(draft: Draft, options: Options, name: str, key: str) -> None:
-    """Write how often something happens, in the unit that stands beside it."""
     unit, line = options.word(f"{name}_unit"), options.told(name)
     if unit == "STEP":
         draft.carry(options, name, key)
@@ -217,7 +216,6 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
 
 
 def _listed(options: Options, name: str, path: Path | None) -> list[Options]:
-    """The tables of a list that stands in the config, else in the file that was found."""
     listed = options.tables(name, LISTS[name])
     if listed or not path:
         return listed

@@ -132,7 +132,6 @@ def _rates(draft: Draft, options: Options, family: Family) -> None:
 
 
 def _value(text: str) -> Any:
-    """An optimizer's argument: a number, a truth value, or several numbers."""
     return [literal(part.strip("()[] ")) for part in text.split(",") if part.strip("()[] ")] if "," in text else literal(text)
 
 

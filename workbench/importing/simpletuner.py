@@ -46,7 +46,6 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
 
 
 def _path(draft: Draft, options: Options, family: Family) -> None:
-    """The model: named, else by its flavour, else the flavour that the program takes."""
     name, flavours = "pretrained_model_name_or_path", facts().flavours[family.name]
     flavour = options.word("model_flavour", flavours[""])
     line = options.told("model_flavour") if options.has("model_flavour") else f"model_flavour is left out: {flavour} there"
@@ -79,7 +78,6 @@ def _length(draft: Draft, options: Options) -> None:
 
 
 def _lycoris(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
-    """The adapter that LyCORIS makes there, of its own file."""
     name, line = options.line("lycoris_config", "word", "")
     file = find_beside(name, config, [path for path in data if path.name == PurePosixPath(name).name]) if name else None
     if file is None:

@@ -88,7 +88,6 @@ def note_missing(draft: Draft, config: Config) -> None:
 
 
 def _fix(draft: Draft) -> None:
-    """Put what --set gave in place, and take out samples where it gave prompts."""
     for key, value in draft.fixed.items():
         parts = key.split(".")
         if key.startswith("data.sources.") and len(parts) == 4:

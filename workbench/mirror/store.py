@@ -27,17 +27,8 @@ RUN = "run.json"
 PROBE = "probe.tmp"  # written, read and deleted at a start
 INSIDE = Layout(Path())  # places below the prefix are those below the output folder
 
-# What to install for a URL, by its first word (pyproject.toml).
-EXTRAS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
-    "adl": "azure",
-}
+# What to install for a URL (pyproject.toml), and the words that such URLs begin with.
+EXTRAS = {"s3": ("s3", "s3a"), "gcs": ("gs", "gcs"), "azure": ("az", "abfs", "abfss", "adl")}
 
 
 def check_library(url: str) -> None:
@@ -48,12 +39,12 @@ def check_library(url: str) -> None:
 
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        way = f"pip install -e '.[{EXTRAS[protocol]}]'" if protocol in EXTRAS else "install it"
+        ways = [f"pip install -e '.[{extra}]'" for extra, words in EXTRAS.items() if protocol in words]
+        way = ways[0] if ways else "install it"
         raise UserError(f"checkpoint.mirror = {url!r} needs a library that is not there: {error}; {way}") from error
     except ValueError as error:
-        raise UserError(
-            f"checkpoint.mirror = {url!r}: fsspec knows no {protocol}://; give one of {', '.join(EXTRAS)}, file"
-        ) from error
+        known = ", ".join(word for words in EXTRAS.values() for word in words)
+        raise UserError(f"checkpoint.mirror = {url!r}: fsspec knows no {protocol}://; give one of {known}, file") from error
 
 
 def open_mirror(url: str) -> Mirror:

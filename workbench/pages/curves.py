@@ -68,7 +68,9 @@ class Axes:
 
     def path(self, curve: Curve) -> str:
         """A gap where a value is missing. A lone value is a dot: a line of no length with round ends."""
-        return "".join(f"M{self._through(run)}{'h0' * (len(run) == 1)}" for run in _unbroken(curve.series))
+        parts = itertools.groupby(curve.series, key=lambda point: point[1] is not None)
+        runs = [list(run) for known, run in parts if known]
+        return "".join(f"M{self._through(run)}{'h0' * (len(run) == 1)}" for run in runs)
 
     def band(self, curve: Curve) -> str:
         """The area between the lowest and the highest; "" of a curve that has none, or has one point."""
@@ -181,11 +183,6 @@ def broken(series: Series, where: Sequence[float]) -> Series:
 def _slices(series: Series) -> list[Series]:
     bounds = [index * len(series) // POINTS for index in range(POINTS + 1)]
     return [series[start:end] for start, end in itertools.pairwise(bounds)]
-
-
-def _unbroken(points: Series) -> list[list[Point]]:
-    runs = itertools.groupby(points, key=lambda point: point[1] is not None)
-    return [list(run) for known, run in runs if known]
 
 
 def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:

@@ -73,7 +73,13 @@ def sections(data: DataPlan, lines: Sequence[str], report: captions.CaptionRepor
         },
         "In short": {"text": "\n".join([*lines, str(report)])},
         "Buckets": _buckets(data),
-        "Tokens of captions": _tokens(report),
+        "Tokens of captions": _table(
+            ("text encoder", "reads at most", "longest caption", "photos whose caption is cut"),
+            (
+                (encoder, counts.limit, max(counts.counts.values(), default=0), len(report.truncated[encoder]))
+                for encoder, counts in report.tokens.items()
+            ),
+        ),
         "What strict mode would refuse": _table(("photo", "why"), strict_problems(data, report)),
         "Near duplicates": _table(
             ("group", "photo", "pixels", "bytes", "used"),
@@ -128,14 +134,6 @@ def _buckets(data: DataPlan) -> dict[str, Any]:
         "rows": rows,
         "notes": notes,
     }
-
-
-def _tokens(report: captions.CaptionReport) -> dict[str, Any]:
-    rows = [
-        (encoder, counts.limit, max(counts.counts.values(), default=0), len(report.truncated[encoder]))
-        for encoder, counts in report.tokens.items()
-    ]
-    return {"columns": ("text encoder", "reads at most", "longest caption", "photos whose caption is cut"), "rows": rows}
 
 
 def _alike_rows(groups: Sequence[Sequence[Photo]], held_out: set[str]) -> Iterator[tuple[Any, ...]]:

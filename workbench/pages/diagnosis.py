@@ -259,7 +259,6 @@ def _share(part: float) -> str:
 
 
 def _take(best: int, last: int, steps: Iterable[int] | None) -> str:
-    """The step to take, of those that are kept."""
     if steps is None:
         return f"take step {best}"
     nearest = min((step for step in steps if step != last), key=lambda step: (abs(step - best), step), default=None)
@@ -305,5 +304,4 @@ def _finite(series: Iterable[tuple[int, float | None]]) -> list[tuple[int, float
 
 
 def _newest(rows: Sequence[Line], field: str) -> Any:
-    """What was told last under this name."""
     return next((fields[field] for _, fields in reversed(list(measured(rows))) if fields.get(field) is not None), None)

@@ -119,7 +119,6 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
 
 
 def _by_request(folder: Path, kind: str, thumbnails: Thumbnails) -> dict[str | None, list[Path]]:
-    """The files of FOLDER/KIND by what was asked for."""
     files: dict[str | None, list[Path]] = {}
     for file in pngs(folder, f"{kind}/*.png"):
         if (about := thumbnails.describe(file)) is not None:

@@ -117,7 +117,6 @@ def _said(sentence: str) -> str:
 
 
 def _not_yet(verdict: Verdict, history: History) -> str:
-    """In mid-run, where a remedy would come too early."""
     if verdict.kind == "nothing":
         step, change = history.newest("weight_change") or (0, None)
         least = f": by step {step:,} no layer has changed by more than {max(change or 0, 1e-5):.3%} of its own weights"

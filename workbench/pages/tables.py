@@ -44,7 +44,6 @@ def shown(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Numbers, and texts that are one number with or without a percent sign."""
     if isinstance(value, str):
         return re.fullmatch(r"[-+]?[\d.,]+(e[-+]?\d+)? ?%?", value) is not None
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -199,7 +199,6 @@ def _load(
 
 
 def _called(local: bool, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """What a function of the library gives. Raises ValueError with the reason for what it raises."""
     what, remedy = "read as a dataset", "repair its files, or write it again with save_to_disk or to_parquet"
     if not local:
         what = "fetched from the hub, and there is no such folder"

@@ -176,7 +176,6 @@ def _expanded(pattern: str) -> Iterator[str]:
 
 
 def _choices(braces: str) -> list[str]:
-    """The choices of braces: a,b,c or 000..003."""
     match = re.fullmatch(r"(\d{1,12})\.\.(\d{1,12})", braces)
     if match is None:
         return braces.split(",") if "," in braces else ["{" + braces + "}"]

@@ -115,14 +115,12 @@ def _alike_lines(data: DataPlan) -> list[str]:
 
 
 def _groups(groups: Sequence[Sequence[Photo]]) -> str:
-    """The counts, and the first three groups with up to three names each."""
     names = [[printable(photo.sample) for photo in group[:3]] + ["..."] * (len(group) > 3) for group in groups[:3]]
     texts = [" = ".join(group) for group in names] + ["..."] * (len(groups) > 3)
     return f"{sum(map(len, groups))} photos in {counted(len(groups), 'group')} ({'; '.join(texts)})"
 
 
 def _short_batches(data: DataPlan) -> str:
-    """How many short batches there are, and what would fill them."""
     batch_size, examples = data.table.batch_size, data.examples
     count = sampler.batches_per_epoch(examples, batch_size=batch_size)
     left = short_batches.short(examples, batch_size=batch_size)
@@ -166,7 +164,6 @@ def _times(photos: Sequence[Photo]) -> str:
 
 
 def _weight_lines(data: DataPlan) -> list[str]:
-    """A line for each source with masks, references or another loss weight."""
     lines = []
     for index in dict.fromkeys(photo.source.index for photo in data.photos):
         mine = [photo for photo in data.photos if photo.source.index == index]

@@ -46,7 +46,6 @@ def _add_named(account: Account, source: ModelSource, options: Mapping[str, Any]
 
 
 def _add_parts(account: Account, source: ModelSource) -> None:
-    """Where the parts come from: the pipeline of a folder, places beside a single file, published configs, chosen files."""
     index = source.root / "model_index.json"
     if index.is_file() and PUBLISHED not in index.parents:
         pipeline, usual = kinds.class_in(read_json(index)), kinds.PIPELINES.get(source.family.name)

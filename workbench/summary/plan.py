@@ -52,7 +52,9 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         remedy = "raise data.batch_size or step.accumulation"
         doubts.append(f"objective.stratified has no effect on updates of one photo; {remedy}")
     lines += [f"warning: {doubt}" for doubt in doubts]
-    lines += data_lines(config, plan.data, plan.length, text=_text(plan), reported=not sizes) if data else []
+    text = "encoded when it is drawn" if config.data.cache == "none" else "cached"
+    text = text if plan.model.cache_text else "encoded live"
+    lines += data_lines(config, plan.data, plan.length, text=text, reported=not sizes) if data else []
     group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
     clipping = f"clipping {config.step.max_grad_norm:g}" if config.step.max_grad_norm else "no clipping"
     lines.append(
@@ -109,9 +111,3 @@ def _adapter_lines(plan: RunPlan) -> list[str]:
     if plan.skipped:
         lines.append(f"  skipped, without a gradient path: {len(plan.skipped)} layers ({plan.skipped[0]}, ...)")
     return lines
-
-
-def _text(plan: RunPlan) -> str:
-    if not plan.model.cache_text:
-        return "encoded live"
-    return "encoded when it is drawn" if plan.config.data.cache == "none" else "cached"
