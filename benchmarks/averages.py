@@ -31,7 +31,6 @@ from benchmarks import pages  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer.base.progress import Phases  # noqa: E402
 from trainer.base.run_layout import Layout  # noqa: E402
-from trainer.quantization import recognise  # noqa: E402
 from workbench.adapter_files.opening import models_at, open_adapter  # noqa: E402
 from workbench.adapters.average import Averaged, average  # noqa: E402
 from workbench.adapters.base_weights import BaseWeights  # noqa: E402
@@ -43,7 +42,7 @@ RANKS = (4, 8, 16, 32, 80)
 def measured(folders: Sequence[Path], ranks: Sequence[int], phases: Phases) -> dict[str, Any]:
     """The losses of a variant's runs, of its model alone and of the runs' mean. lost: by a rank, as a share of the change."""
     config = configs.load(str(Layout(folders[0]).config), [])
-    models = models_at(config.model.path, recognise)
+    models = models_at(config.model.path)
     opened = [open_adapter(Layout(folder).adapters / f"{folder.name}.safetensors", models) for folder in folders]
     adapters = [Averaged(each.path, each.model, each.portable, 1 / len(opened)) for each in opened]
     losses = HeldOutLosses(*plan_losses(config, adapters, max(ranks), phases), adapters, phases)

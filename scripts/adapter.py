@@ -322,10 +322,9 @@ def opened_at(path: Path, models, family: str | None, *, any_size: bool = False)
 
 def models_of(path: str):
     """The model there, as every family that it may be of."""
-    from trainer.quantization import recognise
     from workbench.adapter_files.opening import models_at
 
-    return models_at(path, recognise)
+    return models_at(path)
 
 
 def base_weight(opened):
@@ -338,10 +337,9 @@ def base_weight(opened):
 
 def whole_model(path: str):
     """The model there, with its weights."""
-    from trainer.quantization import recognise
     from workbench.adapters.base_weights import whole_model_at
 
-    return whole_model_at(path, recognise)
+    return whole_model_at(path)
 
 
 def reads_a_file(command: argparse.ArgumentParser) -> None:

@@ -17,7 +17,6 @@ import torch
 from scripts import adapter as script
 from scripts import sample
 from tests.harness import DENOISER, ROOT, Workbench, built, metrics_of, train_built
-from trainer import quantization
 from trainer.base import console
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file
@@ -372,7 +371,7 @@ def test_a_start_may_have_another_rank_where_that_is_asked_for(outputs: Runs, be
     more = {"adapter__rank": 6, "adapter__alpha": 1.0, "adapter__rslora": False, "adapter__rules": rules}
     with pytest.raises(UserError, match="rank 4, this run 6; set adapter.rank .* or adapter.init_resize = true"):
         begun(starting(bench, "flux lora", file, **more))
-    given = open_adapter(file, models_at(str(bench.models / "flux"), quantization.recognise)).portable.layers
+    given = open_adapter(file, models_at(str(bench.models / "flux"))).portable.layers
     with built(starting(bench, "flux lora", file, adapter__init_resize=True, **more)) as run:
         for name, factors in given.items():
             layer, target = run.adapter.layers[name], run.adapter.targets[name]
@@ -402,7 +401,7 @@ def test_a_lora_starts_a_dora_that_does_what_it_does(outputs: Runs, bench: Workb
 def test_a_run_starts_from_a_folder_that_peft_saved_at_its_strength(bench: Workbench) -> None:
     """alpha / rank of its config, by the folder and by the file in it; the hash is the file's."""
     folder, layer = bench.tmp / "peft", "transformer_blocks.0.attn.to_q"
-    width = models_at(str(bench.models / "flux"), quantization.recognise)[0].layers("transformer")[layer][1]
+    width = models_at(str(bench.models / "flux"))[0].layers("transformer")[layer][1]
     folder.mkdir()
     own = {
         f"base_model.model.{layer}.lora_{end}.weight": t
@@ -422,7 +421,7 @@ def test_a_run_starts_from_a_folder_that_peft_saved_at_its_strength(bench: Workb
 @pytest.mark.slow
 def test_whatever_reads_a_file_without_an_alpha_says_so(bench: Workbench, capsys) -> None:
     layer, flux, out = "transformer_blocks.0.attn.to_q", bench.models / "flux", bench.tmp / "of"
-    width = models_at(str(flux), quantization.recognise)[0].layers("transformer")[layer][1]
+    width = models_at(str(flux))[0].layers("transformer")[layer][1]
     ends = (("A", torch.ones(4, width)), ("B", torch.ones(width, 4) / 100))
     file = bench.tmp / "adapter_model.safetensors"
     write_tensors(file, {f"base_model.model.{layer}.lora_{end}.weight": t for end, t in ends})
@@ -473,9 +472,7 @@ def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(outputs: R
 def of_encoder(bench: Workbench, zero: Callable[[int], bool], **more: torch.Tensor) -> Path:
     """A file as sd-scripts writes it of SDXL's first encoder: every layer. zero: of a layer's number, whether its B is."""
     tensors = dict(more)
-    for name, (rows, columns) in (
-        models_at(str(bench.models / "sdxl"), quantization.recognise)[0].layers("text_encoder").items()
-    ):
+    for name, (rows, columns) in models_at(str(bench.models / "sdxl"))[0].layers("text_encoder").items():
         stem = f"lora_te1_text_model_{name.replace('.', '_')}"
         made = torch.zeros if zero(int(name.split(".")[2])) else torch.ones
         tensors |= {f"{stem}.lora_down.weight": torch.ones(4, columns), f"{stem}.lora_up.weight": made(rows, 4)}
@@ -519,7 +516,7 @@ def bench_layers(bench: Workbench) -> int:
 
 def unet_width(bench: Workbench) -> int:
     """The width of its middle block's attention."""
-    layers = models_at(str(bench.models / "sdxl"), quantization.recognise)[0].layers("unet")
+    layers = models_at(str(bench.models / "sdxl"))[0].layers("unet")
     return layers["mid_block.attentions.0.transformer_blocks.0.attn1.to_q"][0]
 
 
@@ -568,7 +565,7 @@ def test_a_file_where_its_run_wrote_it_needs_no_base(outputs: Runs, models: Path
         assert "LoRA for flux (another size than the published ones; --base MODEL" in said
         assert "not adapted of" not in said and "every layer of" not in said
         own = open_adapter(path, any_size=True).portable.layers
-        known = open_adapter(path, models_at(str(models / "flux"), quantization.recognise)).portable.layers
+        known = open_adapter(path, models_at(str(models / "flux"))).portable.layers
         assert own.keys() == known.keys()
         for name, factors in known.items():
             ends = own[name].tensors()

@@ -11,7 +11,6 @@ import torch
 
 from scripts import adapter, sample
 from tests.harness import ROOT, Workbench, built, train_built
-from trainer import quantization
 from trainer.base.tensorfile import write_tensors
 from workbench.adapters.base_weights import BaseWeights, whole_model_at
 from workbench.pages import rendering
@@ -97,7 +96,7 @@ def test_the_adapters_of_a_runs_steps_are_drawn_side_by_side(bench: Workbench, c
 
 def made_adapter(folder: Path, path: Path, *, dora: bool) -> Path:
     """Of some Linears and a convolution of the denoiser, a third of each weight's size; diffusers' keys, scale 1."""
-    model, tensors = whole_model_at(str(folder), quantization.recognise), {}
+    model, tensors = whole_model_at(str(folder)), {}
     assert model.source is not None
     weights = BaseWeights(model.source)
     chosen = [n for n in model.layers("unet") if n.endswith(("attn1.to_q", "attn2.to_v", "mid_block.resnets.0.conv1"))]

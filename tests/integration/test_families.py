@@ -19,7 +19,6 @@ from tests.pipelines import stock
 from trainer import config as configs
 from trainer.base.tensorfile import TensorFile
 from trainer.models import FAMILIES
-from trainer.quantization import recognise
 from workbench.adapter_files.opening import open_adapter
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
@@ -133,7 +132,7 @@ def test_an_adapter_of_the_text_encoder_goes_into_a_folder_of_pefts(bench: Workb
     """diffusers' loader takes the transformer alone; captions differ in length."""
     rules = [{"component": "text_encoder", "match": "layers.3[0-9].*_proj", "rank": 3, "alpha": 1.5}]
     train(bench.tree(family, adapter__type="dora", adapter__rules=rules, optimizer__lr=1e-2, run__max_steps=1), bench=bench)
-    adapters, model = bench.tmp / "out" / "adapters", whole_model_at(str(bench.models / family), recognise)
+    adapters, model = bench.tmp / "out" / "adapters", whole_model_at(str(bench.models / family))
     keys = TensorFile(adapters / "bear.safetensors").entries
     assert keys and all(key.startswith("transformer.") for key in keys)
     pipe = stock(family, bench.models / family)

@@ -20,7 +20,6 @@ from tests.harness import Workbench, built, train_built
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.weights import original_shape
-from trainer.quantization import recognise
 from workbench.adapter_files.opening import NamedModel, open_adapter
 from workbench.adapters import push
 from workbench.adapters.base_weights import whole_model_at
@@ -86,7 +85,7 @@ def test_comfyui_has_a_layer_for_every_key(everything: Path, models: Path, capsy
 
 
 def tiny(models: Path) -> NamedModel:
-    return whole_model_at(str(models / "flux2"), recognise)
+    return whole_model_at(str(models / "flux2"))
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import TensorFile
 from trainer.engine.step import draw_time_and_noise
 from trainer.plan.run_plan import find_targets, open_source, resolve
-from trainer.quantization import recognise
 from trainer.runtime import precision
 from workbench.adapter_files.opening import open_adapter
 from workbench.adapters.base_weights import whole_model_at
@@ -187,7 +186,7 @@ def comfyui(config: dict) -> dict[str, str]:
 def test_comfyui_has_a_layer_for_every_key(everything: Path, models: Path) -> None:
     """By its table each layer says what the file for diffusers says; the last modulation's rows lie the other way round. Its
     releases divide by ||W||, diffusers by ||W + s B A||."""
-    model = whole_model_at(str(models / "flux3"), recognise)
+    model = whole_model_at(str(models / "flux3"))
     file, diffusers = (TensorFile(everything / "adapters" / f"bear{end}.safetensors").read_all() for end in ("_comfyui", ""))
     table = comfyui(model.config("transformer"))
     assert set(table) == set(model.layers("transformer"))
@@ -221,7 +220,7 @@ def test_files_of_others_are_read(everything: Path, models: Path, tmp_path: Path
     would find no layer there."""
     from safetensors.torch import load_file, save_file
 
-    model = whole_model_at(str(models / "flux3"), recognise)
+    model = whole_model_at(str(models / "flux3"))
     table, made = comfyui(model.config("transformer")), {}
     prefix = {"ComfyUI": "diffusion_model.", "PEFT of the original model": "base_model.model.diffusion_model."}.get(form, "")
     factors = load_file(everything / "adapters" / "bear.safetensors")

@@ -20,7 +20,6 @@ from tests.unit.adapters.test_lokr import read_by_comfyui
 from trainer import config as configs
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
-from trainer.quantization import recognise
 from workbench.adapter_files.opening import open_adapter, open_checkpoint
 from workbench.adapters.base_weights import whole_model_at
 from workbench.commands import main as cli
@@ -119,7 +118,7 @@ def test_its_file_is_merged_converted_shown_and_compared(bench: Workbench, capsy
     capsys.readouterr()
     assert script.main(["convert", str(file), str(lora), "--to", "lora", "--rank", "2"]) == 0
     said, left, whole = capsys.readouterr().out, 0.0, 0.0
-    portable = open_adapter(lora, [whole_model_at(str(bench.models / "sdxl"), recognise)]).portable
+    portable = open_adapter(lora, [whole_model_at(str(bench.models / "sdxl"))]).portable
     assert portable.kind.name == "lora" and {factors.rank for factors in portable.layers.values()} == {2}
     for name, factors in portable.layers.items():
         dense = factors.scaling * factors.b.make().double().flatten(1) @ factors.a.make().double().flatten(1)

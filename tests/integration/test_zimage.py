@@ -22,7 +22,6 @@ from trainer.base.errors import UserError
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import TensorFile
 from trainer.models.weights import original_shape
-from trainer.quantization import recognise
 from trainer.runtime import precision
 from workbench.adapter_files.opening import open_adapter
 from workbench.adapters.base_weights import whole_model_at
@@ -96,7 +95,7 @@ def comfyui(config: dict) -> dict[str, tuple[str, slice]]:
 def test_comfyui_has_a_layer_for_every_key(everything: Path, models: Path) -> None:
     """ComfyUI #11487, musubi-tuner #770: of `lora_unet_` it reads the names of its own model alone, where query, key and
     value are one layer. By its table each says what the file for diffusers says of its rows."""
-    model = whole_model_at(str(models / "zimage"), recognise)
+    model = whole_model_at(str(models / "zimage"))
     file, diffusers = (TensorFile(everything / "adapters" / f"bear{end}.safetensors").read_all() for end in ("_comfyui", ""))
     table = comfyui(model.config("transformer"))
     base = TensorFile(models / "zimage" / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -150,7 +149,7 @@ def test_files_of_others_are_read(everything: Path, models: Path, tmp_path: Path
             made |= {f"{stem}.lora_down.weight": a, f"{stem}.lora_up.weight": b, f"{stem}.alpha": torch.tensor(float(len(a)))}
     path = tmp_path / "theirs.safetensors"
     save_file({key: value.contiguous() for key, value in made.items()}, path)
-    opened = open_adapter(path, [whole_model_at(str(models / "zimage"), recognise)])
+    opened = open_adapter(path, [whole_model_at(str(models / "zimage"))])
     assert opened.model.family.name == "zimage"
     assert len(opened.portable.layers) == len(made) // (3 if "musubi" in form else 2)
     out = tmp_path / "out.safetensors"

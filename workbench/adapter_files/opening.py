@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer import ema
+from trainer import ema, quantization
 from trainer.adapters import export, splitting
 from trainer.adapters.export import About
 from trainer.adapters.kinds import AdapterKind, kind_named
@@ -119,12 +119,12 @@ def model_of(source: ModelSource, label: str) -> NamedModel:
     return NamedModel(source.family, label, source.config, source)
 
 
-def models_at(path: str, recognise: Callable[..., Recognised], **keys: Any) -> list[NamedModel]:
-    """The model there, as every family that it may be of; UserError where it is of none. recognise, keys: `open_model`'s."""
+def models_at(path: str, **keys: Any) -> list[NamedModel]:
+    """The model there, as every family that it may be of; UserError where it is of none. keys: `open_model`'s."""
     models, refusals = [], []
     for family in FAMILIES.values():
         try:
-            model = model_of(open_model(family, path, recognise=recognise, **keys), path)
+            model = model_of(open_model(family, path, recognise=quantization.recognise, **keys), path)
             model.config(family.denoiser)
             models.append(model)
         except UserError as error:

@@ -1,11 +1,8 @@
 """The weights of a model one at a time, without the model: for tools that compare, merge or measure."""
 
-from collections.abc import Callable
-
 import torch
 
 from trainer.base.errors import UserError
-from trainer.base.types import Recognised
 from trainer.models.loading import ModelSource
 from trainer.models.weights import Read
 from workbench.adapter_files.opening import NamedModel, models_at
@@ -44,10 +41,10 @@ class BaseWeights:
         return self._reads[component]
 
 
-def whole_model_at(path: str, recognise: Callable[..., Recognised]) -> NamedModel:
+def whole_model_at(path: str) -> NamedModel:
     """The model there, whose denoiser's weights are. Raises UserError where they are not. Reads headers only."""
     refusals = []
-    for model in models_at(path, recognise):
+    for model in models_at(path):
         assert model.source is not None
         try:
             if not model.source.is_here(model.family.denoiser):

@@ -49,11 +49,6 @@ class Applied:
     opened: OpenedAdapter
     strength: float
 
-    def described(self) -> dict[str, object]:
-        """What the merged file says of it."""
-        path = self.opened.path
-        return {"file": path.name, "sha256": hash_file(path), "strength": self.strength}
-
 
 @dataclass
 class Merged:
@@ -122,7 +117,9 @@ def merge(
         each.opened.portable.check_finite()
     remove_leftovers(leftovers_of(out))  # each the size of a model
     work = _Work(model, adapters, dtype, Merged(out))
-    origin = {"merged_adapters": json.dumps([each.described() for each in adapters], sort_keys=True)}
+    of = [(each.opened.path, each.strength) for each in adapters]
+    described = [{"file": path.name, "sha256": hash_file(path), "strength": strength} for path, strength in of]
+    origin = {"merged_adapters": json.dumps(described, sort_keys=True)}
     files = {"": single_file(source)} if single else folder_files(source)
     work.check_all_there(files.values())
     made = {path: work.tensors(file) for path, file in files.items()}

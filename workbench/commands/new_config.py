@@ -15,7 +15,6 @@ import tomlkit
 from tomlkit import TOMLDocument
 
 from trainer import config as configs
-from trainer import quantization
 from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
@@ -144,12 +143,7 @@ def _named(config: Config, given: set[str]) -> NamedModel:
     model = config.model
     paths = {name: component.path for name, component in model.components.items() if component.path}
     models = models_at(
-        model.path,
-        quantization.recognise,
-        config=model.config,
-        component_paths=paths,
-        revision=model.revision,
-        wanted=Wanted(model.variant),
+        model.path, config=model.config, component_paths=paths, revision=model.revision, wanted=Wanted(model.variant)
     )
     if "model.family" not in given:
         return models[0]
@@ -163,11 +157,8 @@ def _named(config: Config, given: set[str]) -> NamedModel:
 
 def _presets(named: NamedModel, memory: int) -> list[Path]:
     """The family's configs for cards of a size, those that memory allows, the largest first; else the smallest alone."""
-    sizes = {}
-    for path in CONFIG_FOLDER.glob(f"{named.family.name}_*gb.toml"):
-        size = re.fullmatch(r".*_(\d+)gb", path.stem)
-        assert size is not None
-        sizes[int(size[1])] = path
+    paths = CONFIG_FOLDER.glob(f"{named.family.name}_*gb.toml")
+    sizes = {int(path.stem.rpartition("_")[2].removesuffix("gb")): path for path in paths}
     if not sizes:
         raise UserError(f"--new: configs/ has none for {named.family.name}; begin with a copy of another config")
     # A card of 12 GB tells of somewhat less.

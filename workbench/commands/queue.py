@@ -29,11 +29,9 @@ class Queued:
     status: int | None = None
     seconds: float = 0.0
 
-    def row(self) -> str:
-        """Its line of the table at the end."""
-        if self.status is None:
-            return f"  {self.file}: not started"
-        return f"  {self.file}: status {self.status} after {duration(self.seconds)}, {self.config.run.output_dir}"
+    def __str__(self) -> str:
+        ended = f"status {self.status} after {duration(self.seconds)}, {self.config.run.output_dir}"
+        return f"{self.file}: {'not started' if self.status is None else ended}"
 
 
 def queue_of(files: Sequence[str], overrides: Sequence[str]) -> list[Queued]:
@@ -68,8 +66,8 @@ def run_queue(runs: Sequence[Queued], arguments: Sequence[str]) -> int:
             run.status = relay.run([sys.executable, str(PROGRAM), "--config", run.file, *arguments])
             run.seconds = time.monotonic() - start
     statuses = [run.status for run in runs if run.status is not None]
-    done = sum(status == 0 for status in statuses)
-    write("\n".join([f"queue: {done} of {len(runs)} runs ended with status 0", *(run.row() for run in runs)]), whole=True)
+    head = f"queue: {statuses.count(0)} of {len(runs)} runs ended with status 0"
+    write("\n".join([head, *(f"  {run}" for run in runs)]), whole=True)
     return 128 + relay.stop if relay.stop else max(statuses)
 
 

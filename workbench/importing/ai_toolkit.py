@@ -87,10 +87,8 @@ def _length(draft: Draft, options: Options) -> None:
     draft.set("checkpoint.every_steps", max(1, every // scale), why)
     draft.set("export.every_steps", max(1, every // scale), f"{why}: the adapter's files, too; they stay")
     every, why = options.line("sample.sample_every", "whole")
-    if options.flag("train.disable_sampling"):
-        draft.set("validation.every_steps", 0, options.told("train.disable_sampling"))
-    else:
-        draft.set("validation.every_steps", max(1, every // scale), why)
+    disabled = (0, options.told("train.disable_sampling")) if options.flag("train.disable_sampling") else ()
+    draft.set("validation.every_steps", *(disabled or (max(1, every // scale), why)))
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
@@ -189,12 +187,11 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
     if table.flag("is_reg"):
         source["regularisation"] = (True, table.told("is_reg"))
     draft.sources.append(source)
-    control = "control_path"
-    folders = [folder for folder in table.entries(control) if folder]
+    folders, line = [folder for folder in table.entries("control_path") if folder], table.told("control_path")
     if len(folders) == 1:
-        source["references"] = (str(folders[0]), table.told(control))
+        source["references"] = (str(folders[0]), line)
     elif folders:
-        draft.note(ABSENT, f"{table.told(control)}: {common.ONE_FOLDER}")
+        draft.note(ABSENT, f"{line}: {common.ONE_FOLDER}")
     passed = programs()["idle"]["ai-toolkit"].split()
     table.pass_by(*passed, *(["network_weight"] if table.number("network_weight", 1) == 1 else []))
     common.carry_rest(draft, table)

@@ -12,12 +12,21 @@ from workbench.importing.catalogues import facts, programs
 from workbench.importing.draft import ABSENT, DIFFERS, FILL, Draft, Line, Options
 from workbench.importing.reading import find_beside, read_tree
 
-PARTS = ("unet", "prior", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4", "vae",
-         "quantization", "optimizer")  # fmt: skip
+PARTS = [
+    "unet",
+    "prior",
+    "transformer",
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "text_encoder_4",
+    "vae",
+    "quantization",
+    "optimizer",
+]
 LISTS = {"concepts": "concept ", "samples": "sample "}  # beside the options, and how their entries are told
 CONCEPTS, SAMPLES = LISTS
 WEIGHTS = {"MIN_SNR_GAMMA": "min_snr", "DEBIASED_ESTIMATION": "debiased", "P2": "p2"}
-GAMMAS = {"MIN_SNR_GAMMA": "objective.min_snr_gamma", "P2": "objective.p2_gamma"}
 SAMPLE = programs()["onetrainer_sample"]
 IDLE = programs()["idle"]["OneTrainer"].split()
 PROMPTS = {"sample": "auto", "filename": "filename", "concept": "none"}
@@ -190,8 +199,8 @@ def _objective(draft: Draft, options: Options, family: Family) -> None:
     (weights, line), strength = options.line("loss_weight_fn", "word"), options.line("loss_weight_strength", "number")
     if weights in WEIGHTS:
         draft.set("objective.weighting", WEIGHTS[weights], line)
-        if gamma := GAMMAS.get(weights):
-            draft.set(gamma, *strength)
+        if weights != "DEBIASED_ESTIMATION":
+            draft.set(f"objective.{WEIGHTS[weights]}_gamma", *strength)
     elif weights != "CONSTANT":
         draft.note(ABSENT, f"{line}: no such weighting here; all times weigh alike")
     losses = {name for name in ("mse", "mae", "log_cosh", "huber") if options.number(f"{name}_strength")}

@@ -1,7 +1,8 @@
 """How far each block of the adapter has moved its layers, as a heat map."""
 
-import math
 from collections.abc import Mapping
+
+from trainer.monitoring.course import is_finite
 
 # ||dW|| / ||W|| of a block's layer that moved most: from these on, a darker tile.
 SHADES = (0.0005, 0.002, 0.01, 0.03, 0.1, 0.3)
@@ -19,14 +20,12 @@ def by_container(changes: Mapping[str, float | None]) -> dict[str, list[tuple[st
 
 def shade(change: float | None) -> int:
     """The number of the shade for a change; the last one for a change that is not finite."""
-    if change is None or not math.isfinite(change):
-        return len(SHADES)
-    return sum(change >= edge for edge in SHADES)
+    return sum(change >= edge for edge in SHADES) if is_finite(change) else len(SHADES)
 
 
 def percent(change: float | None) -> str:
     """A change in percent, for people."""
-    if change is None or not math.isfinite(change):
+    if not is_finite(change):
         return "not finite"
     share = 100 * change
     return f"{share:.0f}%" if share >= 10 else f"{share:.1f}%" if share >= 1 else f"{share:.2f}%"

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.base.files import open_regular
 from trainer.base.progress import PACE_UNITS, START, STOP, duration, pace_of
 from trainer.monitoring.course import CHANGED
-from trainer.monitoring.metrics import is_line, is_number
+from trainer.monitoring.metrics import is_line, is_number, measured
 
 Series = Sequence[tuple[float, float | None]]
 
@@ -54,9 +54,8 @@ class History:
             self._bad += bool(line.strip())
             return
         self.rows.append(row)
-        # What stands under "at_start" is of the step before.
-        for step, fields in ((row["step"] - 1, row.get("at_start")), (row["step"], row)):
-            for name, value in fields.items() if isinstance(fields, dict) else ():
+        for step, fields in measured([row]):
+            for name, value in fields.items():
                 for key, number in enumerate(value, 1) if isinstance(value, list) else ((0, value),):
                     self._columns.setdefault(f"{name}/{key}" if key else name, []).append((step, _finite(number)))
 

@@ -34,20 +34,15 @@ def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
         yield
         return
     made = [folder for folder in (layout.root, *layout.root.parents) if not folder.exists()]
-    try:
+    with suppress(OSError):  # a folder that cannot be written is refused with its reason
         layout.root.mkdir(parents=True, exist_ok=True)
         write_page(layout.report, render_first(name=name))
-    except OSError:  # a folder that cannot be written is refused with its reason
-        pass
     try:
         yield
     except BaseException:
-        for file in (layout.report, layout.alive):
-            with suppress(OSError):  # it never came to be
-                file.unlink()
-        for folder in made:
-            with suppress(OSError):  # nor did the folder, or others are at work there
-                folder.rmdir()
+        for remove in (layout.report.unlink, layout.alive.unlink, *(folder.rmdir for folder in made)):
+            with suppress(OSError):  # it never came to be, or others are at work there
+                remove()
         raise
 
 
@@ -97,11 +92,11 @@ class LiveReport:
         # The first step belongs to the start: a page that still says that none was made would be wrong for long.
         first = not self._stepped and self._history.read().step > self.run.begun
         if first or (quiet * SHARE >= self._cost and (self._news or quiet >= EVERY_SECONDS)):
-            if self._data_html is None:
-                try:
+            try:
+                if self._data_html is None:
                     self._data_html = data_part(self._make_data())
-                except Interrupted:  # whoever runs the steps looks at signals next
-                    return
+            except Interrupted:  # whoever runs the steps looks at signals next
+                return
             self._write_if_possible()
 
     def stopped(self, check: Callable[[], None] = lambda: None) -> Path:
@@ -158,6 +153,9 @@ class LiveReport:
         samples = read_samples(layout.samples, self._thumbnails, check)
         kept = [step for step in layout.adapter_steps(self.run.name) if step <= max(history.step, self.run.begun)]
         starts = read_starts(layout.phases)
+        measured, blocks = history.newest(BLOCKS) or (0, None)
+        if self._blocks is not None:
+            measured, blocks = history.step, self._blocks
         steps = {"samples": samples.steps, "kept": kept, "skipped": history.skipped()}
         return PageContents(
             run=self.run,
@@ -168,17 +166,11 @@ class LiveReport:
             samples=samples,
             data=self._data_html,
             outcome=self._outcome,
-            blocks=self._moved(),
+            blocks=(blocks or {}, "" if blocks is None else f"after step {measured:,}"),
             hashes=self._hashed(check),
             watched=(time.time(), quiet_for(self._silence)),
             aside=tuple(layout.set_aside()),
         )
-
-    def _moved(self) -> tuple[Mapping[str, float | None], str]:
-        if self._blocks is not None:
-            return self._blocks, f"after step {self._history.step:,}"
-        newest = self._history.newest(BLOCKS)
-        return (newest[1], f"after step {newest[0]:,}") if newest else ({}, "")
 
     def _hashed(self, check: Callable[[], None]) -> dict[Path, str]:
         stamps = {file: stamp_of(file.stat()) for file in sorted(self.layout.adapters.glob("*.safetensors"))}

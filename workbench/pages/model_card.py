@@ -177,5 +177,4 @@ def _trained(plan: RunPlan, about: About) -> dict[str, Any]:
 
 
 def _range(values: set) -> str:
-    low, high = min(values), max(values)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    return " to ".join(f"{end:g}" for end in dict.fromkeys((min(values), max(values))))

@@ -110,7 +110,5 @@ def _saved(layout: Layout) -> dict[str, str] | None:
     folders = {step: folder for folder in layout.checkpoints.glob("*") if (step := step_of(folder.name)) is not None}
     if not folders:
         return None
-    return {
-        "steps": ", ".join(f"{step:,}" for step in sorted(folders)),
-        "command": f"python scripts/adapter.py export {shlex.quote(str(folders[max(folders)]))} FOLDER",
-    }
+    command = f"python scripts/adapter.py export {shlex.quote(str(folders[max(folders)]))} FOLDER"
+    return {"steps": ", ".join(f"{step:,}" for step in sorted(folders)), "command": command}

@@ -38,11 +38,6 @@ class Row:
     truth: Embedded | None = None
     references: tuple[Embedded, ...] = ()
 
-    @property
-    def ends(self) -> list[Path]:
-        """The first and the newest."""
-        return [self.files[step] for step in dict.fromkeys((min(self.files), max(self.files)))]
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -53,15 +48,9 @@ class Samples:
     rows: tuple[Row, ...] = ()
     unreadable: int = 0
 
-    @property
-    def present(self) -> list[tuple[int, Row]]:
-        """(place, row) of what was asked for at the newest step."""
-        return [(place, row) for place, row in enumerate(self.rows) if self.steps[-1] in row.files]
-
-    @property
-    def gone(self) -> list[tuple[int, Row]]:
-        """The rest, which only earlier steps were asked for."""
-        return [(place, row) for place, row in enumerate(self.rows) if self.steps[-1] not in row.files]
+    def asked(self, *, still: bool) -> list[tuple[int, Row]]:
+        """(place, row) of what was asked for at the newest step, or at earlier ones alone."""
+        return [(place, row) for place, row in enumerate(self.rows) if (self.steps[-1] in row.files) == still]
 
     @property
     def newest(self) -> list[tuple[Row, Embedded]]:
@@ -94,7 +83,7 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
         row.files[step] = file
         place[key] = -step, file.stem
     truths, shown_for = (_by_request(folder, kind, thumbnails) for kind in ("truth", "references"))
-    ends = [file for row in rows.values() for file in row.ends]
+    ends = [row.files[step] for row in rows.values() for step in dict.fromkeys((min(row.files), max(row.files)))]
     every = 1 + (len(files) - len(ends)) // MOST_BETWEEN
     between = [file for row in rows.values() for file in [*row.files.values()][1:-1][::-every]]
     beside = [file for what, _ in rows for known in (truths, shown_for) for file in known.get(plain_request(what), [])]

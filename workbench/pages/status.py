@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from trainer.base.progress import duration
-from trainer.monitoring.course import moved_by
+from trainer.monitoring.course import is_finite, moved_by
 from workbench.pages import curves
 from workbench.pages.diagnosis import BAD, LOOK, Kind, Verdict, judge, series
 from workbench.pages.history import History
@@ -163,7 +162,7 @@ def figures(history: History, blocks: Mapping[str, float | None]) -> dict[str, s
     if (rate := history.last("lr")) is not None:
         rows["Learning rate"] = f"{rate:.3g}"
     if blocks:
-        moved = [change for change in blocks.values() if change is not None and math.isfinite(change)]
+        moved = list(filter(is_finite, blocks.values()))
         rows["Weights changed by"] = moved_by(max(moved)) if len(moved) == len(blocks) else "no finite number"
     if seconds := history.values("seconds"):
         last = sorted(seconds[-200:])
