@@ -3,7 +3,6 @@
     unet.mid_block...to_q . lora_A.weight      lora_unet_middle_block_1_..._to_q . lora_down.weight      ... . alpha
 
 What stands for the module ("stem") is looked up in a table that a model family gives; what follows it is the same in all.
-Methods that are no LoRA have suffixes of their own: they are named, so that a refusal can say what a file is.
 """
 
 import re

@@ -88,7 +88,6 @@ class PeftConfig:
         return fields
 
     def _per_layer(self, key: str, patterns_key: str) -> Callable[[str], float]:
-        """The function from a layer's name to its number."""
         whole, patterns = self._fields.get(key, 8), self._fields.get(patterns_key) or {}
         if not isinstance(patterns, dict):
             raise self.wrong(f"has a {patterns_key} that is no table")
@@ -114,7 +113,7 @@ class PeftConfig:
         return lambda name: f".{name}".endswith(ends)
 
     def _compiled(self, pattern: str, form: str = "{}") -> re.Pattern[str]:
-        """The pattern put into `form`. Its steps are counted."""
+        """The pattern put into `form`; its steps are counted."""
         self._steps += self._steps_of(pattern)
         try:
             return re.compile(form.format(pattern))

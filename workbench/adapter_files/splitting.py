@@ -6,8 +6,8 @@ The module's rows are its layers' rows, one layer after another. Two forms are t
                      So this program and other converters put separate adapters into one; the ranks add up.
     shared           any other B: each layer gets its rows of B, and all of A. Rank R each; so a fused layer is trained.
 
-Layers of block-diagonal ones may have different ranks, and none at all where only some had an adapter. A column of zeros
-belongs to no rows: with as many columns for each layer as it would take to be even, they go there; else to the layer before.
+Layers of block-diagonal ones may have different ranks, or none at all. A column of zeros belongs to no rows: with as many
+columns for each layer as it would take to be even, they go there; else to the layer before.
 """
 
 from collections.abc import Sequence

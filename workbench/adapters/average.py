@@ -1,17 +1,16 @@
 """The mean of several adapters of one model, in what they change: checkpoints of a run, seeds, or files from anywhere.
 
-A mean of A and a mean of B is no mean of s B A: of two runs, A may have other directions in another order. So the mean is
-taken of the weights that the adapters give, W'_i, with shares w_i that add up to 1, and put into factors of one rank again.
+A mean of A and a mean of B is no mean of s B A. So the mean is taken of the weights that the adapters give, W'_i, with shares
+w_i that add up to 1, and put into factors of one rank again.
 
     LoRA    W'_i = W + s_i B_i A_i         mean - W = [.. w_i s_i B_i ..] [.. A_i ..]^T: of rank sum R_i, known by its
                                            factors. The nearest of rank R has the R largest singular values (ranks.py)
     DoRA    W'_i = g_i (W + s_i B_i A_i)   mean = gm * (W + X),  gm = sum w_i g_i,  X = gm^-1 sum w_i g_i s_i B_i A_i,
                                            row by row
 
-So the mean of DoRAs is a DoRA: its direction is that of W + X, its magnitude m = sign(gm) ||mean||_row, and of rank sum R_i
-it is exact. Of a lower rank, B A is the one that makes gm * (W + B A) the nearest to the mean: gm * X is cut, and divided by
-gm. m stays the mean's. What is lost is measured on what is written, in W'. A LoRA is a DoRA with g = 1; a layer that an
-adapter does not have counts as one that changes nothing.
+So the mean of DoRAs is a DoRA in the direction of W + X, with m = sign(gm) ||mean||_row, exact of rank sum R_i. Of a lower
+rank, gm * X is cut, and divided by gm; m stays the mean's. What is lost is measured on what is written, in W'. A LoRA is a
+DoRA with g = 1; a layer that an adapter does not have counts as one that changes nothing.
 """
 
 import json

@@ -1,7 +1,5 @@
-"""What two adapters change, side by side: how far apart block by block, ranks, and what only one of them has.
-
-Of a LoRA the change of a layer is s B A, compared without making it. Of a DoRA it is g (W + s B A) - W: that takes W.
-"""
+"""What two adapters change, side by side: how far apart block by block, ranks, and what only one of them has. The change of
+a LoRA, s B A, is compared without making it; that of a DoRA, g (W + s B A) - W, takes W."""
 
 from collections import Counter
 from dataclasses import dataclass, field

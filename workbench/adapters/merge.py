@@ -1,13 +1,12 @@
 """Adapters merged into a model's own weights, which any program reads: exact for a DoRA where a file of it is not.
 
-One tensor after another, from the model's files into new ones. Of adapters FILE:STRENGTH, in the order given:
+One tensor after another. Of adapters FILE:STRENGTH, in the order given:
 
     LoRA    W <- W + strength s B A
     DoRA    W <- W + strength (g (W + s B A) - W),    g = m / ||W + s B A||, or m / ||W|| in a file for ComfyUI's releases
 
-So ComfyUI applies patches (comfy/weight_adapter/base.py, `weight_decompose`), and so samples are drawn here at a strength.
-Its norm has an eps of the weight's dtype besides, which an exact formula has not. PEFT scales s instead, which for a DoRA
-is something else at any strength but 1. Sums are fp64; W is rounded once, when it is written.
+So ComfyUI applies patches (comfy/weight_adapter/base.py, `weight_decompose`, with an eps in the norm), and so samples are
+drawn here at a strength. PEFT scales s instead. Sums are fp64; W is rounded once, when it is written.
 """
 
 import json

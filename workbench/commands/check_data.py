@@ -27,12 +27,9 @@ def data_page(config: Config, out: Path | None = None) -> Path:
 
 
 def report_data(config: Config, out: Path | None = None, *, strict: bool = True) -> int:
-    """Print it, and write data_report.html to `out`, else to run.output_dir. strict: print each caption that strict mode
-    would refuse, too; the page has them anyway.
-
-    Returns how many captions strict mode would refuse. Reads photos and tokenizers, no weights. If files are damaged, the
-    page names them and is about the other photos; then the UserError of a run is raised.
-    """
+    """Print it, and write data_report.html to `out`, else to run.output_dir; returns how many captions strict mode would
+    refuse. strict: print each of these, too. Reads photos and tokenizers, no weights. If files are damaged, the page names
+    them and is about the other photos; then the UserError of a run is raised."""
     # What strict mode refuses is reported here, not raised.
     config = with_values(config, {"data.strict_captions": False})
     session = Session.open(config, only="measure")

@@ -1,7 +1,5 @@
-"""Whether this Python can run the program, and how its threads wait.
-
-The only file that may be imported where nothing is installed.
-"""
+"""Whether this Python can run the program, and how its threads wait. The only file to be imported where nothing is
+installed."""
 
 import importlib.util
 import io

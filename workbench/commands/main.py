@@ -1,7 +1,5 @@
-"""The command line: arguments in, exit status out.
-
-0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage; 143 / 130 / 129 after SIGTERM / SIGINT / SIGHUP.
-"""
+"""The command line: arguments in, exit status out. 0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage;
+143 / 130 / 129 after SIGTERM / SIGINT / SIGHUP."""
 
 import atexit
 import gc

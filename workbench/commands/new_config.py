@@ -1,8 +1,5 @@
-"""A first config for a folder of photos: `train.py --new PHOTOS`.
-
-It is the config of configs/ for this machine's memory (`sdxl_12gb.toml` and its like), with the folder, a name, a trigger and
-sample prompts from the captions, and a length for so many photos.
-"""
+"""A first config for a folder of photos: `train.py --new PHOTOS`. It is the config of configs/ for this machine's memory,
+with the folder, a name, a trigger and sample prompts from the captions, and a length for so many photos."""
 
 import re
 from collections import Counter

@@ -26,13 +26,10 @@ def preview(
     launch: Launch | None = None,
     otherwise: str | None = None,
 ) -> bool:
-    """Print what a run would do, and whether it fits into memory. Returns whether it does.
-
-    memory: bytes of the accelerator that is planned for; None: of this machine's. head: with what `write_head` prints;
-    without it, as where another accelerator is planned for, what this machine lacks is said and not refused. data: with the
-    photos. otherwise: what is done where it does not fit, said in place of what would make it smaller. launch: how the run
-    would be started; None: fresh.
-    """
+    """Print what a run would do, and whether it fits into memory. Returns whether it does. memory: bytes of the accelerator
+    that is planned for; None: of this machine's. head: with what `write_head` prints; without it, as where another
+    accelerator is planned for, what this machine lacks is said and not refused. data: with the photos. otherwise: what is
+    done where it does not fit. launch: how the run would be started; None: fresh."""
     elsewhere = memory is not None or not head
     session = Session.open(config, only="measure")
     config = session.config

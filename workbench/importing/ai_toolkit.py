@@ -97,8 +97,7 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     alpha = options.first("network.linear_alpha", "network.alpha", "network.linear_alpha")
     full = "network.lokr_full_rank"
     if not options.has(rank) and not (draft.value("adapter.type") == "lokr" and options.flag(full)):
-        draft.cannot("adapter.rank", "network: neither linear nor rank is given")
-        return
+        return draft.cannot("adapter.rank", "network: neither linear nor rank is given")
     common.set_scale(draft, options.line(rank, "whole"), options.line(alpha, "number"))
     common.set_targets(draft, family)
     kwargs = options.table("network.network_kwargs", "network_kwargs.")

@@ -1,7 +1,5 @@
 """The options of a training command, in a file of a shell: of Linux (sh), of Windows (.bat, .cmd), or PowerShell (.ps1).
-
-Words are split first and variables put in place then, so that no blank within a value parts it.
-"""
+Words are split first and variables put in place then, so that no blank within a value parts it."""
 
 from __future__ import annotations
 

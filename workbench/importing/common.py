@@ -50,7 +50,7 @@ def set_family(draft: Draft, word: str | None, why: str, model: str = "") -> Fam
 
 
 def set_path(draft: Draft, path: str | None, why: str) -> None:
-    """Write model.path, or refuse a model that is known to be another kind of model."""
+    """Write model.path; refuse another kind of model."""
     if absent := other_trainers.why_absent("model.path", path):
         draft.cannot("model.path", f"{why}: {absent}")
     draft.set("model.path", path or "", why)
@@ -70,8 +70,7 @@ def place_here(key: str, value: Any) -> Any:
 
 def set_run(draft: Draft, name: str, why: str, folder: str, why_folder: str) -> None:
     """Write the run's name, as files may be named, and its folder."""
-    named = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-") or "adapter"
-    draft.set("run.name", named, why)
+    draft.set("run.name", re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-") or "adapter", why)
     draft.set("run.output_dir", folder, why_folder)
 
 
@@ -79,8 +78,7 @@ def set_dtype(draft: Draft, component: str, value: str | None, why: str) -> None
     """Write the storage format of a component, or say that there is none of that name."""
     known = other_trainers.value_for(value, get_args(Dtype))
     if known is None:
-        draft.note(ABSENT, f"{why}: no storage format of that name; the default is taken")
-        return
+        return draft.note(ABSENT, f"{why}: no storage format of that name; the default is taken")
     draft.set(f"model.components.{component}.dtype", known, why)
     if known not in get_args(Compute) and other_trainers.plain(value or "") != known:
         draft.note(DIFFERS, f"{why}: {known} here is another way to scale and round than there (docs/precision.md)")
@@ -90,8 +88,7 @@ def set_compute(draft: Draft, family: Family, value: str | None, why: str, *, st
     """Write the number format of the computation. stores: the frozen weights have it, too, where nothing else is said."""
     known = other_trainers.value_for(value, get_args(Compute))
     if known is None:
-        draft.note(ABSENT, f"{why}: no number format of that name; the default is taken")
-        return
+        return draft.note(ABSENT, f"{why}: no number format of that name; the default is taken")
     draft.set("precision.compute", known, why)
     for component in (family.denoiser, *family.text_encoders) if stores else ():
         if f"model.components.{component}.dtype" not in draft.keys:
@@ -102,8 +99,7 @@ def set_targets(draft: Draft, family: Family) -> None:
     """Write the layers that the program adapts where its config does not say."""
     patterns = facts().targets[draft.trainer].get(family.name)
     if patterns is None:
-        draft.note(FILL, f"adapter.targets: which layers {draft.trainer} adapts of this model was not looked up")
-        return
+        return draft.note(FILL, f"adapter.targets: which layers {draft.trainer} adapts of this model was not looked up")
     targets = patterns.split() if "*" in patterns else patterns
     draft.set("adapter.targets", targets, f"the layers that {draft.trainer} adapts")
 
@@ -186,8 +182,7 @@ def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
     """Write the optimizer and what it is given: decay, betas and eps by our keys, the rest by the library's names."""
     known = draft.fixed.get("optimizer.name") or other_trainers.value_for(name.rpartition(".")[2], OPTIMIZERS)
     if known not in OPTIMIZERS:
-        draft.cannot("optimizer.name", f"{why}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
-        return
+        return draft.cannot("optimizer.name", f"{why}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
     draft.set("optimizer.name", known, why)
     taken, there_called = options_of(known), facts().optimizers
     defaults = there_called["defaults"].get(draft.trainer, {}).get(known, {})
@@ -229,8 +224,7 @@ def set_schedule(draft: Draft, name: str, why: str, warmup: Line, *, idle_when_c
     """Write the schedule and its warm-up. idle_when_constant: "constant" has none there, whatever is written."""
     known = other_trainers.value_for(name, get_args(ScheduleTable.model_fields["name"].annotation))
     if known is None:
-        draft.cannot("schedule.name", f"{why}: no such schedule here")
-        return
+        return draft.cannot("schedule.name", f"{why}: no such schedule here")
     draft.set("schedule.name", known, why)
     steps, line = warmup
     if idle_when_constant and other_trainers.plain(name) == "constant" and steps:
@@ -312,9 +306,8 @@ def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
 def _ours(key: str, value: Any) -> list[Any]:
     """What the value may be called here: another word, or the same number, truth value or text as another kind."""
     field = dict(configs.fields()).get(configs.generic(key))
-    words = list(re.findall(r"'([\w+]+)'", str(field.annotation))) if field is not None else []
-    named = other_trainers.value_for(value, words)
-    share = as_share(value)
+    words = re.findall(r"'([\w+]+)'", str(field.annotation)) if field is not None else []
+    named, share = other_trainers.value_for(value, words), as_share(value)
     number = as_number(value) if share is None else share
     ours = ([named] if named else []) + ([] if number is None else [number, float(number)])
     if isinstance(value, str) and value.lower() in SWITCHES:

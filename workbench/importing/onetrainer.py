@@ -287,8 +287,6 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
         draft.note(FILL, f"{options.told(name)}: not found; give it as --data, or write prompts")
     for given in _listed(options, SAMPLES, found):
         if given.flag("enabled", True):
-            sample = {"prompt": (given.word("prompt", ""), "samples prompt")}
-            for there, (here, kind) in SAMPLE.items():
-                if given.has(there) and given.get(there) != "":
-                    sample[here] = (getattr(given, kind)(there), f"samples {there}")
-            draft.samples.append(sample)
+            asked = {there: row for there, row in SAMPLE.items() if given.has(there) and given.get(there) != ""}
+            sample = {here: (getattr(given, kind)(there), f"samples {there}") for there, (here, kind) in asked.items()}
+            draft.samples.append({"prompt": (given.word("prompt", ""), "samples prompt")} | sample)

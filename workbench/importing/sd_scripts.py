@@ -173,8 +173,7 @@ def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: Li
     else:
         times = facts().times[draft.trainer].get(sampling)
         if times is None:
-            draft.cannot("objective.timesteps", f"{line}: no such distribution here")
-            return
+            return draft.cannot("objective.timesteps", f"{line}: no such distribution here")
         if times != "uniform":
             draft.set("objective.logit_std", *scale)
         if sampling == "uniform":
@@ -301,12 +300,10 @@ def _samples(draft: Draft, options: Options, family: Family, config: Path, data:
     if listed and not isinstance(options.get("sample_prompts"), list):
         path = find_beside(str(listed[0]), config, data)
         if path is None:
-            draft.note(FILL, f"{options.told(told)}: not found; give it as --data, or write validation.prompts")
-            return
+            return draft.note(FILL, f"{options.told(told)}: not found; give it as --data, or write validation.prompts")
         told = f"{told} = {path.name}"
         if path.suffix.lower() in (".json", ".toml"):
-            draft.note(FILL, f"{told}: tables of prompts; write them as [[validation.samples]]")
-            return
+            return draft.note(FILL, f"{told}: tables of prompts; write them as [[validation.samples]]")
         listed = read_text(path).splitlines()
     for line in listed:
         prompt, given = prompt_line(str(line))

@@ -139,12 +139,10 @@ def _take_out(draft: Draft, config: Config) -> bool:
 
 def tree_of(draft: Draft) -> dict[str, Any]:
     """The draft as the plain tree of its values."""
-
-    def values(table: Mapping[str, Line]) -> dict[str, Any]:
-        return {key: value for key, (value, _) in table.items()}
-
-    lists = {key: [values(entry) for entry in entries] for key, entries in draft.lists.items() if entries}
-    return nested(values(draft.keys) | lists)
+    tree: dict[str, Any] = {key: value for key, (value, _) in draft.keys.items()}
+    for name, entries in draft.lists.items():
+        tree |= {name: [{key: value for key, (value, _) in entry.items()} for entry in entries]} if entries else {}
+    return nested(tree)
 
 
 def text_of(draft: Draft, file: Path) -> str:

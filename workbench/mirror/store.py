@@ -1,10 +1,8 @@
 """A second place for a run's files, behind any URL of fsspec. A checkpoint is there once its manifest is, and no longer.
 
-    run.json                      whose the place is; written first
-    checkpoints/step-00000500/    the files of a checkpoint and the log up to it; the manifest comes last, and goes first
-    samples/ adapters/ ...        what else steps and the end left, where it lies in the output folder, too
-
-Nothing here is tried again, and no cause is known by its class: every backend raises its own.
+run.json                      whose the place is; written first
+checkpoints/step-00000500/    the files of a checkpoint and the log up to it; the manifest comes last, and goes first
+samples/ adapters/ ...        what else steps and the end left, where it lies in the output folder, too
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Did it learn, diverge, or do nothing? In one place, from the lines of metrics.jsonl and from how far the weights moved.
-
-Everything here is a pure function of these. So it says the same after a resume, while a run is alive, and from outside.
-docs/benchmarks/verdicts.md has what the thresholds were taken from.
-"""
+"""Did it learn, diverge, or do nothing? A pure function of the lines of metrics.jsonl and of how far the weights moved.
+docs/benchmarks/verdicts.md has what the thresholds were taken from."""
 
 from __future__ import annotations
 
@@ -50,12 +47,9 @@ BAD: tuple[Kind, ...] = ("worse", "diverged", "nothing")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run is called.
-
-    kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither.
-    sound: after a divergence, the last step known to be good. measured: after learning, the opening clause of the sentence,
-    which names what was measured. doubt: whether something speaks against it.
-    """
+    """What a run is called. kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best
+    one; None: neither. sound: after a divergence, the last step known to be good. measured: after learning, the opening
+    clause of the sentence, which names the metric. doubt: whether something speaks against it."""
 
     kind: Kind
     sentence: str
@@ -178,11 +172,8 @@ def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
 
 
 def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course, alarm: Alarm) -> str:
-    """After an alarm, in words, what tells that the run has not come back; "" where it has.
-
-    By the held-out loss, where it was measured since. Else by the ranks of the last third of the losses, or their mean where
-    these are too few: one window alone may be low, or high, by chance.
-    """
+    """After an alarm, in words, what tells that the run has not come back, or "": the held-out loss, where it was measured
+    since; else the ranks of the last third of the losses, or their mean where these are too few."""
     if len(known) > 1 and known[-1][0] > alarm.step:
         (_, start), (last, now) = known[0], known[-1]
         return f"the held-out loss of step {last} is {now:.4g}, that of the start {start:.4g}" if now > start else ""

@@ -54,11 +54,8 @@ def is_own(card: Path) -> bool:
 
 
 def base_model(plan: RunPlan) -> str | None:
-    """Hub id of the model that the adapter was trained on; None where that is not known.
-
-    Of a model from a folder or a file only the config can tell it: an architecture has many models, and many licences. Nor is
-    a repository whose components were replaced what was trained on.
-    """
+    """Hub id of the model that the adapter was trained on; None where that is not known: an architecture has many models,
+    and many licences. A repository whose components were replaced is not what was trained on."""
     if plan.config.export.base_model:
         return plan.config.export.base_model
     repository = plan.model.source.repository

@@ -60,11 +60,9 @@ class Samples:
 
 
 def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Callable[[], None] = lambda: None) -> Samples:
-    """Read FOLDER/step-00000000/*.png, FOLDER/truth/*.png and FOLDER/references/*.png. thumbnails: from earlier readings.
-
-    An image belongs to the row of its PNG's text entry "request", whatever its file is called: a run may go on with other
-    prompts. Without that entry it is the prompt, else the file's name, and the size that make the row.
-    """
+    """Read FOLDER/step-00000000/*.png, FOLDER/truth/*.png and FOLDER/references/*.png. thumbnails: from earlier readings. An
+    image belongs to the row of its PNG's text entry "request", whatever its file is called; without that entry, to that of
+    its prompt, else its name, and its size."""
     thumbnails = thumbnails or Thumbnails()
     files_at = [(file, step) for file in pngs(folder, "*/*.png") if (step := step_of(file.parent.name)) is not None]
     files = []

@@ -32,11 +32,9 @@ def critical(freedom: int, level: float = LEVEL) -> float:
 
 
 def interval(differences: Sequence[float], looks: int = 1) -> tuple[float, float]:
-    """The bounds of the mean of two or more independent differences, with probability LEVEL.
-
-    looks: of how many such intervals all hold at once with that probability, whatever they have in common: each misses with
-    (1 - LEVEL) / looks (Bonferroni's inequality; Dunn 1961, Multiple Comparisons Among Means).
-    """
+    """The bounds of the mean of two or more independent differences, with probability LEVEL. looks: of how many such
+    intervals all hold at once with that probability: each misses with (1 - LEVEL) / looks (Bonferroni's inequality; Dunn
+    1961, Multiple Comparisons Among Means)."""
     count, mean = len(differences), fmean(differences)
     half = critical(count - 1, 1 - (1 - LEVEL) / looks) * math.sqrt(variance(differences) / count)
     return mean - half, mean + half

@@ -1,7 +1,5 @@
-"""A dataset of the library `datasets`, from the Hugging Face hub or from this disk: each row has an image and its caption.
-
-https://huggingface.co/docs/datasets/image_dataset
-"""
+"""A dataset of the library `datasets`, from the Hugging Face hub or from this disk: each row has an image and its caption
+(https://huggingface.co/docs/datasets/image_dataset)."""
 
 import os
 import re
@@ -213,8 +211,8 @@ def _called(local: bool, call: Callable[..., Any], *values: Any, **named: Any) -
 
 
 def _split_on_purpose(root: str, files: Mapping[str, list[str]]) -> bool:
-    """Whether a folder's splits are meant: of photos by folders, of other data by the names of files; or there is one alone,
-    of all files."""
+    """Whether a folder's splits are meant: photos' by folders, other data's by names of files; or one alone has all
+    files."""
     given = {path for mine in files.values() for path in mine}
     of_photos = any(map(_is_image, given))
     names = [os.path.relpath(path, root).lower() for path in files.get("train", ())]

@@ -1,7 +1,5 @@
-"""WebDataset shards: .tar archives of images with captions and masks beside them, read without unpacking them.
-
-https://github.com/webdataset/webdataset#the-webdataset-format
-"""
+"""WebDataset shards: .tar archives of images with captions and masks beside them, read without unpacking them
+(https://github.com/webdataset/webdataset#the-webdataset-format)."""
 
 import errno
 import glob

@@ -110,7 +110,7 @@ def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = u
 
 def compared(layout: Layout, step: int) -> list[tuple[Path, Path, Path | None]]:
     """(before training, after `step`, the truth where it is known): the files of every sample that was asked for in the same
-    way. One of an average has the same before and truth as that of the weights themselves."""
+    way, with the weights or their average."""
     first, known = by_request(layout.samples_of(0)), by_request(layout.truths)
     drawn = [(plain_request(asked), path) for asked, path in by_request(layout.samples_of(step)).items()]
     return [(first[asked], path, known.get(asked)) for asked, path in drawn if asked in first]

@@ -53,11 +53,9 @@ def unread(prompts: Iterable[str], *, weighted: bool = False) -> list[str]:
 
 
 def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:
-    """A line on the prompts that share no word with any variant of a caption, and one on those without a trigger.
-
-    Captions of regularisation images do not count: they are not of the subject. A prompt without words gives no warning, and
-    nor does a set whose captions have none.
-    """
+    """A line on the prompts that share no word with any variant of a caption, and one on those without a trigger. Captions
+    of regularisation images do not count. A prompt without words gives no warning, nor does a set whose captions have
+    none."""
     asked = {prompt: words(prompt) for prompt in dict.fromkeys(prompts)}
     known, common, wanted = False, set(), set().union(*asked.values())
     for text in {text for e in examples if not e.photo.source.regularisation for text in e.captions}:
