@@ -127,7 +127,7 @@ def merge(chosen: argparse.Namespace) -> None:
                 "adapter.py merge MODEL ADAPTER OUT"
             )
         adapters.append(Applied(open_adapter(path, [model]), strength))
-    for line in (line for each in adapters for line in each.opened.account.lines()):
+    for line in (line for each in adapters for line in each.opened.read.account.lines()):
         write(line)
     made = merge(model, adapters, chosen.out, dtype=chosen.dtype, phases=Phases(show=True))
     write(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")
@@ -167,7 +167,7 @@ def compare(chosen: argparse.Namespace) -> None:
             opened = opened_file(path, chosen.base, chosen.family)
             portables.append(opened.portable)
             weight = weight or base_weight(opened)
-            for line in opened.account.lines():
+            for line in opened.read.account.lines():
                 write(line)
     if chosen.a.is_file() and chosen.b.is_file() and hash_file(chosen.a) == hash_file(chosen.b):
         write("the files are equal, byte for byte")
@@ -238,7 +238,7 @@ def to_average(path: Path, share: float, base: str | None, family: str | None):
         held = open_checkpoint(path)
         return Averaged(path, held.model, held.portable("magnitude"), share, base_of(path))
     opened = opened_file(path, base, family)
-    for line in opened.account.lines():
+    for line in opened.read.account.lines():
         write(line)
     return Averaged(path, opened.model, opened.portable, share, base_of(path))
 

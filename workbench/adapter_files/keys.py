@@ -38,11 +38,6 @@ class Module:
     link: Link
     convention: str
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the layers that it holds."""
-        return self.link.parts
-
 
 KeyTable = Mapping[str, Module]  # by stem
 
@@ -64,7 +59,7 @@ def key_table(
             stem = style.key(link.original)
             full = Link(stem, tuple(f"{style.component}.{part}" for part in link.parts), link.op)
             found = table.setdefault(stem, Module(full, style.convention))
-            assert (found.parts, found.link.op) == (full.parts, full.op), f"{stem} has two meanings"
+            assert (found.link.parts, found.link.op) == (full.parts, full.op), f"{stem} has two meanings"
     return table
 
 

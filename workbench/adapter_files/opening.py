@@ -17,7 +17,6 @@ from trainer.adapters.norms import read_norms
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
 from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, grouped, with_rates
-from trainer.base.account import Account
 from trainer.base.console import some
 from trainer.base.errors import UserError
 from trainer.base.files import Write
@@ -153,11 +152,6 @@ class OpenedAdapter:
         """The components that it adapts, in the file's order."""
         return list(dict.fromkeys(name.partition(".")[0] for name in self.portable.layers))
 
-    @property
-    def account(self) -> Account:
-        """What was assumed, because nothing says it, and what of the file is not read: whoever uses it prints this."""
-        return self.read.account
-
 
 def looks_like_an_adapter(path: Path) -> bool:
     """Whether a .safetensors file has the tensors of a LoRA's or DoRA's layers, and so no model's. Reads its header."""
@@ -224,8 +218,8 @@ def _sizes_in(file: TensorFile, stems: Mapping, table: Mapping[str, Module], sha
     sizes: dict[str, tuple[int, ...]] = {}
     for stem, keys in stems.items():
         a, b = (file.entries[keys[role]].shape if role in keys else () for role in "ab")
-        parts = {name: shapes[name] for name in table[stem].parts}
-        rows, columns = sum(shape[0] for shape in parts.values()), shapes[table[stem].parts[0]][1]
+        parts = {name: shapes[name] for name in table[stem].link.parts}
+        rows, columns = sum(shape[0] for shape in parts.values()), shapes[table[stem].link.parts[0]][1]
         for name, shape in parts.items() if len(a) > 1 < len(b) else ():
             even = len(parts) > 1 and b[0] * columns == rows * a[1]
             sizes[name] = b[0] * shape[0] // rows if even else b[0], a[1], *shape[2:]

@@ -69,18 +69,18 @@ def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes
     layers, by_layer = {}, {}
     for stem, keys in stems.items():
         module = table[stem]
-        for part in module.parts:
+        for part in module.link.parts:
             if part in by_layer:
                 raise UserError(f"{file.path} has {part} twice, as {by_layer[part]!r} and as {stem!r}")
             by_layer[part] = stem
-        rows = [shapes[part][0] for part in module.parts]
-        shape = (sum(rows), *shapes[module.parts[0]][1:])
+        rows = [shapes[part][0] for part in module.link.parts]
+        shape = (sum(rows), *shapes[module.link.parts[0]][1:])
         whole = reader.module(stem, keys, module, shape)
         parts, form = split(whole, rows, swap=module.link.swap)
         result.conventions[module.convention] += 1
         if form:
             result.fused[form] += 1
-        for name, part in zip(module.parts, parts, strict=True):
+        for name, part in zip(module.link.parts, parts, strict=True):
             if part is not None:
                 layers[name] = part
             elif whole.magnitude is not None:
@@ -233,7 +233,7 @@ class _Reader:
                 raise UserError(f"{self.file.path}: {keys['alpha']!r} is 0, not a number to scale by")
             self.alphas["beside the module"] += 1
             return alpha, False
-        component, _, name = module.parts[0].partition(".")
+        component, _, name = module.link.parts[0].partition(".")
         if component in self.said:
             config = self.said[component]
             pattern = next((p for p in config["patterns"] if p[0] == name or (not p[2] and name.endswith(f".{p[0]}"))), None)

@@ -32,7 +32,7 @@ def read_start(plan: RunPlan) -> tuple[Portable, Account]:
             portable, account = open_checkpoint(place).portable("magnitude"), Account()
         else:
             opened = open_adapter(place, [model_of(plan.model.source, plan.config.model.path)])
-            portable, account = opened.portable, opened.account
+            portable, account = opened.portable, opened.read.account
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     portable = with_effect(portable, plan, account)
@@ -72,7 +72,7 @@ def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
         if shape is None or factors.weight_shape != tuple(shape):
             there = "no such layer" if shape is None else f"{list(shape)}"
             raise UserError(f"{key}: {name} is for a weight {list(factors.weight_shape)}, the model has {there}")
-    for line in opened.account.lines():
+    for line in opened.read.account.lines():
         say(line)
     say(f"below the adapter: {path}, {len(portable.layers)} layers, frozen; in steps alone: not in samples, nor in the files")
     return replace(plan, model=replace(plan.model, under=portable, under_sha256=hash_file(Path(path))))

@@ -1,5 +1,5 @@
-"""What two adapters change, side by side: how far apart block by block, ranks, and what only one of them has. The change of
-a LoRA, s B A, is compared without making it; that of a DoRA, g (W + s B A) - W, takes W."""
+"""What two adapters change, side by side: how far apart block by block, ranks, and what only one of them has. A LoRA changes
+a layer by s B A, compared without making it; a DoRA by g (W + s B A) - W, which takes W."""
 
 from collections import Counter
 from dataclasses import dataclass, field

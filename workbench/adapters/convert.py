@@ -90,7 +90,7 @@ def write_as(
             f"{opened.path} is a {kind.word}, which diffusers' loader of {family.name} does not take; --to comfyui keeps it, "
             "and --to lora --rank N makes a LoRA of it"
         )
-    notes += opened.account.lines()
+    notes += opened.read.account.lines()
     for form, count in opened.read.fused.items():
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
         notes.append(f"{count} modules of several layers were {form}: each layer gets {how}, which is exact")

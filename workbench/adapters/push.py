@@ -19,13 +19,12 @@ CARD = "README.md"
 @dataclass(frozen=True)
 class Pushed:
     """What became of a push. url: of the repository. commit: its new one, or the newest where it had all this already.
-    visibility: "private" or "public". made: whether there was no repository before."""
+    visibility: "private" or "public"."""
 
     url: str
     commit: str
     files: tuple[str, ...]
     visibility: str
-    made: bool
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -106,7 +105,7 @@ def push(
             raise cause from None
         left = f"\nthe repository {repository!r} was made, and is empty" if made else ""
         raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}{left}") from error
-    return Pushed(str(url), done.oid, tuple(files), "private" if private else "public", made)
+    return Pushed(str(url), done.oid, tuple(files), "private" if private else "public")
 
 
 def _keep_card(api: Any, repository: str, card: Path) -> None:

@@ -67,7 +67,7 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
         f"  scale (alpha / rank): {_counted(Counter(f'{layer.scaling:g}' for layer in layers), 'layers')}"
         + ("; rsLoRA" if portable.rslora else ""),
     ]
-    rows += [f"  {line}" for line in opened.account.lines()]
+    rows += [f"  {line}" for line in opened.read.account.lines()]
     if portable.kind.magnitudes:
         axes = Counter(factors.axis for factors in portable.layers.values() if factors.magnitude is not None)
         rows.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")

@@ -106,7 +106,7 @@ def draw(
             raise UserError(f"{names[0]} adapts other layers, or by another rank, than {first[0]}; draw with each by itself")
     config = _as_read(config, portable)
     plan, peers = _plan(config, source, portable), session.processes
-    lines = dict.fromkeys(line for files in read for each, _ in files for line in each.account.lines())
+    lines = dict.fromkeys(line for files in read for each, _ in files for line in each.read.account.lines())
     for line in (*lines, *(f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative)))):
         peers.say(line)
     plan = fetched(plan, peers, phases)

@@ -217,18 +217,18 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     draft.set("data.caption_dropout", 0.0, f"{draft.trainer} drops no whole captions")
     found = find_beside(options.word("concept_file_name"), config, [path for path in data if "sample" not in path.name])
     for concept in _listed(options, CONCEPTS, found):
-        if concept.flag("enabled", True):
-            _source(draft, concept.opened("image", "text"))
+        _source(draft, concept.opened("image", "text"))
     if not draft.sources:
         common.ask_for_photos(draft, f"{options.told('concept_file_name')}, not found; give it as --data")
     return len(sizes)
 
 
 def _listed(options: Options, name: str, path: Path | None) -> list[Options]:
+    """The tables of a list in the config, else in the file that was found, that are not switched off."""
     listed = options.tables(name, LISTS[name])
-    if listed or not path:
-        return listed
-    return Options({name: read_tree(path)}, path).tables(name, LISTS[name])
+    if path and not listed:
+        listed = Options({name: read_tree(path)}, path).tables(name, LISTS[name])
+    return [table for table in listed if table.flag("enabled", True)]
 
 
 def _source(draft: Draft, table: Options) -> None:
@@ -286,7 +286,6 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
     if options.has(name) and not (found or options.has(SAMPLES)):
         draft.note(FILL, f"{options.told(name)}: not found; give it as --data, or write prompts")
     for given in _listed(options, SAMPLES, found):
-        if given.flag("enabled", True):
-            asked = {there: row for there, row in SAMPLE.items() if given.has(there) and given.get(there) != ""}
-            sample = {here: (getattr(given, kind)(there), f"samples {there}") for there, (here, kind) in asked.items()}
-            draft.samples.append({"prompt": (given.word("prompt", ""), "samples prompt")} | sample)
+        asked = {there: row for there, row in SAMPLE.items() if given.has(there) and given.get(there) != ""}
+        sample = {here: (getattr(given, kind)(there), f"samples {there}") for there, (here, kind) in asked.items()}
+        draft.samples.append({"prompt": (given.word("prompt", ""), "samples prompt")} | sample)

@@ -81,13 +81,12 @@ def read_tree(path: Path) -> Any:
         try:
             # Where a path of Windows has one single backslash, each stands for itself.
             escaped = WINDOWS_PATH.sub(lambda match: match[0].replace("\\", r"\\"), text)
-            if reader is None and len(text) > LETTERS:
+            if reader is not None:
+                tree = _plain(reader(escaped), count())
+            elif len(text) > LETTERS:
                 raise ValueError(f"{len(text):,} letters, and {LETTERS:,} are the most of a script")
-            tree = (
-                _plain(reader(escaped), count())
-                if reader
-                else command_options(text, path) or dict.fromkeys(variables(text), "")
-            )
+            else:
+                tree = command_options(text, path) or dict.fromkeys(variables(text), "")
         except RecursionError as error:
             raise ValueError("its lists or tables stand too deep in one another") from error
     if isinstance(tree, dict) and "_metadata" in tree and isinstance(tree.get("config"), dict):

@@ -11,7 +11,6 @@ from trainer.base.text import invisible
 from trainer.config import Config
 from trainer.data import buckets
 from trainer.data.batches import sampler, short_batches
-from trainer.data.buckets import REFERENCE_AREA, WHOLE_AREA, framed_bucket, named, reference_bucket
 from trainer.data.examples import Example
 from trainer.data.images import views
 from trainer.data.sources import Photo
@@ -55,7 +54,7 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     per_step = f"up to {batch_size} images of one shape" if batch_size > 1 else "1 image"
     per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
     per_step += f", in each of {length.processes} processes" if length.processes > 1 else ""
-    counts = ", ".join(f"{named(each)}: {n}" for each, n in sorted(short_batches.appearances(data.examples).items()))
+    counts = ", ".join(f"{buckets.named(each)}: {n}" for each, n in sorted(short_batches.appearances(data.examples).items()))
     subject = [photo for photo in data.photos if not photo.source.regularisation]
     prior = [photo for photo in data.photos if photo.source.regularisation]
     more = f" + {counted(len(prior), 'regularisation image')}{_times(prior)}" if prior else ""
@@ -130,7 +129,7 @@ def _short_batches(data: DataPlan) -> str:
         return f"none of an epoch's {count} batches; merged: {moved} moved to another bucket, {again} more appearances"
     if not left:
         return f"none of an epoch's {count} batches"
-    which = ", ".join(f"{named(layout)}: {counted(size, 'photo')}" for layout, size in left.items())
+    which = ", ".join(f"{buckets.named(layout)}: {counted(size, 'photo')}" for layout, size in left.items())
     below, factor = short_batches.would_fill(examples, batch_size=batch_size)
     remedy = f"data.batch_size = {below}, {factor} x the repeats, or data.short_batches = 'merge'"
     return f"{len(left)} of an epoch's {count} batches have fewer than {batch_size} photos ({which}); to fill them: {remedy}"
@@ -186,9 +185,9 @@ def _weight_lines(data: DataPlan) -> list[str]:
 def _references(examples: Sequence[Example]) -> str:
     """How many images the model is shown beside each photo, and of which photos they are shrunk or cut for it."""
     how = next((each.showing for each in examples[0].references), "cut")
-    area, done, bucket = REFERENCE_AREA, "their edges cut", reference_bucket
+    area, done, bucket = buckets.REFERENCE_AREA, "their edges cut", buckets.reference_bucket
     if how == "framed":
-        area, done, bucket = WHOLE_AREA, "framed by their edges, mirrored,", framed_bucket
+        area, done, bucket = buckets.WHOLE_AREA, "framed by their edges, mirrored,", buckets.framed_bucket
     changes = {
         f"shrunk to the area of {isqrt(area)} x {isqrt(area)}": lambda each: each.photo.width * each.photo.height > area,
         f"{done} to sides that the model takes": lambda each: bucket(*each.photo.size, step=1) != each.bucket,

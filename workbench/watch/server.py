@@ -93,7 +93,6 @@ class Runs:
 
 
 def _host(header: str) -> str | None:
-    """The name in a request's Host, without its port; None for what is none."""
     try:
         return urlsplit(f"//{header}").hostname
     except ValueError:
@@ -185,7 +184,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _answer(self, status: HTTPStatus, kind: str, body: IO[bytes], length: int, sandbox: str = "") -> None:
-        """In pieces: a slow line may take long for all of it."""
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(length))
@@ -193,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'{sandbox}")
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command != "HEAD":  # in pieces: a slow line may take long for all of it
             shutil.copyfileobj(body, self.wfile)
 
     def log_message(self, format: str, *arguments: object) -> None:

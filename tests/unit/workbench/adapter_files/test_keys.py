@@ -81,7 +81,7 @@ def test_the_tables_have_the_published_layers_one_to_one(label: str) -> None:
         assert len(styles) >= 3
         for style in styles:
             table = key_table([style], layers, links)
-            covered = [part for module in table.values() for part in module.parts]
+            covered = [part for module in table.values() for part in module.link.parts]
             if style.links:  # of some layers alone
                 assert set(covered) <= {f"{component}.{name}" for name in wanted}, style
                 continue

@@ -124,7 +124,7 @@ def test_the_file_and_the_folder_are_one(tmp_path: Path, capsys) -> None:
     assert open_adapter(folder / "own.safetensors").portable.rslora
     (folder / "adapter_config.json").unlink()  # without it nothing says the scale, and that is said
     assert script.main(["convert", str(folder / "adapter_model.safetensors"), str(tmp_path / "2"), "--to", "kohya"]) == 0
-    (line,) = open_adapter(folder / "adapter_model.safetensors").account.lines()
+    (line,) = open_adapter(folder / "adapter_model.safetensors").read.account.lines()
     assert line.startswith(
         f"assumed: 4 modules: no alpha in {folder / 'adapter_model.safetensors'}, so the scale is taken for 1 ("
     )

@@ -375,7 +375,7 @@ def test_what_dora_scale_means_is_said_where_the_header_does_not_say_it(tmp_path
         read = opened(tmp_path, keys, {"ss_network_args": json.dumps({"dora_scale": f"{meaning}: said"})})
         assert not read.account.lines() and read.portable.meaning == meaning
     peft = {**FORMS["diffusers"], f"{Q}.alpha": torch.tensor(2.0), f"{Q}.magnitude": torch.ones(1280)}  # ai-toolkit's
-    assert not opened(tmp_path, peft).account.lines() and opened(tmp_path, peft).portable.layers[Q].axis == "output"
+    assert not opened(tmp_path, peft).read.account.lines() and opened(tmp_path, peft).portable.layers[Q].axis == "output"
 
 
 def test_bundled_embeddings_are_left_out_by_name(tmp_path: Path) -> None:
