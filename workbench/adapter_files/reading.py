@@ -63,7 +63,7 @@ def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes
         raise UserError(f"{file.path} has keys of no layer that the model has: {some(unknown)}")
     noted = str(network_args(file.metadata).get("dora_scale"))
     meanings: tuple[DoraScale, ...] = ("comfyui_released", "magnitude")
-    meaning = next((meaning for meaning in meanings if noted.startswith(meaning)), None)
+    meaning: DoraScale | None = next((each for each in meanings if noted.startswith(each)), None)
     result = ReadAdapter(Portable({}, meaning or "magnitude", dict(file.metadata)))
     reader = _Reader(file, config_beside(file.path, stems) or _said_alphas(file), result.alphas, advice)
     layers, by_layer = {}, {}

@@ -55,8 +55,8 @@ def compare(a: Portable, b: Portable, weight: WeightOf | None = None) -> Compari
     both = [name for name in a.layers if name in b.layers]
     same = a.layers.keys() == b.layers.keys() and (a.meaning == b.meaning or not a.kind.magnitudes)
     same = same and all(_same(a.layers[name], b.layers[name]) for name in both)
-    only = [[name for name in x.layers if name not in y.layers] for x, y in ((a, b), (b, a))]
-    found = Comparison(*only, same)
+    only_a, only_b = ([name for name in x.layers if name not in y.layers] for x, y in ((a, b), (b, a)))
+    found = Comparison(only_a, only_b, same)
     for name in both:
         one, other = a.layers[name], b.layers[name]
         if one.weight_shape != other.weight_shape:

@@ -146,8 +146,10 @@ def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf 
         return export.kohya_tensors(portable, modules={}, prefixes=prefixes, rows=len)
     modules = {name: model.modules(name) for name in components}
     shapes = model.full_layers(components)
-    joined = splitting.fused_with(portable.layers, modules) if portable.kind.magnitudes and weight is not None else ()
-    norms = {name: RowNorms(weight(name).flatten(1).norm(dim=1), None, None) for name in joined}
+    norms: dict[str, RowNorms] = {}
+    if portable.kind.magnitudes and weight is not None:
+        joined = splitting.fused_with(portable.layers, modules)
+        norms = {name: RowNorms(weight(name).flatten(1).norm(dim=1), None, None) for name in joined}
     for links in modules.values() if not portable.kind.form else ():
         _note_joined(portable, components, links, notes)
     prefixes = family.kohya_prefixes(model.config)

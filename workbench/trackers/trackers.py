@@ -114,8 +114,10 @@ class WeightsAndBiases:
             say(f"Weights & Biases: {self._run.url}")
 
     def add(self, line: Mapping[str, Any]) -> None:
+        if self._run is None:
+            return
         try:
-            for step, numbers in by_step(line) if self._run is not None else ():
+            for step, numbers in by_step(line):
                 self._run.log({"step": step} | numbers)
         except self._errors as error:
             self._say(f"warning: Weights & Biases takes no more of this run: {_first_line(error)}")
