@@ -21,7 +21,6 @@ from trainer.base.run_layout import Layout
 from trainer.monitoring import course
 from trainer.run import run
 from trainer.run.loop import Loop
-from workbench import pages as report
 from workbench.commands import main as cli
 from workbench.pages import live, run_report
 from workbench.pages.history import Standing, read_standing
@@ -210,7 +209,7 @@ def test_a_run_without_its_report_has_the_same_bytes(bench: Workbench, monkeypat
     hidden = {"validation__every_steps": 0, "data__held_out": 1}
     for out, more in (("shown", shown), ("hidden", hidden)):
         if out == "hidden":
-            monkeypatch.setattr(report.LiveReport, "write", lambda self, check=None: None)
+            monkeypatch.setattr(live.LiveReport, "write", lambda self, check=None: None)
             monkeypatch.setattr(run_report, "first_page", lambda layout, **more: nullcontext())
         assert start(bench, run__output_dir=str(bench.tmp / out), adapter__type="dora", **more) == 0
         folder = bench.tmp / out

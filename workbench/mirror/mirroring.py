@@ -127,7 +127,9 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
     return Mirroring(wait, context, copier)
 
 
-def _refuse_others(config: Config, theirs: dict[str, str], run_id: str | None, layout: Layout, *, holds: bool, newest: bool):
+def _refuse_others(
+    config: Config, theirs: dict[str, str], run_id: str | None, layout: Layout, *, holds: bool, newest: bool
+) -> None:
     """holds: whether there are checkpoints in the mirror. newest: whether they may be gone on from."""
     url, name = config.checkpoint.mirror, config.run.name
     here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
