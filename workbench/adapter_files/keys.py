@@ -83,9 +83,8 @@ def taken_apart(keys: Iterable[str], where: object) -> dict[str, dict[str, str]]
             raise UserError(f"{where} has one tensor twice, as {twice!r} and as {key!r}; which of them counts is not known")
     for what in (what for what in _OTHER if what in other):
         instead = "" if "Control" in what else f"; {INSTEAD}"
-        raise UserError(
-            f"{where} is {what}, which is neither LoRA, DoRA nor LoKr and is not read: {some(other[what])}{instead}"
-        )
+        kind = f"{what}, which is neither LoRA, DoRA nor LoKr and is not read"
+        raise UserError(f"{where} is {kind}: {some(other[what])}{instead}")
     if other:
         raise UserError(f"{where} has keys that no adapter file has: {some(other[''])}")
     return stems

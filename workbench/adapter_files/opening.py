@@ -200,10 +200,8 @@ def open_adapter(
     fitting = [model for model in fitting if sizes[id(model)].items() <= shapes[id(model)].items()] or fitting
     named = {model.family.name for model in fitting}
     if len(named) > 1:
-        raise UserError(
-            f"{path}: its keys are those of {' and '.join(sorted(named))} alike, and its metadata do not say which; "
-            "give --family"
-        )
+        alike = f"its keys are those of {' and '.join(sorted(named))} alike, and its metadata do not say which"
+        raise UserError(f"{path}: {alike}; give --family")
     model = fitting[0]
     layers = shapes[id(model)] | (sizes[id(model)] if any_size else {})
     read = read_adapter(file, stems, tables[id(model)], layers, _advice(models))
@@ -233,17 +231,12 @@ def _not_known(path: Path, stems: Mapping, models: list[NamedModel], tables: Map
         keys = [key for stem in unknown for key in stems[stem].values()]
         labels = ", ".join(dict.fromkeys(model.label for model in models))
         return UserError(f"{path}: its keys are those of no model that is known here ({labels}): {some(keys)}")
-    return UserError(
-        f"{path}: {len(stems) - len(unknown)} of its {len(stems)} modules are those of {nearest.label}, the others are not: "
-        f"{some(unknown)}{_advice(models)}"
-    )
+    part = f"{len(stems) - len(unknown)} of its {len(stems)} modules are those of {nearest.label}, the others are not"
+    return UserError(f"{path}: {part}: {some(unknown)}{_advice(models)}")
 
 
 def _advice(models: Sequence[NamedModel]) -> str:
     return "; for a model of another size give it with --base" if all(model.source is None for model in models) else ""
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
         raise UserError(f"{key} is no file; give an adapter file, which has to be there in every start")
     if kind_named(plan.config.adapter.type).magnitudes:
         others = " or ".join(repr(name) for name, kind in KINDS.items() if not kind.magnitudes)
-        raise UserError(
-            f"{key} cannot be combined with adapter.type = {plan.config.adapter.type!r}: its magnitudes would be the lengths "
-            f"of W + U's rows, and over W alone, as its file is used, even untrained ones would change W; take {others}"
-        )
+        both = f"{key} cannot be combined with adapter.type = {plan.config.adapter.type!r}"
+        why = "its magnitudes would be the lengths of W + U's rows"
+        alone = "over W alone, as its file is used, even untrained ones would change W"
+        raise UserError(f"{both}: {why}, and {alone}; take {others}")
     try:
         opened = open_adapter(path, [model_of(plan.model.source, plan.config.model.path)])
     except UserError as error:
@@ -63,10 +63,8 @@ def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
     if portable.kind.name != "lora":
         raise UserError(f"{key} is a {portable.kind.word}; make a LoRA of it: python scripts/adapter.py convert --to lora")
     if apart := [name for name in portable.layers if not name.startswith(f"{family.denoiser}.")]:
-        raise UserError(
-            f"{key} has layers of text encoders ({some(apart)}), and captions are encoded without it; take one of the "
-            f"{family.denoiser} alone"
-        )
+        layers = f"layers of text encoders ({some(apart)}), and captions are encoded without it"
+        raise UserError(f"{key} has {layers}; take one of the {family.denoiser} alone")
     for name, factors in portable.layers.items():
         shape = plan.shapes.get((family.denoiser, name.partition(".")[2]))
         if shape is None or factors.weight_shape != tuple(shape):

@@ -119,10 +119,8 @@ def check_digests(bases: Sequence[tuple[str, Base]]) -> None:
         for place, digest in base.items():
             then, other = known.setdefault(place, (digest, whose))
             if then != digest:
-                raise UserError(
-                    f"{other} and {whose} are over different models: {place[0]}.{place[1]} has other bytes; a mean takes one "
-                    "base"
-                )
+                why = f"{place[0]}.{place[1]} has other bytes"
+                raise UserError(f"{other} and {whose} are over different models: {why}; a mean takes one base")
 
 
 def check(adapters: Sequence[Averaged], rank: int, weight: WeightOf | None) -> None:
@@ -190,10 +188,9 @@ def _mean_dora(name: str, parts: Parts, weight: Tensor, rank: int) -> tuple[Fact
         g = ones
         if factors is not None:
             if factors.axis == "input" and factors.magnitude is not None:
-                raise UserError(
-                    f"the magnitude of {name} is of the input axis, and the mean has those of the output axis; make a LoRA "
-                    "of it: python scripts/adapter.py convert --to lora"
-                )
+                axes = "of the input axis, and the mean has those of the output axis"
+                remedy = "make a LoRA of it: python scripts/adapter.py convert --to lora"
+                raise UserError(f"the magnitude of {name} is {axes}; {remedy}")
             g = ones if factors.magnitude is None else gain(weight, factors, portable.meaning)
             a, b = matrices(factors)
             a_s.append(a)

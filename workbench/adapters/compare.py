@@ -60,10 +60,8 @@ def compare(a: Portable, b: Portable, weight: WeightOf | None = None) -> Compari
     for name in both:
         one, other = a.layers[name], b.layers[name]
         if one.weight_shape != other.weight_shape:
-            raise UserError(
-                f"{name} is for a weight {list(one.weight_shape)} in A and {list(other.weight_shape)} in B: "
-                "they are for models of different sizes"
-            )
+            shapes = f"a weight {list(one.weight_shape)} in A and {list(other.weight_shape)} in B"
+            raise UserError(f"{name} is for {shapes}: they are for models of different sizes")
         change, difference = _norms(name, a, b, weight)
         for loss in (found.whole, found.blocks.setdefault(block := block_of(name), Residual())):
             loss.add(name, difference, change)

@@ -86,10 +86,8 @@ def write_as(
     portable.check_finite()
     family, kind = opened.model.family, portable.kind
     if to == "diffusers" and not family.file_formats(kind.in_files, [to]):
-        raise UserError(
-            f"{opened.path} is a {kind.word}, which diffusers' loader of {family.name} does not take; --to comfyui keeps it, "
-            "and --to lora --rank N makes a LoRA of it"
-        )
+        remedy = "--to comfyui keeps it, and --to lora --rank N makes a LoRA of it"
+        raise UserError(f"{opened.path} is a {kind.word}, which diffusers' loader of {family.name} does not take; {remedy}")
     notes += opened.read.account.lines()
     for form, count in opened.read.fused.items():
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
@@ -99,11 +97,8 @@ def write_as(
         if apart and not portable.layers:
             alone = f"adapts {', '.join(apart)} alone, which diffusers does not load for this model"
             raise UserError(f"{opened.path} {alone}; --to comfyui keeps it")
-        notes += [
-            f"{len(left.layers)} layers of {component} were left out, as diffusers does not load them for this model; "
-            "--to comfyui keeps them"
-            for component, left in apart.items()
-        ]
+        why = "as diffusers does not load them for this model; --to comfyui keeps them"
+        notes += [f"{len(left.layers)} layers of {component} were left out, {why}" for component, left in apart.items()]
         notes += export.not_loaded_by_diffusers(portable.layers)
     tensors = tensors_of(portable, opened.model, to, weight, notes)
     fields = _metadata(opened, portable, to)
@@ -172,9 +167,6 @@ def _note_joined(portable: Portable, components: list[str], links, notes: list[s
         notes.append(f"{ratios} of them have layers of different scales: B carries the ratio, rounded to its dtype")
 
 
-# --- magnitudes -------------------------------------------------------------------------------------------------------
-
-
 def adapted(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
     """W + s B A as a matrix [N, K], fp64."""
     a, b = matrices(factors)
@@ -240,9 +232,8 @@ def of_rank(portable: Portable, opened: OpenedAdapter, rank: int | None, notes: 
     """A LoRA of rank `rank` for a LoKr: the nearest of that rank to each layer's s w1 (x) w2."""
     if rank is None:
         whole = max(factors.rank for factors in portable.layers.values())
-        raise UserError(
-            f"{opened.path} is a {portable.kind.word}; give the LoRA's rank with --rank ({whole} keeps all of it)"
-        )
+        remedy = f"give the LoRA's rank with --rank ({whole} keeps all of it)"
+        raise UserError(f"{opened.path} is a {portable.kind.word}; {remedy}")
     layers, loss = dict(portable.layers), Residual()
     for name, factors in portable.layers.items():
         if factors.form is not None:
@@ -257,9 +248,6 @@ def _in_place(rank: str, kind: str, loss: Residual) -> str:
     name, most = loss.worst
     lost = f"{loss.share:.2%} of the change of the weights is lost in all, {most:.2%} at most ({name})"
     return f"a plain LoRA of {rank} in place of a {kind}: {lost}"
-
-
-# --- metadata ---------------------------------------------------------------------------------------------------------
 
 
 def _metadata(opened: OpenedAdapter, portable: Portable, to: str) -> dict[str, str]:

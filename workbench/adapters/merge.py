@@ -105,9 +105,8 @@ def merge(
     assert source is not None
     refuse_taken(out)
     if not single and source.single_file is not None:
-        raise UserError(
-            f"OUT = {str(out)!r}: {model.label} is one file, and so is what is made of it; let OUT end in .safetensors"
-        )
+        single_too = f"{model.label} is one file, and so is what is made of it"
+        raise UserError(f"OUT = {str(out)!r}: {single_too}; let OUT end in .safetensors")
     if dtype == SCALED and not single:
         raise UserError(
             f"--dtype {SCALED} is ComfyUI's, which reads single files; let OUT = {str(out)!r} end in .safetensors"
@@ -149,10 +148,9 @@ class _Work:
     def check_all_there(self, files: Iterable[WholeFile]) -> None:
         there = {f"{p.component}.{part}" for file in files for p in file.tensors.values() for part in p.link.parts}
         if absent := sorted(layer for layer in self.touched if f"{layer}.weight" not in there):
-            raise UserError(
-                f"OUT = {str(self.merged.path)!r} would hold no {absent[0].partition('.')[0]}, as the model's file, and the "
-                f"adapters change it: {some(absent)}; give the model as a diffusers folder"
-            )
+            lacks = f"would hold no {absent[0].partition('.')[0]}, as the model's file, and the adapters change it"
+            remedy = "give the model as a diffusers folder"
+            raise UserError(f"OUT = {str(self.merged.path)!r} {lacks}: {some(absent)}; {remedy}")
 
     def tensors(self, file: WholeFile) -> Tensors:
         made: dict[str, torch.Tensor | Recipe] = dict(file.others)
@@ -206,10 +204,8 @@ class _Work:
         self.merged.loss.add(layer, float((stored - exact).norm()), float((exact - before).norm()))
 
     def _not_finite(self, placed: Placed, dtype: torch.dtype) -> NonFiniteError:
-        return NonFiniteError(
-            f"{placed.component}.{placed.link.parts[0]} would not be finite as {dtype}; nothing was written. "
-            "Give a wider --dtype, or a lower strength"
-        )
+        tensor, remedy = f"{placed.component}.{placed.link.parts[0]}", "Give a wider --dtype, or a lower strength"
+        return NonFiniteError(f"{tensor} would not be finite as {dtype}; nothing was written. {remedy}")
 
     def _exact(self, placed: Placed) -> torch.Tensor:
         """In the file's layout and not rounded: fp64 where it is merged, else fp32."""

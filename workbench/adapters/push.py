@@ -43,9 +43,8 @@ def check(path: Path, models: list[NamedModel] | None, family: str | None, phase
     try:
         layers = open_adapter(path, models, family=family).portable.layers
     except UserError as error:
-        raise UserError(
-            f"{error}\nnothing was sent: push sends adapter files, so each one in the folder has to be one"
-        ) from error
+        why = "push sends adapter files, so each one in the folder has to be one"
+        raise UserError(f"{error}\nnothing was sent: {why}") from error
     changes = False
     with phases(f"checking {path.name}", total=len(layers), unit="layer") as phase:
         for name, factors in layers.items():
@@ -113,10 +112,8 @@ def _keep_card(api: Any, repository: str, card: Path) -> None:
     blob = git_blob(len(data))
     blob.update(data)
     if any(there.blob_id != blob.hexdigest() for there in api.get_paths_info(repository, [CARD])):
-        raise UserError(
-            f"{repository!r} has another {CARD} than {card}, perhaps edited there; nothing was sent. --replace_card "
-            f"replaces it, and without {CARD} in the folder it stays"
-        )
+        other = f"{repository!r} has another {CARD} than {card}, perhaps edited there; nothing was sent"
+        raise UserError(f"{other}. --replace_card replaces it, and without {CARD} in the folder it stays")
 
 
 def _reason(error: Exception) -> str:

@@ -40,10 +40,9 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
     config = configs.parse(tree)
     new = Layout(Path(config.run.output_dir))
     if _holds_a_run(new):
-        raise UserError(
-            f"--fork_from {checkpoint}: run.output_dir = {str(new.root)!r} is there already; go on with that run by --config "
-            f"{new.config} --resume_from auto, or choose another folder with --set run.output_dir=FOLDER"
-        )
+        remedy = f"go on with that run by --config {new.config} --resume_from auto, or choose another folder with --set"
+        place = f"run.output_dir = {str(new.root)!r} is there already"
+        raise UserError(f"--fork_from {checkpoint}: {place}; {remedy} run.output_dir=FOLDER")
     return config, Allowance(tuple(keys), str(folder))
 
 
@@ -68,7 +67,6 @@ def _refuse(key: str) -> None:
     if reason := never(key):
         raise UserError(f"--fork_from: {named} cannot change in mid-run: {reason}; leave it out, or start a new run")
     if any(key == shared or key.startswith(f"{shared}.") for shared in DRAWS):
-        raise UserError(
-            f"--fork_from: {named}: a fork keeps photos and draws, so that it can be compared with its original; leave "
-            "it out, or go on with other photos or draws by --resume_from CHECKPOINT --allow data"
-        )
+        remedy = "leave it out, or go on with other photos or draws by --resume_from CHECKPOINT --allow data"
+        why = "a fork keeps photos and draws, so that it can be compared with its original"
+        raise UserError(f"--fork_from: {named}: {why}; {remedy}")

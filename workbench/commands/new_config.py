@@ -98,10 +98,8 @@ def write_first_config(
             planned = plan_data(session.config, session.source.family, processes=1, phases=phases, scanned=memo)
             _set_length(document, *planned, given)
             text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before an added table
-            head = (
-                f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
-                "# All other keys have their defaults; docs/keys.md has every key.\n"
-            )
+            head = f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
+            head += "# All other keys have their defaults; docs/keys.md has every key.\n"
             write_atomic(path, [head.encode(), text[text.index("\n[run]") :].encode()])
             smaller = f"configs/{presets[place + 1].name} is tried" if place + 1 < len(presets) else None
             if show(configs.load(str(path), []), smaller):
@@ -206,10 +204,8 @@ def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, fou
     source["path"] = photos
     if trigger:
         source["trigger"] = trigger
-        why = (
-            "in nearly all captions; added where it is missing" if captions else "there are no captions: all photos get this"
-        )
-        source["trigger"].comment(why)
+        shared = "in nearly all captions; added where it is missing"
+        source["trigger"].comment(shared if captions else "there are no captions: all photos get this")
     images = len({photo.sha256 for photo in found})
     if images >= HELD_OUT_FROM:
         apart = max(ENOUGH, images // 10)

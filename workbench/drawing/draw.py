@@ -158,10 +158,8 @@ def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | No
         for name, factors in each.portable.layers.items():
             if factors.magnitude is not None and (len(opened) > 1 or factors.axis == "input"):
                 what = "a DoRA beside others" if len(opened) > 1 else f"a DoRA of the input axis ({name})"
-                raise UserError(
-                    f"{each.path}: {what} is not drawn from its file; merge it into the model (python scripts/adapter.py "
-                    "merge), and draw with that"
-                )
+                remedy = "merge it into the model (python scripts/adapter.py merge), and draw with that"
+                raise UserError(f"{each.path}: {what} is not drawn from its file; {remedy}")
     if len(opened) == 1 and not opened[0][0].portable.kind.form:
         return opened[0][0].portable, opened[0][1]
     if not opened:

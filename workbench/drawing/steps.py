@@ -19,10 +19,8 @@ def step_files(layout: Layout, name: str, steps: Sequence[str]) -> dict[str, Pat
     if odd := [step for step in steps if not step.isdecimal() and step != "all"]:
         raise UserError(f"--steps {odd[0]}: give all, or numbers of steps; {layout.adapters} has the files of {there}")
     if missing := wanted - {step for step in files if step is not None}:
-        raise UserError(
-            f"--steps {min(missing)}: {layout.adapters} has no file of it, only of {there}; "
-            "export.every_steps or export.every_epochs writes some in a new run"
-        )
+        remedy = "export.every_steps or export.every_epochs writes some in a new run"
+        raise UserError(f"--steps {min(missing)}: {layout.adapters} has no file of it, only of {there}; {remedy}")
     asked = {step: path for step, path in files.items() if "all" in steps or step in wanted or (step is None and not steps)}
     if not asked:
         raise UserError(f"{layout.adapters} has no adapter file of {name}; train first, or give FILE")

@@ -14,7 +14,7 @@ from trainer.base.digests import Stamp, stamp_of
 from trainer.base.errors import STORAGE_ERRORS, Interrupted, PeerStopped, UserError, one_line
 from trainer.base.progress import duration
 from trainer.base.run_layout import Layout, folder_name
-from workbench.mirror.store import Mirror, Taken
+from workbench.mirror.store import Mirror, Taken, key_of
 
 T = TypeVar("T")
 
@@ -58,13 +58,13 @@ class Troubles:
         self._pause = min(2 * pause, LONGEST_PAUSE)
         if self.clock() - self._said >= SAID_EVERY:
             self._said = self.clock()
-            self.say(f"warning: checkpoint.mirror = {self.url!r} fails ({self.last}); it is tried again: {waiting}")
+            self.say(f"warning: {key_of(self.url)} fails ({self.last}); it is tried again: {waiting}")
         return pause
 
     def over(self) -> None:
         """It worked."""
         if self.last:
-            self.say(f"checkpoint.mirror = {self.url!r} answers again")
+            self.say(f"{key_of(self.url)} answers again")
         self.last, self._pause, self._said = "", FIRST_PAUSE, -SAID_EVERY
 
     def hurry(self) -> None:
@@ -137,10 +137,8 @@ class Asker:
             remedy = "make the bucket or folder, or mend the URL"
         else:
             remedy = "give keys that may list, read, write and delete there (docs/mirror.md)"
-        return UserError(
-            f"checkpoint.mirror = {self.url!r} cannot be used ({waiting}): {reason(error)}\n{remedy}, or leave "
-            "checkpoint.mirror out"
-        )
+        why = f"{key_of(self.url)} cannot be used ({waiting}): {reason(error)}"
+        return UserError(f"{why}\n{remedy}, or leave checkpoint.mirror out")
 
 
 class Copier:
@@ -237,10 +235,10 @@ class Copier:
                     self._copy_file(end)
             except Taken:
                 self.taken = True
+                remedy = "stop it where the other is the same run on another machine, else give it another prefix"
                 return self.say(
-                    f"warning: checkpoint.mirror = {self.mirror.url!r} is claimed by another run now, or by another start of "
-                    "this one; this run goes on without a mirror and copies nothing more there: stop it where the other is "
-                    "the same run on another machine, else give it another prefix"
+                    f"warning: {self.mirror.key} is claimed by another run now, or by another start of this one; this run "
+                    f"goes on without a mirror and copies nothing more there: {remedy}"
                 )
             except Exception as error:  # whatever a backend raises: the run goes on
                 if self._closed:
@@ -253,9 +251,8 @@ class Copier:
 
     def _begin(self, back: int) -> None:
         for aside in self.mirror.set_aside(back):
-            self.say(
-                f"warning: a later checkpoint in the mirror is set aside as {aside}; delete it when you need no way back"
-            )
+            remedy = "delete it when you need no way back"
+            self.say(f"warning: a later checkpoint in the mirror is set aside as {aside}; {remedy}")
         self._note({})
         there, stamps = self.mirror.listing(), {path: self._stamp(path) for path in self.layout.results(self.name)}
         self._copied |= {path: stamp for path, stamp in stamps.items() if there.get(path) == stamp[0]}

@@ -19,7 +19,7 @@ from trainer.config import Config
 from trainer.monitoring import metrics
 from trainer.runtime.context import RunContext
 from workbench.mirror.copier import Asker, Copier
-from workbench.mirror.store import RUN, Mirror, adopt, check_library, open_mirror
+from workbench.mirror.store import RUN, Mirror, adopt, check_library, key_of, open_mirror
 
 NEWEST = ("auto", "latest")
 NAMED = 20  # names in one line
@@ -70,15 +70,12 @@ class Mirroring:
             if missing:
                 why = f" ({copier.troubles.last})" if copier.troubles.last else ""
                 how_long = "" if stopped else f" after {duration(wait)} (checkpoint.mirror_wait)"
-                processes.say(
-                    f"warning: {copier.mirror.url} lacks {shortlist(missing, NAMED)}{how_long}{why}; all of it is whole in "
-                    f"{context.layout.root}: start again with --resume_from auto, and it is copied"
-                )
+                lacks = f"lacks {shortlist(missing, NAMED)}{how_long}{why}; all of it is whole in {context.layout.root}"
+                remedy = "start again with --resume_from auto, and it is copied"
+                processes.say(f"warning: {copier.mirror.url} {lacks}: {remedy}")
             elif copier.taken:
-                processes.say(
-                    f"warning: {copier.mirror.url} is another start's: what this run made since it was claimed is in "
-                    f"{context.layout.root} alone"
-                )
+                since = f"what this run made since it was claimed is in {context.layout.root} alone"
+                processes.say(f"warning: {copier.mirror.url} is another start's: {since}")
             elif copier.newest is not None:
                 processes.say(f"mirror {copier.mirror.url}: all is copied, up to {folder_name(copier.newest)}")
         if not isinstance(ended or stopped, PeerStopped):
@@ -131,19 +128,15 @@ def _refuse_others(
     config: Config, theirs: dict[str, str], run_id: str | None, layout: Layout, *, holds: bool, newest: bool
 ) -> None:
     """holds: whether there are checkpoints in the mirror. newest: whether they may be gone on from."""
-    url, name = config.checkpoint.mirror, config.run.name
+    key, name = key_of(str(config.checkpoint.mirror)), config.run.name
     here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
     if theirs["run"] != name or run_id not in (None, theirs["id"]) or (run_id is None and here):
         gone = "" if holds else f", or delete {RUN} there if that run is gone"
-        raise UserError(
-            f"checkpoint.mirror = {url!r} holds another run ({theirs['run']!r}, of another run.output_dir); give another "
-            f"prefix{gone}"
-        )
+        other = f"another run ({theirs['run']!r}, of another run.output_dir)"
+        raise UserError(f"{key} holds {other}; give another prefix{gone}")
     if holds and not here and not newest:
-        raise UserError(
-            f"checkpoint.mirror = {url!r} already holds checkpoints of {name!r}; add --resume_from auto to go on, or give "
-            "another prefix"
-        )
+        remedy = "add --resume_from auto to go on, or give another prefix"
+        raise UserError(f"{key} already holds checkpoints of {name!r}; {remedy}")
 
 
 def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, name: str) -> None:
@@ -161,10 +154,8 @@ def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, na
             return say(f"{folder_name(step)} came from {mirror.url}")
         say(f"warning: {folder_name(step)} in {mirror.url} is not valid: {wrong}")
     if newest < 0:
-        raise UserError(
-            f"checkpoint.mirror = {mirror.url!r} holds no valid checkpoint ({len(steps)} are damaged, or set aside here), "
-            f"and there is none in {root}; restore one, or give another prefix to start again"
-        )
+        none = f"no valid checkpoint ({len(steps)} are damaged, or set aside here), and there is none in {root}"
+        raise UserError(f"{mirror.key} holds {none}; restore one, or give another prefix to start again")
 
 
 def _fetch_one(mirror: Mirror, step: int, ask: Asker, context: RunContext, name: str) -> str | None:
@@ -181,10 +172,8 @@ def _fetch_one(mirror: Mirror, step: int, ask: Asker, context: RunContext, name:
         log, digest = folder / layout.metrics.name, Saved.whatever(folder).values("progress").get("log")
         metrics.cut(log, step)
         if digest and not metrics.has_digest(log, digest):
-            context.processes.say(
-                f"warning: {log.name} of {folder_name(step)} in {mirror.url} is not the log that the run wrote: it is not "
-                f"taken, and lines up to step {step} are missing here"
-            )
+            why = f"not the log that the run wrote: it is not taken, and lines up to step {step} are missing here"
+            context.processes.say(f"warning: {log.name} of {folder_name(step)} in {mirror.url} is {why}")
         elif log.exists():
             files.write_atomic(layout.metrics, [log.read_bytes()])
         log.unlink(missing_ok=True)  # nothing that a checkpoint needs, so its manifest does not tell of it

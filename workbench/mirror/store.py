@@ -29,6 +29,11 @@ INSIDE = Layout(Path())  # places below the prefix are those below the output fo
 EXTRAS = {"s3": ("s3", "s3a"), "gcs": ("gs", "gcs"), "azure": ("az", "abfs", "abfss", "adl")}
 
 
+def key_of(url: str) -> str:
+    """The key and its value, for messages."""
+    return f"checkpoint.mirror = {url!r}"
+
+
 def check_library(url: str) -> None:
     """Raises UserError where fsspec, or what it needs for such a URL, is not installed."""
     protocol = url.partition("://")[0]
@@ -39,10 +44,10 @@ def check_library(url: str) -> None:
     except ImportError as error:
         ways = [f"pip install -e '.[{extra}]'" for extra, words in EXTRAS.items() if protocol in words]
         way = ways[0] if ways else "install it"
-        raise UserError(f"checkpoint.mirror = {url!r} needs a library that is not there: {error}; {way}") from error
+        raise UserError(f"{key_of(url)} needs a library that is not there: {error}; {way}") from error
     except ValueError as error:
         known = ", ".join(word for words in EXTRAS.values() for word in words)
-        raise UserError(f"checkpoint.mirror = {url!r}: fsspec knows no {protocol}://; give one of {known}, file") from error
+        raise UserError(f"{key_of(url)}: fsspec knows no {protocol}://; give one of {known}, file") from error
 
 
 def open_mirror(url: str) -> Mirror:
@@ -68,7 +73,7 @@ class Mirror:
     does, and leaves no checkpoint that looks whole and is not."""
 
     def __init__(self, fs: Any, place: str, url: str) -> None:
-        self.fs, self.place, self.url = fs, place.rstrip("/"), url
+        self.fs, self.place, self.url, self.key = fs, place.rstrip("/"), url, key_of(url)
         self._sent: set[str] = set()  # of checkpoints whose copy was cut off: what need not be sent again
         self._claim: bytes | None = None  # RUN, as this start wrote it
 
@@ -127,8 +132,6 @@ class Mirror:
             self.read(PROBE)
         self.remove([PROBE])
 
-    # --- whose it is ----------------------------------------------------------------------------------------------------
-
     def owner(self) -> dict[str, str] | None:
         """The run that is copied there: {"run": its name, "id": of its output folder}; None where nobody is. Raises UserError
         where something else lies there."""
@@ -138,10 +141,8 @@ class Mirror:
         except (FileNotFoundError, ValueError, KeyError, TypeError):  # half of it, perhaps, which a kill left
             others = [name for name in self.listing() if name not in (RUN, PROBE)]
         if others:
-            raise UserError(
-                f"checkpoint.mirror = {self.url!r} holds something else than a run ({sorted(others)[0]!r}); give an empty "
-                "place, or another prefix"
-            )
+            other = f"something else than a run ({sorted(others)[0]!r})"
+            raise UserError(f"{self.key} holds {other}; give an empty place, or another prefix")
         return None
 
     def claim(self, owner: dict[str, str]) -> None:
@@ -162,8 +163,6 @@ class Mirror:
             return self.write(RUN, self._claim)
         if there != self._claim:
             raise Taken
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are there, ascending."""

@@ -125,10 +125,8 @@ def _buckets(data: DataPlan) -> dict[str, Any]:
     notes = [f"{every:,} batches an epoch, of {size} photos."]
     if left and not merges:
         below, factor = short_batches.would_fill(data.examples, batch_size=size)
-        notes.append(
-            f"Batches that are not full: {len(left)}. They are filled by data.batch_size = {below}, by {factor} x the "
-            "repeats, or by data.short_batches = 'merge'."
-        )
+        remedy = f"data.batch_size = {below}, by {factor} x the repeats, or by data.short_batches = 'merge'"
+        notes.append(f"Batches that are not full: {len(left)}. They are filled by {remedy}.")
     return {
         "columns": ("width x height", "photos", "images an epoch", "batches", "photos in the last batch"),
         "rows": rows,

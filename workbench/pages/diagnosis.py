@@ -104,11 +104,9 @@ def judge(
     moved = bool(changes) and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > MOVED
     if change is not None and change < TOO_LITTLE and not moved:
         it = "it" if course.rate_of == levers else course.rate_of
-        text = (
-            f"nothing was learned: no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a "
-            f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
-        )
-        return Verdict("nothing", text)
+        less = f"no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a picture can show"
+        remedy = f"train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
+        return Verdict("nothing", f"nothing was learned: {less}; {remedy}")
     changed = f" (layers changed by {moved_by(change)} of their own weights)" if change is not None else ""
     if not known:
         verdict = _by_steps(rows, changed, bool(useless))
@@ -137,10 +135,8 @@ def _useless(fields: Sequence[str]) -> str:
     if not fields:
         return ""
     whose = " and ".join(FIXED[field] for field in fields)
-    return (
-        f"; the loss of the {whose} photos tells nothing: it was not finite before any step changed it (look at these "
-        "photos, and at precision.compute)"
-    )
+    why = "it was not finite before any step changed it (look at these photos, and at precision.compute)"
+    return f"; the loss of the {whose} photos tells nothing: {why}"
 
 
 def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
@@ -195,10 +191,8 @@ def _leak(rows: Sequence[Line]) -> str:
         return ""
     of = f" of the {photos:g}" if photos else ""
     have = "has" if copies == 1 else "have"
-    return (
-        f"; but {copies:g}{of} held-out photos {have} a near duplicate among those that are trained on: where their loss "
-        "falls, that may be memorising"
-    )
+    alike = f"{have} a near duplicate among those that are trained on"
+    return f"; but {copies:g}{of} held-out photos {alike}: where their loss falls, that may be memorising"
 
 
 def _by_held_out(

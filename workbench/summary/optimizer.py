@@ -27,18 +27,13 @@ def warnings(config: Config, steps: int) -> list[str]:
     table, entry = config.optimizer, optimizer_named(config.optimizer.name)
     lines, finds = [], entry.finds
     if finds and not table.options.get(finds.guard):
-        low = "schedule.warmup" if config.schedule.warmup else ""
-        low = low or ("schedule.name = 'cosine_restarts'" if config.schedule.name == "cosine_restarts" else "")
-        if low:
-            lines.append(
-                f"{low} with optimizer.options.{finds.guard} = false: the estimate of {table.name} divides by the low "
-                "rates and grows too far; set it to true"
-            )
+        restarts = "schedule.name = 'cosine_restarts'" if config.schedule.name == "cosine_restarts" else ""
+        if low := "schedule.warmup" if config.schedule.warmup else restarts:
+            why = f"the estimate of {table.name} divides by the low rates and grows too far"
+            lines.append(f"{low} with optimizer.options.{finds.guard} = false: {why}; set it to true")
     if finds and finds.start not in table.options and steps < SHORT:
-        lines.append(
-            f"a run of {steps} steps: {table.name} finds its rate from optimizer.options.{finds.start} on, whose default is "
-            "so low that it may hardly have grown by the end; raise it, for example to 1e-4"
-        )
+        low = "whose default is so low that it may hardly have grown by the end; raise it, for example to 1e-4"
+        lines.append(f"a run of {steps} steps: {table.name} finds its rate from optimizer.options.{finds.start} on, {low}")
     if entry.paged and (config.run.device == "cpu" or not torch.cuda.is_available()):
         lines.append(f"{table.name} pages its state only on CUDA; on a CPU it is {table.name.removeprefix('paged_')}")
     return lines

@@ -57,10 +57,9 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
     lines += data_lines(config, plan.data, plan.length, text=text, reported=not sizes) if data else []
     group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
     clipping = f"clipping {config.step.max_grad_norm:g}" if config.step.max_grad_norm else "no clipping"
-    lines.append(
-        f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
-        f"{clipping}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
-    )
+    decay, schedule = f"weight decay {group.weight_decay:g} (none on magnitudes)", f"schedule {config.schedule.name}"
+    rates = f"{clipping}; {schedule}, warm-up {config.schedule.warmup:g}{end}"
+    lines.append(f"optimizer {group.name}, lr {group.lr:g}, {decay}, {rates}")
     lines += [f"  {line}" for line in optimizer_lines(config, plan.length.max_steps)]
     if config.step.compile == "blocks":
         size, fill = config.data.batch_size, config.data.short_batches == "merge"
