@@ -57,8 +57,7 @@ def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance 
 
 
 def differences(summary: Summary, first: list[str], plan: RunPlan) -> str:
-    """What a run's start says of its plan: of the first run all, which is put into `first`; of others what is not as
-    there."""
+    """What a start says of its plan: all of the first run, put into `first`; of others what is not as there."""
     lines, news, head = summary.described(plan).splitlines(), list[str](), ""
     for line in lines if first else ():
         head = head if line.startswith(" ") else line

@@ -54,8 +54,7 @@ def handling(signums: Iterable[int], handler: Callable[[int, object], None]) -> 
 
 
 def undoing() -> AbstractContextManager[None]:
-    """A block in which SIGTERM and SIGHUP raise Interrupted where they arrive, as SIGINT does KeyboardInterrupt: for work
-    that undoes what it began when it fails."""
+    """A block whose work undoes what it began when it fails: SIGTERM and SIGHUP raise Interrupted where they arrive."""
     signums = {*signals.STOP} - {signal.SIGINT}
 
     def stop(signum: int, frame: object) -> None:

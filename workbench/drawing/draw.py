@@ -152,8 +152,7 @@ def _refuse_unread(drawing: Drawing, source: ModelSource) -> None:
 
 
 def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
-    """(the adapters as one, None where there is none; the strength that it has). opened: (adapter, strength). Raises
-    UserError where they are not one."""
+    """(the adapters as one, or None; its strength). opened: (adapter, strength). Raises UserError where they are not one."""
     for each, _ in opened:
         for name, factors in each.portable.layers.items():
             if factors.magnitude is not None and (len(opened) > 1 or factors.axis == "input"):

@@ -41,9 +41,9 @@ def show_in_report(layout: Layout) -> bool:
     """Put the grid into the run's report; returns whether there is one."""
     if not layout.report.exists():
         return False
-    before, mark, rest = layout.report.read_text(encoding="utf-8").partition('<div id="grid">')
+    before, _, rest = layout.report.read_text(encoding="utf-8").partition('<div id="grid">')
     _, end, after = rest.partition("</div>")
-    if not mark or not end:
+    if not end:
         return False
     write_atomic(layout.report, [f"{before}{render('grid.html', sheet=embedded(layout.sheet)).strip()}{after}".encode()])
     return True

@@ -34,8 +34,8 @@ PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")
 
 
 def read(path: Path) -> tuple[str, str, dict[str, Any]]:
-    """(the trainer, the program that wrote it, the trainer's config as a tree) of a file. Raises UserError for one that is
-    nobody's, or cannot be read."""
+    """(the trainer, the program that wrote it, the trainer's config as a tree) of a file. Raises UserError for another
+    file."""
     tree = read_tree(path)
     names = _names(tree)
     if names & WINDOW:

@@ -170,8 +170,8 @@ class Copier:
         self._copied: dict[str, Stamp] = {}  # results, as they were when they were copied
 
     def start(self, step: int) -> None:
-        """Begin to copy. step: where the run begins; later checkpoints there are set aside. Until they are, mirror.json says
-        so: a start that comes before must not go on from them."""
+        """Begin to copy. step: where the run begins. Until later checkpoints there are set aside, mirror.json says so: a
+        start that comes before must not go on from them."""
         note = files.read_json(self.layout.mirror) if self.layout.mirror.exists() else {}
         back = min(step, note.get("back_to", step))  # of an earlier start, too, which did not reach the mirror
         self._note({"back_to": back} if any(later > back for later in self.there) else {})

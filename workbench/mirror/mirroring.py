@@ -27,8 +27,7 @@ NAMED = 20  # names in one line
 
 @dataclass(frozen=True)
 class Mirroring:
-    """The copying of a run to its mirror. wait: seconds (checkpoint.mirror_wait). copier: of the main process; None in the
-    others, which wait for it at the end."""
+    """The copying of a run to its mirror. wait: seconds. copier: of the main process; the others wait for it at the end."""
 
     wait: float
     context: RunContext
@@ -41,8 +40,8 @@ class Mirroring:
 
     @contextmanager
     def running(self, signals: Signals, step: int) -> Iterator[None]:
-        """A block in which checkpoints are copied, and at whose end all processes wait until the rest is, however it ends,
-        but for a second Ctrl-C. step: where the run begins."""
+        """A block in which checkpoints are copied, and at whose end all processes wait until the rest is. step: its
+        beginning."""
         if self.copier is not None:
             self.copier.start(step)
         try:

@@ -133,8 +133,8 @@ class Mirror:
         self.remove([PROBE])
 
     def owner(self) -> dict[str, str] | None:
-        """The run that is copied there: {"run": its name, "id": of its output folder}; None where nobody is. Raises UserError
-        where something else lies there."""
+        """{"run": its name, "id": of its output folder} of the run that is copied there, or None. Raises UserError for
+        others."""
         try:
             owner = json.loads(self.read(RUN))
             return {"run": str(owner["run"]), "id": str(owner["id"])}
@@ -219,8 +219,8 @@ class Mirror:
                 self.remove(f"{_place(step)}/{name}" for name in sorted(names, key=lambda name: name != MANIFEST))
 
     def set_aside(self, after: int) -> list[str]:
-        """Move checkpoints beyond a step to another name, as the store does: they must not overtake a run that goes on from
-        an earlier one. Returns their new names."""
+        """Move checkpoints beyond a step, which must not overtake an earlier one, to another name; returns their new
+        names."""
         moved = []
         for step, names in sorted(self._checkpoints().items()):
             if step > after:

@@ -46,8 +46,8 @@ def draw_all(history: History, events: Events = NOTHING) -> list[str]:
 
 
 def remaining(costs: Mapping[str, Sequence[float]]) -> str:
-    """The chart of what formats change of a prediction once their first 0, 1, 2, ... layers are excluded. costs: in percent,
-    by format."""
+    """The chart of what formats change of a prediction without their first 0, 1, 2, ... layers. costs: percent, by
+    format."""
     series = {name: list(enumerate(values)) for name, values in costs.items()}
     lines = [replace(line, over="excluded layers") for line in curves.lines_of(series)]
     about = "Of all layers at the left; further right without the costliest ones, as many as stand below."

@@ -28,8 +28,7 @@ EVERY_SECONDS = 15.0  # without anything to see but more steps: as often as the 
 
 @contextmanager
 def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
-    """A block with the page of a run that is prepared, where there is none yet. It is gone again, with the folders that it
-    took, where that fails: a refused run leaves nothing."""
+    """A block with the page of a run that is prepared, unless there is one. A run that is refused leaves nothing of it."""
     if not enabled or layout.report.exists() or layout.metrics.exists():
         yield
         return
@@ -100,8 +99,7 @@ class LiveReport:
             self._write_if_possible()
 
     def stopped(self, check: Callable[[], None] = lambda: None) -> Path:
-        """The page of a run that stopped before its end. check: called now and then; may raise, which leaves the page as
-        it was. Raises OSError."""
+        """The page of a run that stopped before its end. check: may raise, which leaves it as it was. Raises OSError."""
         return self._end("stopped", check)
 
     def finished(self, outcome: Sections, blocks: Mapping[str, float], check: Callable[[], None] = lambda: None) -> Path:

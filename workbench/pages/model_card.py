@@ -24,8 +24,8 @@ PICTURE = re.compile(rf"\d+({AVERAGE}|-\d+)?\.png")  # of a run: a sample, or wh
 
 
 def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str, Path], files: FileGroup) -> str:
-    """Write the card, and the samples of the present step that it shows; replaces nothing that a run did not write. Returns
-    what is to be said about that, or "". written: the adapter files, by format."""
+    """Write the card, and the samples that it shows; returns what is to be said about it, or "". written: files by
+    format."""
     if layout.card.exists() and not is_own(layout.card):
         return f"{layout.card} was written or changed by somebody, and stays as it is; rename it to get the card of this step"
     samples = [file for file in pngs(layout.samples_of(about.step)) if is_sound(file)]

@@ -52,8 +52,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def document(template: str, *, watched: tuple[float, float] | None = None, scripted: bool = True, **values: Any) -> str:
-    """A whole page. watched: (Unix time of writing, seconds until the page counts as stale); None: it does not reload.
-    scripted: whether it has page.js."""
+    """A whole page. watched: (Unix time, seconds until it counts as stale); None: no reloading. scripted: with page.js."""
     style, script = _read("page.css"), _read("page.js") if scripted else ""
     reload = dict(zip(("written", "quiet", "reload"), (*watched, RELOAD_SECONDS), strict=True)) if watched else {}
     return render(template, style=style, script=script, reload=reload, policy=policy(scripted=scripted), **values)

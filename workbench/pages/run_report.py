@@ -81,8 +81,8 @@ def page_of(
     contents: Mapping[str, str],
     environment: Mapping[str, Any],
 ) -> RunPage:
-    """The pages of a run. contents: digests of the model's files, by component. environment: what the run depends on
-    besides them (pins.pin_environment)."""
+    """The pages of a run. contents: digests of the model's files, by component. environment: what else the run depends
+    on."""
     config, adapter, processes = plan.config, plan.config.adapter, context.processes
     targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
     sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")

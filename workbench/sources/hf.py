@@ -58,8 +58,8 @@ def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """A dataset's images. title: of the source. dataset: with the one column `column`, images as they are stored. roots:
-    folders whose files its rows may name: its own and the caches that the library fetches to."""
+    """A dataset's images. dataset: with the one column `column`, images as they are stored. roots: folders whose files its
+    rows may name: its own and the library's caches."""
 
     title: str
     dataset: Any = field(repr=False)

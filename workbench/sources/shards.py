@@ -84,8 +84,8 @@ class Archived:
 
 
 class Archives:
-    """A tree of the files in archives: each archive is a folder of its name. archives: relative to `root`, in the order in
-    which they are read."""
+    """A tree of the files in archives: each is a folder of its name. archives: relative to `root`, in the order of
+    reading."""
 
     def __init__(self, title: str, root: str, archives: list[str]) -> None:
         self.title, self.root, self.archives = title, root, archives

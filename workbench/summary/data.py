@@ -48,8 +48,7 @@ def data_account(data: DataPlan) -> Account:
 
 
 def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = "", reported: bool = False) -> list[str]:
-    """The lines about the data. text: how the captions are encoded, if known. reported: a report on the captions follows,
-    which counts those that are missing or empty."""
+    """The lines about the data. text: how captions are encoded. reported: a report follows, which counts blank captions."""
     batch_size, accumulation = data.table.batch_size, config.step.accumulation
     per_step = f"up to {batch_size} images of one shape" if batch_size > 1 else "1 image"
     per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
