@@ -45,7 +45,6 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     if not draft.sources:
         common.ask_for_photos(draft, "no folder of photos is named")
     _samples(draft, options)
-    common.note_differences(draft, family)
     common.carry_rest(draft, options)
 
 

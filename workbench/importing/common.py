@@ -104,10 +104,10 @@ def set_targets(draft: Draft, family: Family) -> None:
     draft.set("adapter.targets", targets, f"the layers that {draft.trainer} adapts")
 
 
-def note_differences(draft: Draft, family: Family) -> None:
+def note_differences(draft: Draft) -> None:
     """Say what the program does otherwise in every run: with all models, then with this one."""
     differs = facts().differs[draft.trainer]
-    for text in (*differs.get("", ()), *differs.get(family.name, ())):
+    for text in (*differs.get("", ()), *differs.get(draft.value("model.family"), ())):
         draft.note(DIFFERS, text)
 
 

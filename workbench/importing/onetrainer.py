@@ -51,7 +51,6 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     sizes = _data(draft, options, config, data)
     _length(draft, options, sizes)
     _samples(draft, options, config, data)
-    common.note_differences(draft, family)
     if options.has("output_model_format"):
         draft.set("export.formats", ["diffusers", "comfyui"], f"{options.told('output_model_format')}: both are written")
     common.carry_rest(draft, options)

@@ -46,7 +46,6 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     _objective(draft, options, family)
     _data(draft, options, config, data)
     _intervals(draft, options, family, config, data)
-    common.note_differences(draft, family)
     common.carry_rest(draft, options)
 
 

@@ -36,7 +36,6 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     _times(draft, options, family)
     _data(draft, options, family, config, data)
     _samples(draft, options)
-    common.note_differences(draft, family)
     board, line = options.line("report_to", "word")
     for key in ("logging.tensorboard", "logging.wandb"):
         draft.set(key, board in (key.partition(".")[2], "all"), line)

@@ -63,6 +63,7 @@ def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] =
         fixed[key] = reduce(lambda node, part: node[part], tables, one).get(last)
     draft = Draft(trainer, program, fixed)
     TRANSLATIONS[trainer].translate(draft, Options(tree, file, facts().defaults[trainer]), file, data)
+    common.note_differences(draft)
     if draft.refusals:
         raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {each}" for each in draft.refusals))
     for entry in (draft.keys, *(entry for entries in draft.lists.values() for entry in entries)):

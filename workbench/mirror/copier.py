@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 from trainer.base import files
@@ -74,23 +75,20 @@ class Troubles:
 
 def beside(work: Callable[[], T], check: Callable[[], object]) -> T:
     """What `work` gives or raises, done in a thread. check: called meanwhile; may raise, which leaves the thread alone."""
-    given: list[T] = []
-    failed: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            given.append(work())
+            outcome.set_result(work())
         except BaseException as error:  # raised below
-            failed.append(error)
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="mirror", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(LOOK_SECONDS)
         check()
-    if failed:
-        raise failed[0]
-    return given[0]
+    return outcome.result()
 
 
 class Asker:

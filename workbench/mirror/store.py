@@ -120,10 +120,8 @@ class Mirror:
     def remove(self, names: Iterable[str]) -> None:
         """Delete files in this order; one that is not there is gone already."""
         for name in names:
-            try:
+            with suppress(FileNotFoundError):
                 self.fs.rm_file(self._at(name))
-            except FileNotFoundError:
-                continue
 
     def try_out(self) -> None:
         """Write a file, read it and delete it. Raises what stands in the way of any of them."""
