@@ -344,7 +344,7 @@ def test_onetrainer_numbers_the_layers_of_a_module(tmp_path: Path) -> None:
 def test_a_scalar_of_lycoris_is_one_more_factor(tmp_path: Path) -> None:
     alpha = {f"{STEM}.alpha": torch.tensor(2.0)}
     read = opened(tmp_path, {**FORMS["kohya"], **alpha, f"{STEM}.scalar": torch.tensor(0.5)})
-    assert read.portable.layers[Q].scaling == 0.5 and "LyCORIS' scalar" in read.account.lines()[0]
+    assert read.portable.layers[Q].scaling == 0.5 and "LyCORIS' scalar" in read.read.account.lines()[0]
     untrained = opened(tmp_path, {**FORMS["kohya"], **alpha, f"{STEM}.scalar": torch.tensor(0.0)}).portable.layers[Q]
     assert not untrained.b.make().any() and untrained.scaling == 1.0
 
@@ -366,14 +366,14 @@ def test_what_dora_scale_means_is_said_where_the_header_does_not_say_it(tmp_path
     keys = {**FORMS["kohya"], f"{STEM}.alpha": torch.tensor(2.0), f"{STEM}.dora_scale": torch.ones(1280, 1)}
     for args in (None, "no JSON", "[]", json.dumps({"dora_wd": "True", "wd_on_output": "True"})):
         read = opened(tmp_path, keys, {"ss_network_args": args} if args else None)
-        (line,) = read.account.lines()
+        (line,) = read.read.account.lines()
         assert (
             line.startswith("assumed: 1 magnitude: dora_scale in ") and "norm by rows" in line and "ss_network_args" in line
         )
         assert read.portable.meaning == "magnitude"
     for meaning in ("comfyui_released", "magnitude"):
         read = opened(tmp_path, keys, {"ss_network_args": json.dumps({"dora_scale": f"{meaning}: said"})})
-        assert not read.account.lines() and read.portable.meaning == meaning
+        assert not read.read.account.lines() and read.portable.meaning == meaning
     peft = {**FORMS["diffusers"], f"{Q}.alpha": torch.tensor(2.0), f"{Q}.magnitude": torch.ones(1280)}  # ai-toolkit's
     assert not opened(tmp_path, peft).read.account.lines() and opened(tmp_path, peft).portable.layers[Q].axis == "output"
 
@@ -382,7 +382,7 @@ def test_bundled_embeddings_are_left_out_by_name(tmp_path: Path) -> None:
     words = [f"bundle_emb.token{n}.clip_l" for n in range(5)]
     keys = {**FORMS["kohya"], f"{STEM}.alpha": torch.tensor(2.0), **dict.fromkeys(words, torch.ones(2, 768))}
     read = opened(tmp_path, keys)
-    said = read.account.lines()
+    said = read.read.account.lines()
     assert list(read.portable.layers) == [Q] and said[0] == "left out: 5 tensors" and "bundle_emb.token0.clip_l" in said[1]
 
 
