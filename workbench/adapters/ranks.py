@@ -36,7 +36,9 @@ class Residual:
 
 
 def _share(lost: float, change: float) -> float:
-    return lost / change if change else math.inf * lost if lost else 0.0
+    if change == 0:
+        return math.inf if lost else 0.0
+    return lost / change
 
 
 def matrices(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
