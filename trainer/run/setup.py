@@ -29,7 +29,7 @@ from trainer.data import identity
 from trainer.data.batches import sampler
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.memo import Memo
-from trainer.engine.components import tokenizers_alone
+from trainer.engine.components import without_modules
 from trainer.engine.encoding import report_captions
 from trainer.models.loading import ModelSource
 from trainer.plan.data_sources import cache_dir, open_cache, open_memo
@@ -128,7 +128,7 @@ def begin(
         environment = pieces.enter("environment", pin)
     start_point.check_length(plan, progress, saved and saved.folder, allowed, say)
     if config.data.strict_captions and source.fetched:
-        report_captions(plan.data, source.family, tokenizers_alone(source, plan.model.options))
+        report_captions(plan.data, source.family, without_modules(source, plan.model.options))
     layout = Layout(Path(config.run.output_dir))
     if layout.lock.exists() and os.access(layout.lock, os.W_OK):
         with files.locked(layout.lock, shared=True):  # each process of this start asks at about the same time

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.base.tensorfile import size_text
 from trainer.quantization import Payload
-from trainer.runtime.streaming import MemoryCopies, Streamed, Streamer, places_of
+from trainer.runtime.streaming import Copies, Streamed, Streamer, places_of
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Spiller(Streamer):
         self.file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (close has its end)
         self.places: dict[int, int] = {}
         self.end = 0
-        super().__init__(blocks, 0, device, MemoryCopies())
+        super().__init__(blocks, 0, device, Copies())
 
     def __str__(self) -> str:
         return f"{self.count} blocks are read from the disk as they are needed: {size_text(self.end)} in a temporary file"
