@@ -1,8 +1,4 @@
-"""A frozen base in a file: its blocks come from the disk, one after the other, and memory holds two of them.
-
-The order, the looking ahead and the hooks are those of runtime/streaming.py. The file has no name: it is gone with the
-process.
-"""
+"""A frozen base in a file without a name, gone with the process: memory holds two blocks (runtime/streaming.py)."""
 
 import errno
 import tempfile
@@ -87,7 +83,7 @@ def _fill(file: BinaryIO, start: int, flat: Tensor) -> None:
 
 def _whole(file: BinaryIO, start: int, view: memoryview, move: Callable[[memoryview], int]) -> None:
     """Read or write all of `view` from that place on: the system may move less at once. Raises OSError where it moves
-    nothing: weights that are not whole would be trained on."""
+    nothing."""
     file.seek(start)
     while view:
         if not (count := move(view)):
