@@ -30,7 +30,6 @@ from trainer.plan.run_plan import RunPlan
 from trainer.runtime.jobs import Fields
 from trainer.runtime.processes import Processes
 
-
 Errors = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

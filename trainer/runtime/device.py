@@ -68,11 +68,6 @@ class Memory:
         return replace(self, size=-largest(-self.size)[0], base=base, largest=largest)
 
 
-def accelerator_of(config: Config, memory: int) -> Memory:
-    """An accelerator of so many bytes, on any machine."""
-    return Memory(memory, None, kernels.planned(config.adapter.kernels))
-
-
 def base_of(device: torch.device) -> Callable[[], int] | None:
     """What tells how many bytes this process takes, on a CPU; None for an accelerator."""
     return (lambda: psutil.Process().memory_info().rss) if device.type == "cpu" else None

@@ -4,37 +4,26 @@ One may be lost while the others wait for it in a way that nothing ends: in a re
 that the main process holds. So a thread of its own watches, and ends this process if need be.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import PeerStopped
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 STATUS = 143  # of a process that ends because another one is lost
 WATCHING = "watching the others"  # the thread's name. Where it outlives the run, a process is lost.
 MOST_SECONDS = 2.0  # between two signs of life
 OVER = "over"
 REPLACED = "replaced"  # the key that tells the processes of a start of a later one
-
-
-class Store(Protocol):
-    """What is asked of torch.distributed's."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set the key's value, for all processes."""
-
-    def get(self, key: str, /) -> bytes:
-        """The key's value, once it is set."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are set."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """The key's number, after this was added; 0 before anything was."""
 
 
 class Heartbeat:
@@ -66,7 +55,7 @@ class Heartbeat:
             for name, work in (("signs of life", self._exchange), (WATCHING, self._watch))
         ]
 
-    def __enter__(self) -> "Heartbeat":
+    def __enter__(self) -> Heartbeat:
         for thread in self._threads:
             thread.start()
         return self

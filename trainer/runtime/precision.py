@@ -27,13 +27,6 @@ FAST = 1e-3
 GROWTH_INTERVAL = 2000  # updates without an overflow, after which the loss scale doubles
 
 
-def compute_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a compute dtype's config name. Raises UserError for any other name."""
-    if name not in COMPUTE_DTYPES:
-        raise UserError(f"compute dtype {name!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
-    return COMPUTE_DTYPES[name]
-
-
 def prepare_device(device: torch.device, compute: set[str]) -> None:
     """Make fp32 mean fp32, and refuse a compute dtype that the device would only emulate. CPU runs all (fp16 slowly)."""
     torch.backends.cudnn.allow_tf32 = False

@@ -1,4 +1,4 @@
-"""What the processes of a run say to one another. The only file that knows torch.distributed; accelerate starts it.
+"""What the processes of a run say to one another. The only file that calls torch.distributed; accelerate starts it.
 
 Reductions go through the process group. Waiting does not: while one process downloads, encodes, draws or saves, the others
 ask a store now and then. So nobody's time-out counts that work, signals are heard meanwhile, and a process that fails alone

@@ -4,13 +4,19 @@ What an earlier start left in a launcher's store looks like the present one's, a
 between machines, and stands still when one comes or goes. So each start is given a number here.
 """
 
+from __future__ import annotations
+
 import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from trainer.base.errors import PeerStopped, UserError
-from trainer.runtime.heartbeat import REPLACED, STATUS, Store
+from trainer.runtime.heartbeat import REPLACED, STATUS
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 STARTS = "starts"  # how many there were
 PAUSE = 0.02  # seconds between two looks

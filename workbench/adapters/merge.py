@@ -192,7 +192,7 @@ class _Work:
         if stays:
             assert placed.dtype is not None
             return placed.dtype
-        return scaled_file.BESIDE if self.dtype == SCALED else precision.compute_dtype(str(self.dtype))
+        return scaled_file.BESIDE if self.dtype == SCALED else precision.COMPUTE_DTYPES[str(self.dtype)]
 
     def _parts(self, placed: Placed) -> Iterator[tuple[str, torch.Tensor]]:
         """(layer, tensor as the model has it, fp32) of the parts that the file holds in one."""

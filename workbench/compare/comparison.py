@@ -1,7 +1,7 @@
 """Runs that differ in what is compared alone, one after the other, and the page that judges them in pairs.
 
-A run's folder is named by the digest of all that decides its bytes. So a run that is there already is not made again, whoever
-made it; one that was stopped goes on; and one whose photos, model, config or program changed is made anew beside it.
+A run's folder is named by the digest of all that decides its bytes: one that is there already is not made again, one that was
+stopped goes on, and one whose photos, model, config or program changed is made anew beside it.
 """
 
 import csv
@@ -122,7 +122,7 @@ def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan
 
 
 def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
-    """The comparison's page, as far as its runs are, and beside it what it says as data. Returns the page's place."""
+    """The place of the comparison's page, written as far as its runs are, and beside it as data."""
     page = Path(asked.output_dir) / PAGE
     there = list({run.folder: run.seen() for run in runs if run.folder.exists()}.values())
     data = record(there, pairs_of(grouped(there)))
@@ -156,8 +156,7 @@ def _csv(data: dict[str, Any]) -> str:
 
 
 def planned(asked: Variations) -> list[Compared]:
-    """The runs, each checked as far as it can be without weights. Reads the photos once; fetches a hub id; hashes the model's
-    files. Raises UserError."""
+    """The runs, each checked as far as it can be without weights; the photos are read once. Raises UserError."""
     root = Path(asked.output_dir)
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir = {asked.output_dir!r} is a file; give a folder")

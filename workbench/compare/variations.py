@@ -80,7 +80,7 @@ class Variation:
 
 @dataclass(frozen=True)
 class Variations:
-    """The runs of a comparison. base: as the file names it. runs: seed by seed, of each every variant. deviation: of the
+    """The runs of a comparison. base: as the file names it. runs: seed by seed, each with every variant. deviation: of the
     paired differences at the ends of an earlier comparison, in loss; None where none is given."""
 
     base: str
@@ -110,15 +110,9 @@ def read_comparison(path: str) -> Variations:
     ]
     config = runs[0].config
     held_out = config.data.held_out or any(source.held_out for source in config.data.sources)
-    if not config.validation.loss_every_steps or not held_out:
-        missing = [
-            f"{key} = {value}"
-            for key, value, there in (
-                ("data.held_out", 0.2, held_out),
-                ("validation.loss_every_steps", 25, config.validation.loss_every_steps),
-            )
-            if not there
-        ]
+    missing = [] if held_out else ["data.held_out = 0.2"]
+    missing += [] if config.validation.loss_every_steps else ["validation.loss_every_steps = 25"]
+    if missing:
         raise UserError(
             f"--compare {path}: {table.config} measures no held-out loss, by which the variants are compared; write "
             f"set = {{ {', '.join(missing)} }}"
@@ -158,7 +152,8 @@ def _check(path: str, table: ComparisonTable) -> None:
         )
     for key in flatten(table.set):
         if key in OWN_KEYS:
-            raise UserError(f"--compare {path}: set.{key}: the comparison decides it; leave it out" + _seeds(key))
+            seeds = " and write seeds = [...]" if key == "run.seed" else ""
+            raise UserError(f"--compare {path}: set.{key}: the comparison decides it; leave it out{seeds}")
     for variant in table.variant:
         for key in flatten(variant.set):
             why = next((why for shared, why in SHARED.items() if key == shared or key.startswith(f"{shared}.")), "")
@@ -168,10 +163,6 @@ def _check(path: str, table: ComparisonTable) -> None:
                 raise UserError(f"--compare {path}: variant {variant.name!r}: {key}: {why}; {remedy}")
 
 
-def _seeds(key: str) -> str:
-    return " and write seeds = [...]" if key == "run.seed" else ""
-
-
 def _config(path: str, base: str, variant: str, overrides: tuple[str, ...]) -> Config:
     try:
         return load(base, list(overrides))
@@ -179,13 +170,10 @@ def _config(path: str, base: str, variant: str, overrides: tuple[str, ...]) -> C
         raise UserError(f"--compare {path}: variant {variant!r}: {error}") from error
 
 
-def _overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _overrides(values: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
     """The keys of `set` as --set takes them."""
-    return tuple(f"{key}={literal(value)}" for key, value in _leaves(values, ""))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    leaves: list[tuple[str, Any]] = []
+    overrides: list[str] = []
     for key, value in values.items():
-        leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(prefix + key, value)]
-    return leaves
+        nested = isinstance(value, dict) and value
+        overrides += _overrides(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}={literal(value)}"]
+    return tuple(overrides)
