@@ -250,16 +250,15 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         remedy=f"{go_on} and {in_words(never('export', export))}",
     )
     # After the samples, whose first one may be the files' thumbnail. The last step's files are written at the end.
-    jobs = [measured, moved, saved, samples, exported]
-    if page is not None:
+    if page is None:
+        return [measured, moved, saved, samples, exported]
 
-        def show(at: Position) -> None:
-            page.after_step(news=not at.fresh or any(job.due(at) for job in (measured, saved, samples, exported)))
+    def show(at: Position) -> None:
+        page.after_step(news=not at.fresh or any(job.due(at) for job in (measured, saved, samples, exported)))
 
-        shown = Job(name="the report was written", due=lambda at: True, run=show, remedy=run.step.too_large, shared=True)
-        # Before the samples, too: what is new by then need not wait until they are drawn.
-        jobs[3:] = replace(shown, due=samples.due), samples, exported, shown
-    return jobs
+    shown = Job(name="the report was written", due=lambda at: True, run=show, remedy=run.step.too_large, shared=True)
+    # Before the samples, too: what is new by then need not wait until they are drawn.
+    return [measured, moved, saved, replace(shown, due=samples.due), samples, exported, shown]
 
 
 # --- output, loop, end ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -196,11 +197,10 @@ def _units(first: Seen, second: Seen) -> list[str]:
 def not_judged(groups: Sequence[Sequence[Seen]]) -> list[str]:
     """A sentence on each variant of which a run met a value that is not finite, and on each two groups that measured the same
     photos and whose losses have no common unit."""
-    counts = [(group, sum(map(_left_the_numbers, group))) for group in groups if group[0].variant]
     lost = [
         f"{_called(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
-        for group, count in counts
-        if count
+        for group in groups
+        if group[0].variant and (count := sum(map(_left_the_numbers, group)))
     ]
     marks = [(group, mark) for group in groups if (mark := mark_of(group[0].history.rows)) is not None]
     return lost + [
@@ -247,7 +247,7 @@ def _called(group: Sequence[Seen]) -> str:
 
 def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
     """The rows of one group. line: the kind of its curve; "" where it has none."""
-    text, rows = "", []
+    text, rows = "", list[dict[str, Any]]()
     if len(group) > 1:
         ends = [losses[-1] for run in group if (losses := run.history.values("held_out_loss"))]
         band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
@@ -265,13 +265,9 @@ def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
 
 
 def _state(run: Seen, state: State) -> str:
-    step = run.history.step
-    at = f"step {step:,}" + (f" of {run.total:,}" if run.total else "")
-    if state.kind == "finished":
-        return f"finished: {at}"
-    if state.kind == "ended":
-        return f"ended at {at}: {state.why}"
-    return at if run.history.rows else "no step yet"
+    at = f"step {run.history.step:,}" + (f" of {run.total:,}" if run.total else "")
+    said = {"finished": f"finished: {at}", "ended": f"ended at {at}: {state.why}"}
+    return said.get(state.kind, at if run.history.rows else "no step yet")
 
 
 def _numbers(history: History) -> list[str]:
@@ -339,10 +335,10 @@ def _held_out_about(runs: Sequence[Seen]) -> str:
 
 def _cards(runs: Sequence[Seen]) -> dict[tuple[str, str], list[tuple[Seen, Row]]]:
     """By (prompt, detail), the runs that drew it."""
-    cards: dict[tuple[str, str], list[tuple[Seen, Row]]] = {}
+    cards = defaultdict[tuple[str, str], list[tuple[Seen, Row]]](list)
     for run in runs:
         for row in run.samples.rows:
-            cards.setdefault((row.prompt, row.detail), []).append((run, row))
+            cards[row.prompt, row.detail].append((run, row))
     return cards
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import variance
 from typing import Annotated, Any
@@ -93,21 +94,20 @@ def read_comparison(path: str) -> Variations:
     """The comparison of a file. Raises UserError for one that cannot be made."""
     tree = read_toml(path, "--compare")
     if "model" in tree:
-        raise UserError(
-            f"--compare {path}: this is the config of one run; name it as config = {path!r} in a file that compares its "
-            "variants (docs/compare.md)"
-        )
+        name = f"name it as config = {path!r} in a file that compares its variants (docs/compare.md)"
+        raise UserError(f"--compare {path}: this is the config of one run; {name}")
     try:
         table = ComparisonTable.model_validate(tree)
     except ValidationError as error:
         raise UserError(f"--compare {path}: {mistakes.explain(error.errors(include_url=False))}") from error
     _check(path, table)
-    runs = [
-        Variation(variant.name, seed, overrides, _config(path, table.config, variant.name, overrides))
-        for seed in table.seeds
-        for variant in table.variant
-        for overrides in [(*_overrides(table.set), *_overrides(variant.set), f"run.seed={seed}", "run.stop_after=")]
-    ]
+    runs = []
+    for seed, variant in product(table.seeds, table.variant):
+        overrides = (*_overrides(table.set), *_overrides(variant.set), f"run.seed={seed}", "run.stop_after=")
+        try:
+            runs.append(Variation(variant.name, seed, overrides, load(table.config, list(overrides))))
+        except UserError as error:
+            raise UserError(f"--compare {path}: variant {variant.name!r}: {error}") from error
     config = runs[0].config
     held_out = config.data.held_out or any(source.held_out for source in config.data.sources)
     missing = [] if held_out else ["data.held_out = 0.2"]
@@ -156,18 +156,10 @@ def _check(path: str, table: ComparisonTable) -> None:
             raise UserError(f"--compare {path}: set.{key}: the comparison decides it; leave it out{seeds}")
     for variant in table.variant:
         for key in flatten(variant.set):
-            why = next((why for shared, why in SHARED.items() if key == shared or key.startswith(f"{shared}.")), "")
-            if why or key in OWN_KEYS:
-                why = why or "the comparison decides it"
-                remedy = "leave it out" if key in OWN_KEYS else "write it into the set of all, above the variants"
+            own = "the comparison decides it" if key in OWN_KEYS else ""
+            if why := next((why for shared, why in SHARED.items() if f"{key}.".startswith(f"{shared}.")), own):
+                remedy = "leave it out" if own else "write it into the set of all, above the variants"
                 raise UserError(f"--compare {path}: variant {variant.name!r}: {key}: {why}; {remedy}")
-
-
-def _config(path: str, base: str, variant: str, overrides: tuple[str, ...]) -> Config:
-    try:
-        return load(base, list(overrides))
-    except UserError as error:
-        raise UserError(f"--compare {path}: variant {variant!r}: {error}") from error
 
 
 def _overrides(values: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:

@@ -18,9 +18,11 @@ Results in fp32 are what they are in the run: there the program says so, and the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import resources
 
 import torch
 from torch import Tensor
@@ -32,33 +34,10 @@ from workbench.planning.op_trace import tensors_in
 
 SUM_ROUNDOFF = 2.0**-24  # of a product: cuBLAS, CUTLASS and the CPU's libraries sum 16-bit products in fp32, too
 
-# The operand of a product that errs for its sum, and which dimensions of which operand are summed over.
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "convolution": 0, "convolution_backward": 0}
-
-# Of an operation that is fused: the operands that it casts, or rounds on its way, and how many of its results are
-# activations.
-FUSED = {
-    "native_layer_norm": ((0, 2, 3), 1),
-    "native_group_norm": ((0, 1, 2), 1),
-    "_fused_rms_norm": ((0, 2), 1),
-    "native_layer_norm_backward": ((0,), 3),
-    "native_group_norm_backward": ((0,), 3),
-    "_fused_rms_norm_backward": ((0,), 2),
-    "_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 1),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": ((0, 1, 2, 3), 3),
-    "_scaled_dot_product_efficient_attention": ((0, 1, 2), 1),
-    "_scaled_dot_product_efficient_attention_backward": ((0, 1, 2, 3), 3),
-}
-
-# Operations that give numbers that were there before.
-MOVES = {
-    "_unsafe_view", "_reshape_alias", "abs", "alias", "as_strided_scatter", "bernoulli", "bernoulli_", "cat", "clone",
-    "constant_pad_nd", "copysign", "detach", "embedding", "empty", "empty_like", "empty_strided", "fill", "fill_", "flip",
-    "gather", "index", "index_select", "lift_fresh", "masked_fill", "masked_fill_", "max_pool2d_with_indices", "neg",
-    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "relu", "repeat",
-    "repeat_interleave", "roll", "select_backward", "slice_backward", "slice_scatter", "stack", "upsample_nearest2d",
-    "where", "zero_", "zeros_like",
-}  # fmt: skip
+# ATen's operators. products: the operand that errs for its sum. fused: the operands that one casts, or rounds on its way, and
+# how many of its results are activations. moves: what gives numbers that were there before.
+_OPERATORS = json.loads((resources.files("workbench.replay") / "operators.json").read_text(encoding="utf-8"))
+PRODUCTS, FUSED, MOVES = _OPERATORS["products"], _OPERATORS["fused"], {*_OPERATORS["moves"]}
 
 
 class InFp64(TorchFunctionMode):
