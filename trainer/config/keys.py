@@ -51,9 +51,8 @@ def known_keys() -> dict[str, Any]:
 
 
 def drop_removed(tree: Mapping[str, Any], what: str = "", may_change: Collection[str] = ()) -> dict[str, Any]:
-    """The tree without the keys that only earlier versions had, where they ask for nothing. Raises UserError, a line for each
-    thing that is gone, where one asks for it and is not of the patterns `may_change`: such a key stays. what: names the
-    tree."""
+    """The tree without the keys that only earlier versions had. Raises UserError, a line for each thing that is gone, where
+    one asks for it and is not of the patterns `may_change`: such a key stays. what: names the tree."""
     known, left = known_keys(), dict(tree)
     asked: dict[str, list[str]] = {}
     for key, (value, instead) in REMOVED.items():

@@ -131,8 +131,7 @@ class ReadWith:
     above: float | None = None
 
     def without(self, value: Callable[[str], Any]) -> str | None:
-        """The choice beside which the key has no effect, and the remedy; None where it is read. value: gives a key's
-        value."""
+        """The choice beside which the key has no effect, and the remedy; None where it is read. value: gives a key's."""
         key, values = self.keys, [value(key) for key in self.keys.split()]
         beside = f"without {key}" if values[0] is None else f"with {key} = {values[0]!r}"
         if self.above is not None:

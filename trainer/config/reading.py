@@ -30,8 +30,7 @@ CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "configs"
 
 def load(path: str, overrides: list[str]) -> Config:
     """The config at `path` (or the bare name of a file in configs/) with `table.key=VALUE` overrides. run.output_dir = "auto"
-    becomes a folder that is named by what they change. Raises UserError for a missing file, bad TOML, an unknown key, a wrong
-    type or an impossible combination."""
+    becomes a folder named by what they change. Raises UserError for a missing file, bad TOML and what `parse` refuses."""
     tree = read_toml(path, "--config")
     if "variant" in tree:
         raise UserError(f"--config {path}: this compares variants of a config; write --compare {path}")
@@ -77,8 +76,7 @@ def read_toml(path: str, option: str) -> dict[str, Any]:
 
 
 def _remedy(text: str, error: tomllib.TOMLDecodeError) -> str:
-    """The remedy for a path as Windows writes it within double quotes, and for quotes and spaces of word processors and web
-    pages; else ""."""
+    """The remedy for a path of Windows within double quotes, and for quotes and spaces of word processors; else ""."""
     at = re.search(r"at line (\d+)", str(error))
     line = [*text.split("\n"), ""][int(at[1]) - 1] if at else ""
     if written := re.search(r'"([^"]*\\[^"]*)"', line):

@@ -204,7 +204,8 @@ class CheckpointTable(IntervalTable):
     """So many seconds a start waits for a mirror that does not answer, and an end for what is still to be copied."""
 
 
-FileFormat, DoraScale = Literal["diffusers", "comfyui"], Literal["comfyui_released", "magnitude"]
+FileFormat = Literal["diffusers", "comfyui"]
+DoraScale = Literal["comfyui_released", "magnitude"]
 
 
 class ExportTable(IntervalTable):

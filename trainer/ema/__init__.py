@@ -21,8 +21,7 @@ OF = "constant|"  # begins the tensors' names in a checkpoint
 
 class Average:
     """The piece "ema" of a checkpoint, fp32. parameters: by name, as they lie in memory from now on (an optimizer may have
-    flattened them). changed: is called when they changed. weights: the average of each, by name; the optimizer's groups may
-    be others after --allow."""
+    flattened them). changed: is called when they changed. weights: the average of each, by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, changed: Callable[[], object]) -> None:
         self.decay, self.changed, self.updates = decay, changed, 0

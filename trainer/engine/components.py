@@ -113,8 +113,8 @@ class Components:
         return module
 
     def swap(self, name: str, module: torch.nn.Module) -> Collection[torch.Tensor]:
-        """Freeze the layers of a component without memory, and have its blocks streamed where the plan says so. Returns the
-        tensors that get no memory of the device."""
+        """Freeze a component's layers, and have its blocks streamed as planned. Returns the tensors that stay off the
+        device."""
         self.plan.storage[name].swap(module, held=self.source.held(name), kernels=self.kernels)
         streamer = self.streamer(name, module)
         if streamer is None:

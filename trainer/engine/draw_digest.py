@@ -8,8 +8,7 @@ import torch
 
 @dataclass
 class DrawDigest:
-    """The digest of a step's draws: the sum of its samples', whatever micro-batches they come in. enabled: else there is
-    none."""
+    """The digest of a step's draws: the sum of its samples', whatever micro-batches they come in; none unless enabled."""
 
     enabled: bool
     value: int = 0

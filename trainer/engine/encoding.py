@@ -137,8 +137,7 @@ def _fill(
 
 
 def encoder_of_images(components: Components) -> Callable[[Tensor], Tensor]:
-    """What encodes photos. In TF32 the first is encoded in fp32, too, and how far they are apart is said. Raises UserError
-    where that is more than vae.encode = "fast" allows."""
+    """What encodes photos. In TF32 the first is held against fp32, too. Raises UserError where it is off by too much."""
     off = None
 
     def encode(pixels: Tensor) -> Tensor:

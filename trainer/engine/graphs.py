@@ -41,8 +41,7 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """Records as CUDA graphs, which share one pool of memory: they run one after the other, and what one leaves is read
-    before the next."""
+    """Records as CUDA graphs in one pool of memory: what one leaves is read before the next runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()

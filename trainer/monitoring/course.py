@@ -43,8 +43,7 @@ HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_
 
 @dataclass(frozen=True)
 class Alarm:
-    """What left its range first, and at which step. before: the last step whose loss has no part in it. sound: the last that
-    surely has none."""
+    """What left its range, and at which step. before: the last step whose loss has no part in it; sound: surely none."""
 
     step: int
     what: str

@@ -114,7 +114,6 @@ class Tracker(Protocol):
 
     def add(self, line: Mapping[str, Any]) -> None:
         """A whole line of the log; a step's line may come again, with more in it."""
-        ...
 
     def close(self) -> None:
         """Send what is left, and end."""

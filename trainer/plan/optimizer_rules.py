@@ -24,8 +24,7 @@ def resolve(table: OptimizerTable) -> OptimizerTable:
 @dataclass(frozen=True)
 class Exclusion:
     """What some optimizers do not go with. concerns: which, by their entries. what: in words, for docs/optimizers.md. breaks:
-    whether a config has it; what it has, where the refusal names that. refusal: what is said, with the values {config},
-    {entry} and {breaks}."""
+    what a config has of it, if anything. refusal: what is said, with the values {config}, {entry} and {breaks}."""
 
     concerns: Callable[[OptimizerKind], bool]
     what: Callable[[OptimizerKind], str]

@@ -202,8 +202,7 @@ def check_edits(source: ModelSource, examples: Iterable[Example]) -> None:
 
 
 def _refuse(config: Config, unread: Mapping[str, str]) -> None:
-    """unread: by the key (of all entries of a list, "*", or of one), where it has no effect, and the remedy. A default that
-    is written out is no mistake."""
+    """unread: by the key (of all entries of a list, "*", or of one), where it has no effect, and the remedy."""
     defaults, tree, lines = configs.known_keys(), configs.tree(config), []
     for key, value in configs.flatten(tree).items():
         name, whole = configs.generic(key), configs.whole(key)

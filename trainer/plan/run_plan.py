@@ -312,8 +312,7 @@ def check_objective(name: str, source: ModelSource, options: Mapping[str, Any], 
 
 
 def resolve(config: Config, source: ModelSource) -> Config:
-    """`config` with what the model and the libraries decide: every component's dtypes and backend, the bucket step, the
-    optimizer's own keys."""
+    """`config` with what the model and libraries decide: dtypes, backends, the bucket step, the optimizer's own keys."""
     smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
     step = config.data.bucket_step or buckets.bucket_step(smallest)
     keys = {"model.components": storage.resolve(config, source), "data.bucket_step": step}

@@ -74,8 +74,7 @@ def references(paths: Sequence[str], key: str) -> tuple[Image.Image, ...]:
 def truths_of(
     wanted: ValidationTable, requests: Sequence[SampleRequest], trained: Sequence[Example]
 ) -> tuple[Image.Image | None, ...]:
-    """What the samples ought to look like, scaled to cover their sizes and cropped; None where it is not known. An edit out
-    of the captions ought to look like its photo."""
+    """What the samples ought to look like, scaled and cropped to their sizes; None: not known. An edit's is its photo."""
     if not requests:
         return ()
     truths: list[Image.Image | None] = [None] * (len(requests) - len(wanted.samples))

@@ -25,9 +25,8 @@ DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
 
 @dataclass(frozen=True)
 class Storage:
-    """How one component of the model is stored, and in which dtype it computes. exclude, sensitive: the config's and the
-    family's patterns of layers that are not quantised. scaled_matmul: multiply float8 Linears as float8. tf32: encode photos
-    in TF32."""
+    """How one component is stored, and in which dtype it computes. exclude, sensitive: the config's and the family's patterns
+    of layers that are not quantised. scaled_matmul: multiply float8 Linears as float8. tf32: encode photos in TF32."""
 
     name: str
     format: Format

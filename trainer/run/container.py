@@ -11,8 +11,8 @@ UNNAMED = re.compile(r"/[0-9a-f]{64}(/_data)?$|/kubernetes\.io~empty-dir/")
 
 
 def doubts(output: Path, name: str) -> list[str]:
-    """A sentence for people where `output`, the folder called `name` by the config, may go with a container of this project's
-    image; else none."""
+    """A sentence where `output`, which the config calls `name`, may go with a container of this project's image; else
+    none."""
     if IN_IMAGE not in os.environ:
         return []
     source, point, kind = _mount(output.resolve())

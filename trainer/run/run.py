@@ -117,8 +117,7 @@ class Run:
 
 
 def build(config: Config, source: ModelSource, context: RunContext, launch: Launch) -> Run:
-    """Everything up to the first step; only caches are written. config: the resolved one. Raises UserError for all that can
-    be refused without a step."""
+    """Everything up to the first step; only caches are written. config: the resolved one. Raises UserError."""
     allowed, ports = launch.allowed, launch.ports
     peers, phases = context.processes, context.phases
     there = Memory.of(peers.device, config).everywhere(peers.largest)

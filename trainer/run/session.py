@@ -119,8 +119,7 @@ class Session:
     # --- before a weight is read
 
     def plan(self, *, processes: int = 1, phases: Phases = QUIET, scanned: Scanned | Memo | None = None) -> RunPlan:
-        """What the run would do, checked without weights. scanned: photos that were read, or what reads them. Raises
-        UserError."""
+        """The run's plan, checked without weights. scanned: photos that were read, or what reads them. Raises UserError."""
         return make_plan(self.config, self.source, processes=processes, phases=phases, scanned=scanned)
 
     # --- to measure

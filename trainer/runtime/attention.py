@@ -54,8 +54,8 @@ class Attention:
         return ", ".join(self.kinds) or OWN
 
     def used(self) -> AbstractContextManager[Any]:
-        """A block in which all attention is computed so. It holds for the process and takes a dozen calls into torch: for a
-        whole forward or backward pass, not for a layer."""
+        """A block in which all attention of the process is computed so: for a whole pass, as it takes a dozen calls into
+        torch."""
         kernels = [KERNELS[kind] for kind in self.kinds]
         return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
 
@@ -192,8 +192,7 @@ def only_plain() -> bool:
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **keys: Any
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention of [..., tokens, head size], in the query's dtype: for up to FEW queries in 16
-    bits computed in fp32 and rounded once."""
+    """torch's scaled_dot_product_attention of [..., tokens, head size], in the query's dtype; up to FEW queries in fp32."""
     if query.shape[-2] > FEW or query.itemsize != 2:
         return attention_once(query, key, value, attn_mask, **keys)
     if attn_mask is not None and attn_mask.is_floating_point():

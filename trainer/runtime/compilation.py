@@ -32,8 +32,7 @@ RECOMPUTES = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises UserError for a GPU without Triton, and without Python's headers or a compiler: C++ for a CPU, C for Triton's
-    launchers."""
+    """Raises UserError for a GPU without Triton, and without Python's headers or a compiler, C for a GPU, C++ for a CPU."""
     asked, remedy = f"step.compile = 'blocks' on {device.type} needs", "or set step.compile = 'none'"
     if device.type == "cuda":
         from torch.utils._triton import has_triton

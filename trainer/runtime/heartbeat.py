@@ -88,8 +88,7 @@ class Heartbeat:
         self.answer()
 
     def exchange(self, sign: int | str) -> None:
-        """Give a sign of life, and take those of the others. Ends this process where they have begun anew without it: it
-        would write beside them."""
+        """Give a sign of life, and take those of the others. Ends this process where they have begun anew without it."""
         if self._store.check([REPLACED]):
             self._end("this process was stopped or cut off, and a later start goes on without it; nothing was written since")
         self._late, self._given = self.missed, time.monotonic()

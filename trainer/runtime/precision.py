@@ -100,8 +100,7 @@ class _HandsOn:
 
 @contextmanager
 def widened(module: nn.Module) -> Iterator[None]:
-    """A context in which the floating-point parameters and buffers of the module, not of its children, are fp64, without
-    gradients."""
+    """A context in which the module's own floating-point parameters and buffers are fp64, without gradients."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     before = [(each, each.data, each.grad) for each in tensors if each.is_floating_point()]
     for each, _, _ in before:

@@ -292,8 +292,7 @@ class Processes:
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """What is done in common ends with the connection to a process that ended: in gloo at once, in NCCL mostly by the
-        launcher. Raises PeerStopped."""
+        """A block of what is done in common. Raises PeerStopped where the connection to a process breaks."""
         try:
             yield
         except RuntimeError as error:
@@ -315,8 +314,7 @@ class Processes:
             raise self._gone(f"the main process is gone ({error})") from error
 
     def _gone(self, what: str) -> PeerStopped:
-        """What to raise after a connection broke; where no launcher ends this process now, that of the process that is
-        lost."""
+        """What to raise after a connection broke. Raises it for the lost process where no launcher ends this one now."""
         if self._launched or self._heartbeat is None:
             return PeerStopped(what, 1)
         self._heartbeat.wait()
@@ -324,8 +322,7 @@ class Processes:
 
 
 def _waited(work, device: torch.device) -> bool:
-    """Whether a reduction is done: with gloo after a while, as this process hears of nothing meanwhile. NCCL's waits on the
-    device."""
+    """Whether a reduction is done: gloo's after a while, as nothing is heard meanwhile. NCCL's waits on the device."""
     if device.type != "cpu":
         work.wait()
         return True
@@ -345,8 +342,7 @@ def _end(message: str) -> None:
 
 
 def launched() -> bool:
-    """Whether a launcher (torchrun, accelerate launch) watches this process. It keeps its store while it starts processes
-    again."""
+    """Whether a launcher (torchrun, accelerate launch) watches this process, and keeps its store when it starts it again."""
     return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
 
 

@@ -82,8 +82,7 @@ def _fill(file: BinaryIO, start: int, flat: Tensor) -> None:
 
 
 def _whole(file: BinaryIO, start: int, view: memoryview, move: Callable[[memoryview], int]) -> None:
-    """Read or write all of `view` from that place on: the system may move less at once. Raises OSError where it moves
-    nothing."""
+    """Read or write all of `view` from that place on: the system may move less at once. Raises OSError at an early end."""
     file.seek(start)
     while view:
         if not (count := move(view)):

@@ -265,8 +265,7 @@ class _Watched(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer in a format, the others as in the base. alone: as measured; None where it was not. more: bytes beyond the
-    format's where it is excluded."""
+    """One layer in a format. alone: as measured, if it was. more: bytes beyond the format's where it is excluded."""
 
     name: str
     estimated: Effect
@@ -304,8 +303,7 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class Audit:
-    """What formats cost a model. stored: the base's format. kind: of the photos, "held_out" or "trained". kept: the config's
-    own `exclude`."""
+    """What formats cost a model. stored: the base's. kind: "held_out" or "trained" photos. kept: the config's `exclude`."""
 
     model: str
     denoiser: str

@@ -46,8 +46,7 @@ OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys
 @dataclass(frozen=True)
 class Seen:
     """A run as its files tell it. name: unique on the page. config: the resolved one, by full key. kept: steps whose adapter
-    can be taken. variant: what a comparison calls its setting, or "". sign: of life, if it left one. stamp: the history's
-    when it was read."""
+    can be taken. variant: what a comparison calls its setting, or "". sign: of life. stamp: of the history as read."""
 
     name: str
     config: Mapping[str, Any]
@@ -112,8 +111,7 @@ def seen(name: str, layout: Layout, history: History | None = None, thumbnails: 
 
 
 def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None, asked: str = "") -> str:
-    """The page as text. unread: by name, why the files of a run could not be read. now: Unix time; None: the present. asked:
-    what is said of the comparison as such."""
+    """The page as text. unread: by name, why a run could not be read. now: Unix time. asked: said of the whole comparison."""
     now = time.time() if now is None else now
     groups, cards = grouped(runs), _cards(runs)
     charts, notes = _curves(groups)
@@ -152,8 +150,7 @@ def without_samples(configs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def grouped(runs: Sequence[Seen]) -> list[list[Seen]]:
-    """Runs that differ in their seed alone, and measure the same, are one group, in the order of their first ones. One
-    without a config is alone."""
+    """The groups of runs that differ in their seed alone, and measure the same. A run without a config is alone."""
     groups: dict[Any, list[Seen]] = {}
     for place, run in enumerate(runs):
         settings = ((key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"})

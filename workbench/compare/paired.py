@@ -46,8 +46,7 @@ def detectable(seeds: int, pairs: int = 1) -> float:
 
 
 def before_the_runs(seeds: int, pairs: int, deviation: float | None = None) -> str:
-    """What that many seeds can tell of that many pairs, in words. deviation: of an earlier comparison's differences, in
-    loss."""
+    """What so many seeds can tell of so many pairs, in words. deviation: of an earlier comparison's differences."""
     size, in_loss = detectable(seeds, pairs), ""
     if deviation:
         in_loss = f" With the {deviation:.2g} of the earlier comparison that is {size * deviation:.2g} of loss."

@@ -59,8 +59,7 @@ def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, 
 
 
 def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *, made: int = 0) -> str:
-    """How long a step and the rest of a run take on a device: an estimate, as a band. device: None where nobody named the
-    card. made: steps that were made before."""
+    """How long a step and the rest of a run take: a band. device: None where none is named. made: steps made before."""
     if device is None:
         return "time: no figures for a step: --plan_memory names no card"
     compute, on_cpu = plan.model.storage[plan.model.family.denoiser].compute, device.type == "cpu"

@@ -111,8 +111,7 @@ class DryStep(Step):
 
 
 class Unread(Components):
-    """Components whose weights have their form in memory, and no values: no file of weights is opened. on_cpu: whether their
-    operators are a CPU's."""
+    """Components whose weights have no values: no file of weights is opened. on_cpu: whether their operators are a CPU's."""
 
     def __init__(self, *given: Any, on_cpu: bool, **keys: Any) -> None:
         super().__init__(*given, **keys)

@@ -133,8 +133,7 @@ class Probe:
 
     @staticmethod
     def of(dtype: torch.dtype) -> "Probe":
-        """This process's CPU, with its products in that dtype and in fp32. One thread is measured, once in a process, and
-        counted for all."""
+        """This process's CPU, with products in that dtype and in fp32: one thread's, once in a process, counted for all."""
         return Probe({each.itemsize: _products(each) for each in (dtype, torch.float32)}, _memory(), bare_operator())
 
 

@@ -39,8 +39,7 @@ class Change:
 
 def changes(plan: RunPlan, kernels: Kernels, needs: Forecast, memory: int) -> list[Change]:
     """The cheapest that saves enough to count, again and again, until the run is small enough or nothing does. needs: of the
-    plan as it is. Weights, recomputation and the VAE's dtype are counted anew; of fewer or smaller images the share is
-    taken."""
+    plan as it is. Only of fewer or smaller images a share is taken."""
     taken, left = [], list(ladder(plan, kernels, needs))
     while not needs.fits(memory):
         # One that saves nothing now may do so later: what was the largest phase is not, once it was made smaller.

@@ -80,8 +80,7 @@ def _adapted(kind: type) -> type:
 
 
 def exactly(weight: StoredWeight) -> Tensor:
-    """The weight in fp64, [N, K], from the definition of StoredWeight: it shares nothing with the kernels, and so judges
-    them."""
+    """The weight in fp64, [N, K], from the definition of StoredWeight: nothing is shared with the kernels."""
     rows, columns = weight.shape
     if weight.bits is None:
         number = weight.codes.double().flatten()

@@ -72,8 +72,8 @@ def _at_time(objective: Objective, time: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What an update changes, copied. average: empty where none is kept. state: the optimizer's piece. averaged: the updates
-    in the average."""
+    """What an update changes, copied. average: empty: none. state: the optimizer's piece. averaged: updates in the
+    average."""
 
     parameters: Mapping[str, Tensor]
     state: Mapping[str, Any]

@@ -35,8 +35,7 @@ LABELS = {A: "A", B: "B", MAGNITUDE: "m"}
 
 @dataclass(kw_only=True)
 class WatchedStep(Step):
-    """A step that keeps its gradients as they are before clipping, without the loss scale. trained: the adapter's parameters
-    by name. seen: their gradients in the last update."""
+    """A step that keeps its gradients before clipping, without the loss scale, in `seen`. trained: the parameters by name."""
 
     trained: Mapping[str, Tensor]
     seen: dict[str, Tensor] = field(default_factory=dict)

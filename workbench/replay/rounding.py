@@ -89,8 +89,8 @@ class Rounded(TorchDispatchMode):
         return given
 
     def erring(self, tensor: Tensor, unit: float | None = None) -> Tensor:
-        """The tensor, in which each number errs by a rounding, in place; what is too large for the dtype is infinite. unit:
-        another roundoff than the dtype's."""
+        """The tensor, in place, with a rounding of each number; too large ones are infinite. unit: the roundoff; None:
+        dtype's."""
         tensor.add_(self._noise(tensor, self.unit if unit is None else unit, self.floor))
         return tensor.masked_fill_(tensor.abs() > self.largest, math.inf) if self.largest < 1e30 else tensor
 
