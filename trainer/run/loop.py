@@ -59,7 +59,7 @@ class Loop:
         try:
             with cause_first():
                 yield from self._steps()
-            if progress.step < self.last:
+            if not self.finished:
                 self.context.processes.say(f"stopped after step {progress.step} as asked (run.stop_after), which is saved")
         except GeneratorExit:
             self.saves.save(final=True)
@@ -86,6 +86,11 @@ class Loop:
             if not at_once:
                 self.saves.close()
             self.measurements.log.close()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is made."""
+        return self.state.progress.step >= self.last
 
     def _steps(self) -> Generator[Fields]:
         processes, progress, at = self.context.processes, self.state.progress, self._position(fresh=False)

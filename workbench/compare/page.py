@@ -263,8 +263,8 @@ def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
 
 def _state(run: Seen, state: State) -> str:
     at = f"step {run.history.step:,}" + (f" of {run.total:,}" if run.total else "")
-    said = {"finished": f"finished: {at}", "ended": f"ended at {at}: {state.why}"}
-    return said.get(state.kind, at if run.history.rows else "no step yet")
+    states = {"finished": f"finished: {at}", "ended": f"ended at {at}: {state.why}"}
+    return states.get(state.kind, at if run.history.rows else "no step yet")
 
 
 def _numbers(history: History) -> list[str]:

@@ -154,7 +154,7 @@ class Forecaster:
             there = {"weights": sum(self.weights.values())} | self.held
             transient = [{"transient": phase.parts["transient"]} for phase in encoding]
             loaded = dict(self.weights)
-            encoding = [replace(p, parts=there | own, loaded=loaded) for p, own in zip(encoding, transient, strict=True)]
+            encoding = [replace(p, parts=there | part, loaded=loaded) for p, part in zip(encoding, transient, strict=True)]
         if self.plan.data.requests:
             training.append(self.sample(max(self.plan.data.requests, key=partial(_pixels, images=self.family.images))))
         adapter, *_, step = self.run.trained

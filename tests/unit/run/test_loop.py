@@ -85,7 +85,7 @@ def ended(
         done.append(" ".join(["saved", *(word for word, is_so in how.items() if is_so)]))
 
     loop = SimpleNamespace(
-        state=SimpleNamespace(progress=SimpleNamespace(step=step)), last=step, signals=SimpleNamespace(), _steps=steps,
+        state=SimpleNamespace(progress=SimpleNamespace(step=step)), finished=True, signals=SimpleNamespace(), _steps=steps,
         saves=SimpleNamespace(save=saved or noted, close=lambda: done.append("saver closed")),
         measurements=SimpleNamespace(end=lambda error: None, log=SimpleNamespace(close=lambda: done.append("log closed"))),
         data=SimpleNamespace(close=lambda: done.append("data closed")),
