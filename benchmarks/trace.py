@@ -67,7 +67,7 @@ class Row:
 
     @property
     def moved(self) -> int:
-        return self.cost.read + self.cost.written
+        return self.cost.total("read") + self.cost.total("written")
 
     def as_json(self) -> dict[str, Any]:
         """As the file of --json has it."""
@@ -116,15 +116,13 @@ OF = {"ours": ours, "peft": theirs}
 def line(row: Row, machine: step_time.Machine) -> str:
     return (
         f"{LABELS[row.family]:<5} {row.who:<5} {row.adapter:<5} {row.storage:<9} {row.cost.launches:>7,} "
-        f"{row.moved / 2**30:>8.1f} {row.cost.flops / 1e12:>8.2f}   {band(*machine.seconds(row.cost))}"
+        f"{row.moved / 2**30:>8.1f} {row.cost.total('flops') / 1e12:>8.2f}   {band(*machine.seconds(row.cost))}"
     )
 
 
 def ratio(one: Row, other: Row) -> str:
-    launches, moved, flops = (
-        a / b
-        for a, b in ((one.cost.launches, other.cost.launches), (one.moved, other.moved), (one.cost.flops, other.cost.flops))
-    )
+    costs = ((row.cost.launches, row.moved, row.cost.total("flops")) for row in (one, other))
+    launches, moved, flops = (a / b for a, b in zip(*costs, strict=True))
     return (
         f"{LABELS[one.family]}, {one.storage}: {one.who} {one.adapter} over {other.who} {other.adapter}: "
         f"launches {launches:.2f}, bytes {moved:.2f}, FLOPs {flops:.3f}"

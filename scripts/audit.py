@@ -37,7 +37,7 @@ def audit(chosen: argparse.Namespace) -> None:
     from trainer.base.progress import Phases
     from workbench.audit import page as audit_report
     from workbench.audit.audit import audit as audited
-    from workbench.audit.storage_audit import formats_named, plan_audit
+    from workbench.audit.audit import formats_named, plan_audit
     from workbench.pages.page import render_audit, write_page
 
     if chosen.layers < 1:

@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer import config as configs
 from trainer import kernels
-from trainer.config import has_graphs
 from trainer.models import FAMILIES
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from workbench.planning.describe import band, step_seconds
@@ -226,7 +225,7 @@ def ways(preset: str, folder: Path) -> list[Way]:
         needs, (recomputed,) = forecast(with_keys(plan, keys), kernels.planned("auto")), keys.values()
         blocks = needs.streaming and len(needs.streaming.blocks)
         streamed = f"{blocks - needs.streaming.resident} of {blocks}" if blocks and needs.streaming else ""
-        for graphs in (True, False)[not has_graphs(config) :]:
+        for graphs in (True, False)[not needs.graphs :]:
             size = needs.total + graphs * int((1 + SHARE) * needs.graphs)
             time = partial(step_on, plan=plan, needs=needs, graphs=graphs)
             order = STANDING_FOR.get(gib(preset), ELSE).removeprefix("NVIDIA ")

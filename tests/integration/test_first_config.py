@@ -195,7 +195,7 @@ def test_the_plan_begins_before_a_part_of_the_model_is_built_or_a_tokenizer(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for place in ("workbench.commands.check_data.tokenizers_alone", "trainer.models.loading.ModelSource.build"):
+    for place in ("workbench.commands.check_data.without_modules", "trainer.models.loading.ModelSource.build"):
         monkeypatch.setattr(place, stop)
     ended = new(bench, monkeypatch, photos) if command == "--new" else cli.main(["--config", str(config), command])
     assert ended == 130

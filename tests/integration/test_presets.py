@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from scripts import memory_table
 from tests.harness import DENOISER, ROOT
 from trainer import config as configs
 from trainer import kernels
-from trainer.config import has_graphs
 from trainer.data.cache.texts import TOGETHER
 from trainer.models import FAMILIES
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.runtime.device import without_graphs
 from trainer.runtime.streaming import device_bytes
 from workbench.planning.dry_run import without_values
 from workbench.planning.estimate import SAMPLES, STEP, Forecaster, forecast
@@ -163,7 +164,7 @@ def test_the_table_of_presets_has_their_keys() -> None:
         streamed = re.search(r", (\d+ of \d+) blocks streamed", row_of(preset))
         assert row_of(preset).split(" | ")[1:3] == [*memory_table.own_cells(preset, streamed[1] if streamed else "")], preset
         assert bool(streamed) == (config.memory.offload == "blocks"), preset
-        assert has_graphs(config) or not way.graphs, preset
+        assert not (way.graphs and without_graphs(config, torch.device("cuda"))), preset
         assert config.step.graphs == "auto", "smaller photos have room for them"
 
 

@@ -14,7 +14,6 @@ from trainer.config.tables import (
     SampleTable,
     ValidationTable,
     against_graphs,
-    has_graphs,
 )
 from trainer.config.training_tables import ObjectiveTable, OptimizerTable, ScheduleTable, StepTable
 
@@ -22,6 +21,6 @@ __all__ = [
     "REMOVED", "AdapterTable", "ComponentTable", "Config", "DataTable", "IntervalTable", "LoggingTable",
     "ObjectiveTable", "OptimizerTable", "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "StepTable",
     "Table", "ValidationTable", "against_graphs", "choices", "drop_removed", "dumps", "expand_home", "fields", "flatten",
-    "generic", "has_graphs", "hint", "known_keys", "literal", "load", "near_miss", "override", "parse", "read_resolved",
+    "generic", "hint", "known_keys", "literal", "load", "near_miss", "override", "parse", "read_resolved",
     "tree", "unread", "whole", "with_values",
 ]  # fmt: skip

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config.kinds import (  # fmt: skip
-    Colour,
-    Count,
-    CountOrShare,
-    GivenPath,
-    PathText,
-    Positive,
-    ReadWith,
-    Share,
-    SizeText,
-    Table,
-    expand_source,
-)
+from trainer.config import kinds
+from trainer.config.kinds import Count, GivenPath, Positive, ReadWith, Share, Table, expand_source
 
 
 def _different(resolutions: tuple[int, ...]) -> tuple[int, ...]:
@@ -96,14 +86,7 @@ class SourceTable(Table):
         return self
 
 
-def _count_or_share(held_out: int | float) -> int | float:
-    if held_out < 0:
-        raise ValueError("give a count of photos, or a share of them below 1; 0 holds out none")
-    if isinstance(held_out, float) and held_out >= 1:
-        everything = "a share of 1.0 would hold out everything" if held_out == 1 else "a share must be below 1"
-        count = "1 holds out one photo" if held_out < 2 else f"{int(held_out)} holds out {int(held_out)} photos"
-        raise ValueError(f"{everything}; write 0.1 for a tenth, or a count without a point: {count}")
-    return held_out
+HeldOut = Annotated[int | float, AfterValidator(partial(kinds.count_or_share, thing="photo")), kinds.COUNT_OR_SHARE]
 
 
 class DataTable(Table):
@@ -117,7 +100,7 @@ class DataTable(Table):
     """Photos in a batch, for each process."""
     short_batches: Annotated[Literal["keep", "merge"], ReadWith("data.batch_size", above=1)] = "keep"
     """`merge` fills the last batch of each bucket."""
-    held_out: Annotated[int | float, AfterValidator(_count_or_share), CountOrShare] = 0
+    held_out: HeldOut = 0
     """Photos that are not trained on, to tell learning from memorising: a count, or a share below 1."""
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that read ahead."""
@@ -129,7 +112,7 @@ class DataTable(Table):
     """`none` cuts nothing: the whole photo is scaled to its bucket, and its aspect ratio becomes the bucket's."""
     enlarge: bool = False
     """Scale a photo up if it is smaller than its bucket."""
-    background: Colour = "#ffffff"
+    background: kinds.Colour = "#ffffff"
     """The colour behind transparent parts of a photo."""
     masks: Masks = "none"
     """Weight the loss by a mask: `files` (`NAME.mask.png`, `NAME-masklabel.png`), or `alpha` (transparency)."""
@@ -151,7 +134,7 @@ class DataTable(Table):
     """Refuse captions that are missing, empty or too long."""
     cache: Literal["disk", "memory", "none"] = "disk"
     """Where encoded photos and captions are kept."""
-    cache_limit: Annotated[SizeText | None, ReadWith("data.cache", ("disk",))] = None
+    cache_limit: Annotated[kinds.SizeText | None, ReadWith("data.cache", ("disk",))] = None
     """The most that the cache on disk may take, for example `"20GB"`. The least recently used entries are deleted."""
     cache_text: Literal["auto"] | bool = "auto"
     """Keep the captions' encodings. `auto` does so unless a text encoder is adapted."""
@@ -161,7 +144,7 @@ class DataTable(Table):
     """2 and 3 read captions of up to 150 and 225 tokens, in chunks of 75 as ComfyUI does."""
     weighted_captions: bool = False
     """Read `(word:1.2)`, `(word)` and `[word]` in captions and prompts as weights, by sd-scripts' own arithmetic."""
-    cache_dir: PathText | None = None
+    cache_dir: kinds.PathText | None = None
     """The folder of the cache on disk. Left out: `OUTPUT_DIR/cache`."""
 
     @model_validator(mode="after")
@@ -171,8 +154,6 @@ class DataTable(Table):
         if self.held_out and any(source.held_out for source in self.sources):
             raise ValueError("data.held_out and a source's own held_out are both set; leave one out")
         if self.crop == "none" and self.short_batches == "merge":
-            raise ValueError(
-                "data.short_batches = 'merge' moves photos to other shapes, which data.crop = 'none' would stretch; "
-                "leave one out"
-            )
+            why = "moves photos to other shapes, which data.crop = 'none' would stretch"
+            raise ValueError(f"data.short_batches = 'merge' {why}; leave one out")
         return self

@@ -51,11 +51,8 @@ def known_keys() -> dict[str, Any]:
 
 
 def drop_removed(tree: Mapping[str, Any], what: str = "", may_change: Collection[str] = ()) -> dict[str, Any]:
-    """The tree without the keys that only earlier versions had, where they ask for nothing.
-
-    Raises UserError, a line for each thing that is gone, where one asks for it and is not of the patterns `may_change`: such
-    a key stays. what: the tree's name in the message.
-    """
+    """The tree without the keys that only earlier versions had. Raises UserError, a line for each thing that is gone, where
+    one asks for it and is not of the patterns `may_change`: such a key stays. what: names the tree."""
     known, left = known_keys(), dict(tree)
     asked: dict[str, list[str]] = {}
     for key, (value, instead) in REMOVED.items():
@@ -85,7 +82,7 @@ def fields(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str,
 
 
 def choices(field: FieldInfo) -> list[ReadWith]:
-    """What a key needs beside it, all of it, to be read."""
+    """The choices that a key needs beside it to be read."""
     return [each for each in field.metadata if isinstance(each, ReadWith)]
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from trainer.base.account import counted
 from trainer.base.errors import UserError
 from trainer.base.files import parse_size
 
@@ -24,11 +25,21 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 QUANTISED = tuple(dtype for dtype in get_args(Dtype) if dtype not in get_args(Compute))
-# The schema that docs/keys.md words: a count, or a share. The key's validator explains what is wrong with other values.
-CountOrShare = WithJsonSchema(
+# The schema that docs/keys.md words: a count, or a share. `count_or_share` explains what is wrong with other values.
+COUNT_OR_SHARE = WithJsonSchema(
     {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
 )
 Colour = Annotated[str, Field(pattern=r"^#[0-9a-fA-F]{6}$"), AfterValidator(str.lower)]
+
+
+def count_or_share(given: int | float, thing: str) -> int | float:
+    """Raises ValueError for what is neither a count of things nor a share of them below 1."""
+    if given < 0:
+        raise ValueError(f"give a count of {thing}s, or a share of all below 1; 0 is none")
+    if isinstance(given, float) and given >= 1:
+        count = counted(int(given), thing)
+        raise ValueError(f"a share must be below 1; write 0.05 for a twentieth, or a count without a point: {count}")
+    return given
 
 
 # What becomes of a path that Windows wrote, in double quotes of TOML: "C:\new" is C:, the end of a line, ew.
@@ -37,10 +48,7 @@ ESCAPES = {"\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r"}
 
 def expand_home(path: str, given_as: str = "") -> str:
     """`path` with a leading `~` or `~user` as that home folder. Raises UserError where there is no such home, and for a path
-    of Windows elsewhere.
-
-    given_as: an argument of the command line, for the message; a key of the config is named by `parse`.
-    """
+    of Windows elsewhere. given_as: an argument of the command line; a key of the config is named by `parse`."""
     if not given_as and (escapes := [escape for character, escape in ESCAPES.items() if character in path]):
         raise UserError(f"in double quotes TOML reads {escapes[0]} as one character; write / or use single quotes")
     prefix = f"{given_as} {path}: " if given_as else ""
@@ -64,14 +72,12 @@ def check_size(text: str) -> str:
 
 def check_fit(given: Any) -> Any:
     """Raises ValueError for what is neither a size nor "auto"."""
-    if given == "auto":
-        return given
     if not isinstance(given, str):
         raise ValueError(
             'give a size, for example "12GiB", or "auto" for the card at hand; memory.fit_by names what may be changed to '
             "fit, and a run says what each change costs"
         )
-    return check_size(given)
+    return given if given == "auto" else check_size(given)
 
 
 def once_each(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -82,8 +88,7 @@ def once_each(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_mirror(url: str) -> str:
-    """Raises ValueError for what is no URL of one store with a place in it that outlives the process, and for keys in a URL:
-    they would stand in every file of the run."""
+    """Raises ValueError for what is no URL of one store with a place in it that outlives the process, and for keys in it."""
     example, parts = 'for example "s3://BUCKET/PREFIX"', urlsplit(url)
     # A key may have any letter, as "/", and fsspec chains URLs: no parser of URLs finds every one.
     if any(re.search(r":/+[^/@:]*:[^@]*@", link) for link in url.split("::")) or "?" in url:
@@ -114,11 +119,11 @@ GivenPath = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
 
 @dataclass(frozen=True)
 class ReadWith:
-    """The annotation of a key that is read only beside a choice: set without it, the key would be ignored, and is refused.
+    """The annotation of a key that is read only beside a choice: set without it, the key is refused.
 
     keys: of the choice, parted by blanks, of which one is enough; one without a dot is of the same table. values: one of them
-    is the choice (None: to leave the key out; of a list: to have it there). above: a number above it is, too, of the first
-    key that is set. With neither it is whatever is neither empty nor 0 nor false.
+    is the choice (None: the key left out; of a list: a member of it). above: or a number above it, of the first key that is
+    set. With neither the choice is whatever is neither empty nor 0 nor false.
     """
 
     keys: str
@@ -126,8 +131,7 @@ class ReadWith:
     above: float | None = None
 
     def without(self, value: Callable[[str], Any]) -> str | None:
-        """The other choice beside which the key has no effect, and the remedy; None where the key is read. value: the
-        value of a key."""
+        """The choice beside which the key has no effect, and the remedy; None where it is read. value: gives a key's."""
         key, values = self.keys, [value(key) for key in self.keys.split()]
         beside = f"without {key}" if values[0] is None else f"with {key} = {values[0]!r}"
         if self.above is not None:

@@ -1,8 +1,4 @@
-"""What is said of a mistake in a config: the key's full name, the offending value, the remedy.
-
-For a near miss that is the key or value that was probably meant, also where another trainer calls it so
-(trainer/base/other_trainers.json).
-"""
+"""What is said of a mistake in a config: the key's full name, the offending value, the remedy."""
 
 from __future__ import annotations
 
@@ -51,7 +47,8 @@ def _remedy(key: str, value: Any, items: Sequence[Any]) -> str:
     other = [item for item in items if item["type"] != "literal_error" and _kind(item) not in TYPES]
     if other:  # it is of one of the kinds
         return "; ".join(dict.fromkeys(_in_words(key, item) for item in other))
-    choices = [choice for item in items if item["type"] == "literal_error" for choice in _choices(item)]
+    literals = [item["ctx"]["expected"] for item in items if item["type"] == "literal_error"]  # 'a', 'b' or 'c'
+    choices = [choice for each in literals for choice in re.findall(r"'([^']*)'", each)]
     listed = ", ".join(map(repr, choices))
     if why := other_trainers.why_absent(key, value):
         return f"{why}; use one of {listed}"
@@ -109,12 +106,9 @@ def _list_of(key: str, value: Any, kinds: Sequence[str]) -> str:
 
 
 def _key(item: Any) -> str:
-    return ".".join(str(part) for part in item["loc"] if not _is_union_tag(str(part)))
-
-
-def _choices(item: Any) -> list[str]:
-    """Of a literal, as pydantic lists them: 'a', 'b' or 'c'."""
-    return re.findall(r"'([^']*)'", item["ctx"]["expected"])
+    # pydantic names the tried member of a union in the location: 'bool', 'constrained-int', "literal['auto']", ...
+    parts = map(str, item["loc"])
+    return ".".join(part for part in parts if not re.match(r"(bool|int|float|str)$|constrained-|.*[\[(]", part))
 
 
 # What a pattern of the tables takes, by key.
@@ -127,18 +121,9 @@ PATTERNS = {
 }
 
 
-def _is_union_tag(part: str) -> bool:
-    # pydantic names the tried member of a union in the location: 'bool', 'constrained-int', "literal['auto']", ...
-    return part in ("bool", "int", "float", "str") or "[" in part or part.startswith("constrained-") or "(" in part
-
-
 def hint(key: str) -> str:
     """What to write in place of a key that there is not."""
-    if key in REMOVED:
-        return REMOVED[key][1]
-    meant = near_miss(key)
-    if meant is None:
-        return "see docs/keys.md for the keys that there are"
+    meant = REMOVED[key][1] if key in REMOVED else near_miss(key) or "see docs/keys.md for the keys that there are"
     return meant if " " in meant else f"did you mean {meant}?"
 
 
@@ -146,11 +131,11 @@ def _unknown_table(name: str, table: dict[str, Any]) -> str:
     """Of a table that there is not: where what stands in it belongs, as far as that can be said."""
     leaves = {key.rpartition(".")[2]: key for key in flatten(table)}
     meanings = {leaf: other_trainers.key_for(f"{name}.{key}") or near_miss(leaf) for leaf, key in leaves.items()}
-    keys = [f"{meant} for {key}" for key, meant in meanings.items() if meant is not None and " " not in meant]
-    hints = [f"for {key}: {meant}" for key, meant in meanings.items() if meant is not None and " " in meant]
-    if near_miss(name) is not None or not keys + hints:
+    keys = ", ".join(f"{meant} for {key}" for key, meant in meanings.items() if meant and " " not in meant)
+    hints = [f"for {key}: {meant}" for key, meant in meanings.items() if meant and " " in meant]
+    if near_miss(name) is not None or not (keys or hints):
         return f"unknown key {name}; {hint(name)}"
-    return f"unknown table {name}; " + "; ".join([*(["write " + ", ".join(keys)] if keys else []), *hints])
+    return f"unknown table {name}; " + "; ".join([*([f"write {keys}"] if keys else []), *hints])
 
 
 def near_miss(key: str) -> str | None:

@@ -1,7 +1,4 @@
-"""From TOML to the tables and back. The only file that knows TOML.
-
-What can be said without looking at a model is refused here, in the words of `mistakes`.
-"""
+"""From TOML to the tables and back. The only file that knows TOML."""
 
 from __future__ import annotations
 
@@ -32,11 +29,8 @@ CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
 def load(path: str, overrides: list[str]) -> Config:
-    """Read the config at `path` (or the bare name of a file in configs/) and apply `table.key=VALUE` overrides.
-
-    run.output_dir = "auto" becomes a folder that is named by what they change.
-    Raises UserError for a missing file, bad TOML, an unknown key, a wrong type or an impossible combination.
-    """
+    """The config at `path` (or the bare name of a file in configs/) with `table.key=VALUE` overrides. run.output_dir = "auto"
+    becomes a folder named by what they change. Raises UserError for a missing file, bad TOML and what `parse` refuses."""
     tree = read_toml(path, "--config")
     if "variant" in tree:
         raise UserError(f"--config {path}: this compares variants of a config; write --compare {path}")
@@ -72,26 +66,17 @@ def read_toml(path: str, option: str) -> dict[str, Any]:
         remedy = f"did you mean {meant}?" if meant else first
         raise UserError(f"{option} {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{option} {path}: not valid TOML: {error}{_remedy(text, error)}{_other(file)}") from error
+        other, kind = "", file.suffix[1:].upper()
+        if kind in ("YAML", "YML", "JSON"):
+            makes = f"python scripts/import_config.py {file} makes one of another trainer's"
+            other = f"\na config is TOML, not {kind}; {makes}"
+        raise UserError(f"{option} {path}: not valid TOML: {error}{_remedy(text, error)}{other}") from error
     except ValueError as error:
         raise UserError(f"{option} {path}: {error}") from error
 
 
-def _other(file: Path) -> str:
-    """The remedy for the config of another trainer; else ""."""
-    if file.suffix not in (".yaml", ".yml", ".json"):
-        return ""
-    kind = file.suffix[1:].upper()
-    made = f"python scripts/import_config.py {file} makes one of another trainer's"
-    return f"\na config is TOML, not {kind}; {made}"
-
-
 def _remedy(text: str, error: tomllib.TOMLDecodeError) -> str:
-    r"""The remedy where the line of the error has a path as Windows writes it within double quotes, or quotes and spaces as
-    word processors and web pages write them; else "".
-
-    Within double quotes TOML takes \U and its like as the beginning of a character's number.
-    """
+    """The remedy for a path of Windows within double quotes, and for quotes and spaces of word processors; else ""."""
     at = re.search(r"at line (\d+)", str(error))
     line = [*text.split("\n"), ""][int(at[1]) - 1] if at else ""
     if written := re.search(r'"([^"]*\\[^"]*)"', line):
@@ -141,17 +126,15 @@ def tree(config: Config) -> dict[str, Any]:
 
 
 def override(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
-    """Apply `table.key=VALUE` overrides, as of --set, to a plain tree, in place. Returns their keys.
-
-    Raises UserError for one that is not written so, or that goes through a value. Whether there is such a key, `parse` says.
-    """
-    return [_apply(tree, one) for one in overrides]
+    """Apply `table.key=VALUE` overrides, as of --set, to a plain tree, in place. Returns their keys. Raises UserError for one
+    that is not written so, or that goes through a value. Whether there is such a key, `parse` says."""
+    return [_apply(tree, one, f"--set {without_keys(repr(one))}") for one in overrides]
 
 
-def _apply(tree: dict[str, Any], override: str) -> str:
+def _apply(tree: dict[str, Any], override: str, given: str) -> str:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
-        raise UserError(f"--set {without_keys(repr(override))}: write it as table.key=VALUE, for example --set run.seed=3")
+        raise UserError(f"{given}: write it as table.key=VALUE, for example --set run.seed=3")
     remove = not text.strip()
     try:
         value = None if remove else tomllib.loads(f"value = {text.strip()}")["value"]
@@ -159,13 +142,13 @@ def _apply(tree: dict[str, Any], override: str) -> str:
         value = text.strip()  # a bare word is a string
         remedy = _remedy(text, error)
         if remedy or (len(value) > 1 and value[0] == value[-1] == '"'):
-            raise UserError(f"--set {without_keys(repr(override))}: not valid TOML: {error}{remedy}") from error
+            raise UserError(f"{given}: not valid TOML: {error}{remedy}") from error
     *tables, last = key.strip().split(".")
     node: Any = tree
     for part in tables:
-        node = _child(node, part, override)
+        node = _child(node, part, given)
     if isinstance(node, list):
-        _child(node, last, override)
+        _child(node, last, given)
         node[int(last)] = value
     elif remove:
         node.pop(last, None)
@@ -174,14 +157,14 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     return key.strip()
 
 
-def _child(node: Any, part: str, override: str) -> Any:
+def _child(node: Any, part: str, given: str) -> Any:
     if isinstance(node, dict):
         child = node.setdefault(part, {})
         if not isinstance(child, (dict, list)):
-            raise UserError(f"--set {without_keys(repr(override))}: {part!r} is a value, not a table")
+            raise UserError(f"{given}: {part!r} is a value, not a table")
         return child
     if not part.isdigit() or int(part) >= len(node):
-        raise UserError(f"--set {without_keys(repr(override))}: {part!r} is not an index into a list of {len(node)}")
+        raise UserError(f"{given}: {part!r} is not an index into a list of {len(node)}")
     return node[int(part)]
 
 

@@ -12,16 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from trainer.config import kinds
 from trainer.config.data_tables import DataTable
 from trainer.config.kinds import (
-    QUANTISED,
     Cadence,
     Compute,
     Count,
-    Dtype,
-    GivenPath,
     IntervalTable,
-    MirrorUrl,
     PathText,
     Positive,
     ReadWith,
@@ -29,7 +26,7 @@ from trainer.config.kinds import (
     Share,
     Strings,
     Table,
-)  # fmt: skip
+)
 from trainer.config.training_tables import EmaTable, MemoryTable, ObjectiveTable, OptimizerTable, ScheduleTable, StepTable
 
 
@@ -38,7 +35,7 @@ class RunTable(Table):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Names the adapter files. Up to 200 letters, digits, `.`, `_` and `-`; a letter or digit first."""
-    output_dir: GivenPath
+    output_dir: kinds.GivenPath
     """The folder that gets everything the run leaves. `auto`: `outputs/NAME`, and what `--set` changes behind the name."""
     seed: Seed = 0
     """Every random draw follows from it."""
@@ -60,8 +57,9 @@ class RunTable(Table):
     def _one_length(self) -> RunTable:
         if (self.max_steps is None) == (self.epochs is None):
             both = "both are given; --set run.epochs= takes out the one, --set run.max_steps= the other"
-            given = both if self.epochs is not None else "neither is given"
-            raise ValueError(f"give exactly one of run.max_steps and run.epochs; {given}")
+            raise ValueError(
+                f"give exactly one of run.max_steps and run.epochs; {both if self.epochs else 'neither is given'}"
+            )
         return self
 
 
@@ -69,11 +67,11 @@ class ComponentTable(Table):
     """How one part of the model is stored and computed. NAME is its name in diffusers: `unet` (Flux: `transformer`),
     `text_encoder`, `text_encoder_2` or `vae`."""
 
-    dtype: Dtype | None = None
+    dtype: kinds.Dtype | None = None
     """How its weights are stored. Left out: as the file holds them if it is quantised; else bf16, and fp32 for the VAE."""
     backend: Literal["native", "quanto", "bitsandbytes"] | None = None
     """Who quantises. Left out: `native` for float8, `quanto` for int8, int4 and int2, `bitsandbytes` for nf4 and fp4."""
-    exclude: Annotated[Strings, ReadWith("dtype", (*QUANTISED, None))] = ()
+    exclude: Annotated[Strings, ReadWith("dtype", (*kinds.QUANTISED, None))] = ()
     """Layers that stay unquantised: patterns of their dotted names."""
     path: PathText | None = None
     """Takes this part from elsewhere: a folder or a `.safetensors` file."""
@@ -87,7 +85,7 @@ class ModelTable(Table):
 
     family: str
     """The model's architecture."""
-    path: GivenPath
+    path: kinds.GivenPath
     """A hub id, a diffusers folder, or one `.safetensors` file."""
     config: PathText | None = None
     """A folder of configs, scheduler and tokenizers for a single file. Left out: the folder of the file's stem beside it,
@@ -199,11 +197,15 @@ class CheckpointTable(IntervalTable):
     """Write while the training goes on. The bytes are the same."""
     on_failure: Literal["stop", "continue"] = "stop"
     """What to do when a checkpoint cannot be written: stop the run, or go on without it."""
-    mirror: MirrorUrl | None = None
+    mirror: kinds.MirrorUrl | None = None
     """A place that outlives the machine, for example `"s3://BUCKET/PREFIX"`: checkpoints, adapter files and the report are
     copied there (docs/mirror.md)."""
     mirror_wait: Annotated[float, Field(ge=0), ReadWith("checkpoint.mirror")] = 600.0
     """So many seconds a start waits for a mirror that does not answer, and an end for what is still to be copied."""
+
+
+FileFormat = Literal["diffusers", "comfyui"]
+DoraScale = Literal["comfyui_released", "magnitude"]
 
 
 class ExportTable(IntervalTable):
@@ -213,16 +215,11 @@ class ExportTable(IntervalTable):
     """How often. 0 writes them only at the end. `NAME-STEP` files are never deleted."""
     first: Annotated[Cadence, Field(alias="from"), ReadWith("every_steps every_epochs")] = 0
     """No file before this step, or before the end of this epoch where `every_epochs` counts."""
-    formats: Annotated[tuple[Literal["diffusers", "comfyui"], ...], Field(strict=False, min_length=1)] = (
-        "diffusers",
-        "comfyui",
-    )
+    formats: Annotated[tuple[FileFormat, ...], Field(strict=False, min_length=1)] = ("diffusers", "comfyui")
     """Which files are written."""
     dtype: Compute = "fp32"
     """The number format of their matrices; a DoRA's magnitudes stay fp32. The end of the run says what the rounding takes."""
-    dora_scale: Annotated[Literal["comfyui_released", "magnitude"], ReadWith("export.formats", ("comfyui",))] = (
-        "comfyui_released"
-    )
+    dora_scale: Annotated[DoraScale, ReadWith("export.formats", ("comfyui",))] = "comfyui_released"
     """What `dora_scale` means in the ComfyUI file: as ComfyUI's releases read it, or the magnitude itself."""
     trigger_phrase: str = ""
     """Goes into the file's header. Left empty: the triggers of the sources."""
@@ -348,11 +345,6 @@ class Config(Table):
         return self
 
 
-def has_graphs(config: Config) -> bool:
-    """Whether the steps of a run on a CUDA card are replayed as CUDA graphs."""
-    return config.step.graphs is not False and not any(against_graphs(config))
-
-
 STREAMED = "which blocks lie on the card differs as a graph begins (docs/streaming.md#why-no-graphs)"
 
 
@@ -363,8 +355,8 @@ def against_graphs(config: Config) -> Iterator[tuple[str, str]]:
         yield f"memory.offload = {memory.offload!r}", STREAMED
     if memory.shard:
         yield "memory.shard = true", "a graph replays kernels alone, and the blocks are brought together by the program"
-    if config.adapter.dropout:
-        yield (
-            f"adapter.dropout = {config.adapter.dropout}",
-            "its masks are drawn in the middle of what is recorded (adapter.rank_dropout and adapter.module_dropout are not)",
+    if dropout := config.adapter.dropout:
+        why = (
+            "its masks are drawn in the middle of what is recorded (adapter.rank_dropout and adapter.module_dropout are not)"
         )
+        yield f"adapter.dropout = {dropout}", why

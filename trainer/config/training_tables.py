@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config.kinds import Beta, Count, CountOrShare, FitText, Positive, ReadWith, Share, Table, once_each
+from trainer.config import kinds
+from trainer.config.kinds import Beta, Count, FitText, Positive, ReadWith, Share, Table, once_each
 
 
 def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
@@ -72,11 +74,9 @@ class ObjectiveTable(Table):
 
     @model_validator(mode="after")
     def _one_noise(self) -> ObjectiveTable:
-        if self.noise_offset and self.multires_noise_iterations:
-            raise ValueError(
-                f"objective.noise_offset = {self.noise_offset:g} and objective.multires_noise_iterations = "
-                f"{self.multires_noise_iterations} both add low frequencies to the noise; set one of them"
-            )
+        if self.noise_offset and (count := self.multires_noise_iterations):
+            both = f"objective.noise_offset = {self.noise_offset:g} and objective.multires_noise_iterations = {count}"
+            raise ValueError(f"{both} both add low frequencies to the noise; set one of them")
         return self
 
 
@@ -125,15 +125,12 @@ class MemoryTable(Table):
 
     @model_validator(mode="after")
     def _one_place_for_the_base(self) -> MemoryTable:
-        if self.shard and self.offload != "none":
+        given = f"memory.offload = {self.offload!r}" if self.offload != "none" else ""
+        given = given or ("'resident_blocks' in memory.fit_by" if "resident_blocks" in self.fit_by else "")
+        if self.shard and given:
             raise ValueError(
-                f"memory.shard = true cannot be combined with memory.offload = {self.offload!r}: what the other processes "
-                "have is brought together on the device, without a copy on the host; leave out one of them"
-            )
-        if self.shard and "resident_blocks" in self.fit_by:
-            raise ValueError(
-                "memory.shard = true cannot be combined with 'resident_blocks' in memory.fit_by, which puts blocks in host "
-                "memory; leave out one of them"
+                f"memory.shard = true cannot be combined with {given}, which puts blocks in host memory: what the other "
+                "processes have is brought together on the device; leave out one of them"
             )
         return self
 
@@ -161,18 +158,7 @@ class OptimizerTable(Table):
     """What else the library's optimizer takes, by its own names."""
 
 
-def _steps_or_share(given: int | float) -> int | float:
-    if given < 0:
-        raise ValueError("give a number of steps, or a share of the schedule below 1; 0 is none")
-    if isinstance(given, float) and given >= 1:
-        steps = "1 is one step" if given < 2 else f"{int(given)} are {int(given)} steps"
-        raise ValueError(f"a share must be below 1; write 0.05 for a twentieth, or steps without a point: {steps}")
-    return given
-
-
-StepsOrShare = Annotated[int | float, AfterValidator(_steps_or_share), CountOrShare]
-
-
+StepsOrShare = Annotated[int | float, AfterValidator(partial(kinds.count_or_share, thing="step")), kinds.COUNT_OR_SHARE]
 FALLING = ("linear", "cosine", "cosine_restarts", "polynomial", "rex", "wsd")
 
 

@@ -3,7 +3,7 @@
     w(n) = 1 - min(decay, (1 + n) / (10 + n)).
 
 The rise is that of TensorFlow's ExponentialMovingAverage and diffusers' EMAModel: without it the first weights, where B is
-zero, would weigh decay^n. While it lasts the average has the last tenth of the run or so: w is 9 / (10 + n).
+zero, would weigh decay^n.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +20,8 @@ OF = "constant|"  # begins the tensors' names in a checkpoint
 
 
 class Average:
-    """The piece "ema" of a checkpoint: constant|PARAMETER, fp32, and how many updates are in it.
-
-    parameters: by name, as they lie in memory from now on (an optimizer may have flattened them). changed: is called when the
-    parameters changed (DoRA's norms are marked stale there). weights: the average, by the parameters' names.
-    It is of each parameter, not of the optimizer's groups: groups may be others after --allow.
-    """
+    """The piece "ema" of a checkpoint, fp32. parameters: by name, as they lie in memory from now on (an optimizer may have
+    flattened them). changed: is called when they changed. weights: the average of each, by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, changed: Callable[[], object]) -> None:
         self.decay, self.changed, self.updates = decay, changed, 0
@@ -41,8 +37,7 @@ class Average:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """A block in which the parameters are the average; afterwards they are, bit for bit, what they were, however it
-        ends."""
+        """A block in which the parameters are the average; afterwards they are, bit for bit, what they were."""
         with put_back(self.parameters, self.changed):
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, list(self.weights.values()))
@@ -59,11 +54,9 @@ class Average:
         updates, mine = state["updates"], self.state_dict()
         if not (type(updates) is int and 0 <= updates < 2**53):
             raise ValueError(f"updates = {updates!r:.50}")
-        for key in sorted(mine.keys() | state.keys()):
-            one, other = mine.get(key), state.get(key)
-            if key == "updates":
-                continue
-            kinds = [(t.dtype, tuple(t.shape)) if isinstance(t, Tensor) else None for t in (one, other)]
+        for key in sorted((mine.keys() | state.keys()) - {"updates"}):
+            both = mine.get(key), state.get(key)
+            kinds = [(t.dtype, tuple(t.shape)) if isinstance(t, Tensor) else None for t in both]
             if kinds[0] != kinds[1]:
                 difference = ", here ".join("nothing" if kind is None else f"{kind[0]} {kind[1]}" for kind in reversed(kinds))
                 raise UserError(f"the saved averages do not fit this run: {key} is {difference}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.config import Config
 from trainer.engine.components import Components
-from trainer.engine.draw_digest import DrawDigest, Drawn, unheard
+from trainer.engine.draw_digest import DrawDigest
 from trainer.engine.graphs import CudaGraphs, Graphs
 from trainer.engine.step import Losses, Step
 from trainer.plan.run_plan import RunPlan
@@ -45,8 +45,7 @@ class TrainState:
         return self.optimizer.evaluating(self.adapter.mark_stale)
 
     def weights_for_use(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """The blocks in which the adapter has weights to be used, by how the names end of what is made with them: "",
-        `evaluating`, and "_ema", the same with their average."""
+        """The blocks in which the adapter has weights to be used, by the suffix of what is made in them: "" or "_ema"."""
         return {"": self.evaluating} | ({AVERAGE: self.average.used} if self.average else {})
 
 
@@ -65,16 +64,9 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     peers, phases, compiler = components.processes, components.phases, components.compiler
     adapted = {name: modules[name] for name in plan.adapted}
     with phases("injecting the adapter", len(plan.targets), "layer") as phase:
-        adapter = inject(
-            adapted,
-            plan.targets,
-            method=Method(
-                kind_named(config.adapter.type, vars(config.adapter)), config.adapter.rslora, config.adapter.dropout
-            ),
-            bases=(FrozenLinear, FrozenConv2d),
-            seed=config.run.seed,
-            advance=phase.advance,
-        )
+        table, bases = config.adapter, (FrozenLinear, FrozenConv2d)
+        method = Method(kind_named(table.type, vars(table)), table.rslora, table.dropout)
+        adapter = inject(adapted, plan.targets, method=method, bases=bases, seed=config.run.seed, advance=phase.advance)
     components.put_below(config.adapter.under)
     for module in modules.values():
         module.eval()
@@ -93,17 +85,17 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     # Norms of a streamed block are made as it passes by.
     adapter.refresh_before(adapted | components.streamed_blocks(adapted))
     unread = family.memory.unread_beside(adapter.layers, half=plan.scales_loss)
-    every, device = config.memory.gradient_checkpointing, components.model.device
-    components.attention.give(modules[family.denoiser], family.memory.attention, device, components.kernels)
+    every = config.memory.gradient_checkpointing
+    attention, device = family.memory.attention, components.model.device
+    components.attention.give(modules[family.denoiser], attention, device, components.kernels)
     compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.memory.compiled)}
     recomputed = checkpoint_blocks(blocks, every, unread, family.memory.skipped, compiled)
     if recomputed:
         but = ", but for attention" if every == "selective" else ""
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass{but}")
     if compiler is not None:
-        peers.say(
-            f"step.compile: {compiler.compile(compiled)} blocks are compiled when a shape is met first, which takes minutes"
-        )
+        count = compiler.compile(compiled)
+        peers.say(f"step.compile: {count} blocks are compiled when a shape is met first, which takes minutes")
         if recomputed and not RECOMPUTES:
             peers.say(
                 f"warning: programs of torch {torch.__version__} recompute only a part of a block, and need more memory than "
@@ -150,8 +142,7 @@ def build_step(
             average.update()
         return fields | draws.told() | held.log_fields() | (components.compiler.told() if components.compiler else {})
 
-    losses = losses_of(components, config.run.seed, draws.add)
-    losses = replace(losses, preserve=config.objective.preserve, frozen=lambda: adapter.at_strength(0))
+    losses = _losses(config, components, adapter, draws)
     graphs = _graphs(config, losses, adapter, components)
     step = Step(
         losses=losses,
@@ -191,13 +182,8 @@ def _graphs(config: Config, losses: Losses, adapter: Adapter, components: Compon
 def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total: int) -> tuple[torch.optim.Optimizer, Any]:
     """(the optimizer of the adapter's parameters, its schedule)."""
     table, falls = config.optimizer, config.schedule
-    optimizer = optim.build_optimizer(
-        table.name,
-        adapter.parameter_groups(Rates.read(table.model_dump(), encoders)),
-        betas=table.betas,
-        eps=table.eps,
-        options=table.options,
-    )
+    groups = adapter.parameter_groups(Rates.read(table.model_dump(), encoders))
+    optimizer = optim.build_optimizer(table.name, groups, betas=table.betas, eps=table.eps, options=table.options)
     schedule = optim.build_schedule(
         falls.name,
         optimizer,
@@ -211,8 +197,7 @@ def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total:
     return optimizer, schedule
 
 
-def losses_of(components: Components, seed: int, drawn: Drawn = unheard) -> Losses:
-    """The losses of the loaded model, as a Step takes them. drawn: is given what is drawn (Losses)."""
+def _losses(config: Config, components: Components, adapter: Adapter, draws: DrawDigest) -> Losses:
     family, model = components.family, components.model
     return Losses(
         objective=components.plan.objective,
@@ -220,10 +205,12 @@ def losses_of(components: Components, seed: int, drawn: Drawn = unheard) -> Loss
         tokens=lambda texts: family.all_tokens(model, texts),
         encode=lambda tokens: family.encode_tokens(model, tokens),
         image_tokens=family.images.image_tokens,
-        seed=seed,
+        seed=config.run.seed,
         device=components.processes.device,
         # An update may have many micro-batches: each is a sign of life.
-        drawn=lambda *draws: (components.phases.sign(), drawn(*draws)),
+        drawn=lambda *drawn: (components.phases.sign(), draws.add(*drawn)),
+        preserve=config.objective.preserve,
+        frozen=lambda: adapter.at_strength(0),
     )
 
 

@@ -1,7 +1,6 @@
-"""A frozen adapter below the one that is trained: each layer that it has gives U x more, U = s B A of its file.
+"""A frozen adapter below the one that is trained, as if its file had been merged into W: W x + U x + the trained adapter's.
 
-It is a part of the training's model, as if the file had been merged into W: W x + U x + the trained adapter's. Nobody draws
-with it, and no file has it. A and s B lie beside W in the layer's compute dtype; U is never made.
+U = s B A; A and s B lie beside W in the layer's compute dtype. Nobody draws with it, and no file has it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,11 +17,8 @@ A, SB = "below_a", "below_sb"  # buffers of the frozen layers
 
 
 class FrozenAdapter:
-    """The layers of a LoRA that add to what they have. portable: of the module's layers, by their full names.
-
-    Without values, on the meta device, nothing is read of the file. Raises UserError for a value that is not finite, and for
-    a grouped convolution.
-    """
+    """The layers of a LoRA that add to what they have. portable: of the module's layers, by their full names; on the meta
+    device nothing is read of it. Raises UserError for a value that is not finite, and for a grouped convolution."""
 
     def __init__(self, module: nn.Module, portable: Portable, device: torch.device, path: str | None = None) -> None:
         self.on, key = True, f"adapter.under = {path!r}"

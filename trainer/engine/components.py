@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,29 +28,16 @@ from trainer.runtime.attention import TORCHS_OWN, Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.processes import Processes
 from trainer.runtime.sharding import Sharder
-from trainer.runtime.streaming import Streamer
+from trainer.runtime.streaming import FORWARD, Streamer
 
 
-def without_modules(plan: ModelPlan, device: torch.device, tokenizers: dict[str, Any]) -> Model:
-    """The plan's model without a weight."""
-    return Model(
-        modules={},
-        configs={component.name: plan.source.config(component.name) for component in plan.family.components},
-        tokenizers=tokenizers,
-        scheduler=plan.source.scheduler,
-        compute={name: storage.compute for name, storage in plan.storage.items()},
-        device=device,
-        options={"objective": plan.objective, "distillation": plan.source.markers.distillation, **plan.options},
-    )
-
-
-def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
+def without_modules(source: ModelSource, options: Mapping[str, Any], tokenizers: dict[str, Any] | None = None) -> Model:
     """The model without a weight or a plan, to be asked how many tokens a caption has. options: the config's choices that
-    the family reads."""
+    the family reads. tokenizers: in place of the source's."""
     return Model(
         modules={},
         configs={component.name: source.config(component.name) for component in source.family.components},
-        tokenizers=load_tokenizers(source.family, source),
+        tokenizers=load_tokenizers(source.family, source) if tokenizers is None else tokenizers,
         scheduler={},
         compute={},
         device=torch.device("cpu"),
@@ -58,12 +46,10 @@ def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
 
 
 class Components:
-    """The model's components, loaded when they are asked for. plan: its model's files are on this machine. digests: of its
-    files, by their contents.
+    """The model's components, loaded when they are asked for. plan: its model's files are on this machine. digests: of these.
 
-    model: what the family's functions take. storage: how each component that was quantised here is stored, for the
-    report. streamers: by the name of each component in memory whose blocks are streamed. below: the frozen adapter below
-    the one that is trained, once that is in its layers.
+    model: what the family's functions take. storage: how each component that was quantised here is stored. streamers: by the
+    name of each component in memory whose blocks are streamed. below: the frozen adapter below the trained one.
     """
 
     def __init__(
@@ -83,7 +69,12 @@ class Components:
         self.storage: dict[str, quantization.Stored] = {}
         self.streamers: dict[str, Streamer] = {}
         self.below: FrozenAdapter | None = None
-        self.model = without_modules(plan, processes.device, self.tokenizers())
+        self.model = replace(
+            without_modules(plan.source, {"objective": plan.objective, **plan.options}, self.tokenizers()),
+            scheduler=plan.source.scheduler,
+            compute={name: storage.compute for name, storage in plan.storage.items()},
+            device=processes.device,
+        )
 
     def tokenizers(self) -> dict[str, Any]:
         """The tokenizers by name."""
@@ -122,8 +113,8 @@ class Components:
         return module
 
     def swap(self, name: str, module: torch.nn.Module) -> Collection[torch.Tensor]:
-        """Freeze the layers of a component without memory, and have its blocks streamed, or shared out, where the plan says
-        so. Returns the tensors that get no memory of the device."""
+        """Freeze a component's layers, and have its blocks streamed as planned. Returns the tensors that stay off the
+        device."""
         self.plan.storage[name].swap(module, held=self.source.held(name), kernels=self.kernels)
         streamer = self.streamer(name, module)
         if streamer is None:
@@ -150,8 +141,9 @@ class Components:
     def enter(self, owner: str) -> None:
         """Have a streamed block pass by, as before its forward; nothing where that full name is of none."""
         name, _, block = owner.partition(".")
-        if name in self.streamers and block in self.streamers[name].blocks:
-            self.streamers[name].enter_block(block)
+        streamer = self.streamers.get(name)
+        if streamer is not None and block in streamer.blocks:
+            streamer.enter(dict(zip(streamer.blocks, streamer.streamed, strict=True))[block], FORWARD)
 
     def _converted(self, name: str) -> ConvertedWeights | None:
         """The cache of a component's converted weights, where the config asks for one."""
@@ -218,8 +210,7 @@ class Components:
         return self.family.encode_prompts(self.model, texts)
 
     def fingerprint(self, name: str) -> str:
-        """The digest of a component that encodes, for the cache of what it encodes: of its files, and of all that changes
-        its numbers."""
+        """The digest of a component that encodes: of its files, and of all that changes its numbers."""
         storage = self.plan.storage[name]
         parts = [self.source.fingerprint(name, self.digests.of), storage.format.name, storage.compute, storage.keep]
         if storage.format.quantised:

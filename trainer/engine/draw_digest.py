@@ -1,29 +1,20 @@
 """A digest of what a step draws, for the log: by it two runs can be seen to have drawn the same (`logging.draws`)."""
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-# Is given the time [B] and the noise [B, C, H, W] of a micro-batch, on the CPU.
-Drawn = Callable[[torch.Tensor, torch.Tensor], None]
-
-
-def unheard(time: torch.Tensor, noise: torch.Tensor) -> None:
-    """Nobody asks what is drawn."""
-
 
 @dataclass
 class DrawDigest:
-    """The digest of a step's draws: the sum of those of its samples, whatever micro-batches they come in. enabled: else
-    there is none."""
+    """The digest of a step's draws: the sum of its samples', whatever micro-batches they come in; none unless enabled."""
 
     enabled: bool
     value: int = 0
 
     def begin(self) -> None:
-        """An update begins; one that was refused, or is made again, leaves nothing."""
+        """An update begins; a refused one leaves nothing."""
         self.value = 0
 
     def add(self, time: torch.Tensor, noise: torch.Tensor) -> None:

@@ -57,8 +57,7 @@ def encode(
 ) -> Reader:
     """Fill the cache; load an encoder only for what is missing, and let it go before the next. Without a cache all stay.
 
-    Each process encodes its share into a cache on disk, then looks at the others': it makes what does not lie on its own
-    disk. Into its own memory each process encodes all.
+    Each process encodes its share into a cache on disk, then what does not lie on its own disk; into memory it encodes all.
     on_non_finite: told of every photo and caption whose encoding is not finite; where it raises, that is not kept.
     """
     family, processes = components.family, components.processes
@@ -76,9 +75,8 @@ def encode(
         # All of it before any is encoded: a limit takes what nobody claims.
         for part in (wanted.latents, wanted.masks, wanted.captions, wanted.prompts):
             cache.claim(part)
-        if isinstance(cache, Cache):
-            for line in filter(None, (cache.unprotected, *cache.damaged)):
-                processes.say(f"warning: {line}")
+        for line in filter(None, (cache.unprotected, *cache.damaged)) if isinstance(cache, Cache) else ():
+            processes.say(f"warning: {line}")
         if isinstance(cache, Cache) and processes.count > 1:
             made = _fill(wanted.only(processes.takes), plan, components, cache, on_non_finite)
             processes.wait(obey=True)
@@ -139,10 +137,7 @@ def _fill(
 
 
 def encoder_of_images(components: Components) -> Callable[[Tensor], Tensor]:
-    """What encodes photos. In TF32 the first is encoded in fp32, too, and how far they are apart is said.
-
-    Raises UserError where that is more than vae.encode = "fast" allows.
-    """
+    """What encodes photos. In TF32 the first is held against fp32, too. Raises UserError where it is off by too much."""
     off = None
 
     def encode(pixels: Tensor) -> Tensor:
@@ -163,9 +158,8 @@ def encoder_of_images(components: Components) -> Callable[[Tensor], Tensor]:
 
 
 def captions_at_once(plan: RunPlan) -> int:
-    """How many captions may be encoded at once: of so many, where that gives the same bytes."""
-    # T5 in fp16 clamps all captions of a batch once one of them overflows; captions of fewer chunks than others are repeated
-    # beside them.
+    """How many captions may be encoded at once, in the same bytes."""
+    # T5 in fp16 clamps all captions of a batch once one overflows; captions of fewer chunks than others are repeated.
     half = precision.needs_scaling(plan.model.storage[name].compute for name in plan.model.family.text_encoders)
     return 1 if plan.data.table.clip_chunks > 1 or half else TOGETHER
 

@@ -1,12 +1,8 @@
 """Micro-batches as CUDA graphs: what the device does for one is recorded once a shape, and replayed in one launch.
 
-Where a card waits for Python, that takes the waiting away. The kernels are those of an eager step, and so are the bytes.
-Compiled blocks are recorded as their programs run: the micro-batches before have made these, and none is made meanwhile.
-What is recorded is `Losses.of` and its backward: it follows from the shapes of its inputs, and reads nothing back. Draws and
-copies to the device come before it, the sum over processes and the optimizer after it.
-
-DoRA's norms and the casts of A and B follow from the parameters alone. A graph of its own makes them once an update, in
-memory that the graphs of all shapes read.
+What is recorded is `Losses.of` and its backward, with the kernels and so the bytes of an eager step. Draws and copies to the
+device come before it, the sum over processes and the optimizer after it. DoRA's norms and the casts of A and B follow from
+the parameters alone: a graph of its own makes them once an update, in memory that the graphs of all shapes read.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from trainer.adapters import Adapter
 from trainer.base.errors import is_out_of_memory
 from trainer.base.types import Batch, Occurrence, each_tensor
 from trainer.engine.step import Inputs, Losses, backward
@@ -40,13 +37,11 @@ class Recorder(Protocol):
         """Run it, on the stream that it will be recorded on."""
 
     def record(self, region: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """(what runs it again over the same memory, what it gave, whose tensors are then filled). Nothing of it has happened
-        yet."""
+        """(what runs it over the same memory, what it gave, whose tensors are then filled). Nothing has happened yet."""
 
 
 class CudaGraphs:
-    """Records as CUDA graphs, which share one pool of memory: they run one after the other, and what one leaves is read
-    before the next."""
+    """Records as CUDA graphs in one pool of memory: what one leaves is read before the next runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
@@ -85,16 +80,6 @@ class Recorded(NamedTuple):
     losses: Tensor
 
 
-class Follows(Protocol):
-    """An adapter, of whose parameters something follows that steps compute with."""
-
-    def refreshed(self) -> Callable[[], object]:
-        """Make it where it is stale; returns what puts that very memory back."""
-
-    def mark_stale(self) -> object:
-        """It is to be made anew."""
-
-
 @dataclass
 class Pool:
     """The memory of all graphs, and their recorder. met: micro-batches of each shape. refreshed: (the replay of what follows
@@ -108,21 +93,19 @@ class Pool:
 
 
 class Graphs:
-    """(a micro-batch, the occurrences of its global batch, a sample's share in the gradient) -> the losses' values, fp32 [B].
+    """`step.backward` of the losses of (a micro-batch, the occurrences of its global batch, a sample's share): after WARM_UP
+    micro-batches of a shape by a graph. Where the memory of a graph is not there, this and all later ones are eager.
 
-    Their gradient is added to the parameters'. As `step.backward` of `losses`; after WARM_UP micro-batches of a shape, by a
-    graph. Where the memory of a graph is not there, this and all later micro-batches are eager.
-
-    parameters: all that are trained; they and their gradients stay where they are in memory. Where one does not, or gets no
-    gradient any more, all is recorded anew. adapter: theirs. recorder: makes what records. say: prints a line of the run.
-    attention: as a Step has it. needed: whether the config asks for graphs, so that one that cannot be recorded ends the run.
+    parameters: all that are trained, with their gradients; where one moves in memory, or gets no gradient any more, all is
+    recorded anew. recorder: makes what records. say: prints a line of the run. attention: as a Step has it. needed: whether a
+    micro-batch that cannot be recorded ends the run.
     """
 
     def __init__(
         self,
         losses: Losses,
         parameters: Sequence[Tensor],
-        adapter: Follows,
+        adapter: Adapter,
         *,
         recorder: Callable[[], Recorder],
         say: Callable[[str], object],
@@ -212,8 +195,7 @@ class Graphs:
 
 
 def beside(graphs: Graphs | None, work: Callable[P, T]) -> Callable[P, T]:
-    """The work, which is not a step's; where it runs out of memory beside recorded graphs, they are let go, and it is done
-    again."""
+    """The work, done again without the recorded graphs where it runs out of memory beside them."""
 
     def done(*args: P.args, **kwargs: P.kwargs) -> T:
         try:

@@ -1,8 +1,7 @@
 """The loss of photos that are never trained on, beside that of as many that are, at fixed draws of time and noise.
 
-It is the plain one: the mean squared error of what the model predicts, every time, pixel and photo of equal weight. So it is
-comparable between runs that weigh or draw in other ways. The draws are the same every time, so it changes only where the
-adapter does. It changes nothing in the run.
+It is the plain mean squared error, every time, pixel and photo of equal weight: comparable between runs that weigh or draw in
+other ways. It changes only where the adapter does, and nothing in the run.
 """
 
 from __future__ import annotations
@@ -30,12 +29,6 @@ from trainer.plan.fixed_draws import QUARTERS, at_once, copies, draws_of
 from trainer.plan.run_plan import RunPlan
 from trainer.runtime.jobs import Fields
 from trainer.runtime.processes import Processes
-
-
-def share_of_time(seed: int, sha256: str, number: int) -> float:
-    """A place in (0, 1): draw `number` of a photo lies in quarter `number` modulo 4."""
-    return (number % QUARTERS + draws.uniform(seed, "held_out_time", sha256, number)) / QUARTERS
-
 
 Errors = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -76,9 +69,9 @@ def _repeated(batch: Batch, count: int) -> Batch:
 class HeldOutLoss:
     """Measures the loss at its fixed draws, of which each process takes a share.
 
-    measured: examples by kind. seed: of the draws. errors: (batch, shares of time, noise) -> each draw's. copies: how many of
-    the held-out photos have a near duplicate that is trained on. evaluating: a context in which the adapter has the weights
-    to be used. changed: what --allow changed of how they are measured. name: of the phase.
+    measured: examples by kind. seed: of the draws. errors: (batch, shares of time, noise) -> each draw's. copies: how many
+    held-out photos have a near duplicate that is trained on. evaluating: a context in which the adapter has the weights to be
+    used. changed: what --allow changed of how they are measured. name: of the phase.
     """
 
     measured: Mapping[str, Sequence[Example]]
@@ -131,8 +124,7 @@ class HeldOutLoss:
         return sha256(json_bytes({"seed": self.seed, "photos": photos} | changed)).hexdigest()[:16]
 
     def measure(self) -> Fields:
-        """Fields of the log; none where another process was kept from its share. Raises what kept this one from its own, once
-        the others know."""
+        """Fields of the log; none where another process failed. Raises what this one met with once the others know."""
         each = [(kind, examples, example) for kind, examples in self.measured.items() for example in examples]
         owners = [(kind, example.photo.sha256[:16]) for kind, all, example in each for _ in range(draws_of(len(all)))]
         losses = torch.zeros(len(owners), dtype=torch.float32, device=self.processes.device)
@@ -155,11 +147,9 @@ class HeldOutLoss:
         if cut_off:
             return {}
         self.processes.sum(losses)
-        return {PHOTOS: self.mark} | self._counted() | _fields(owners, losses.tolist())
-
-    def _counted(self) -> Fields:
         photos = len({example.photo.sample for example in self.measured.get("held_out", ())})
-        return {COUNT: photos, COPIES: self.copies} if photos else {}
+        counts = {COUNT: photos, COPIES: self.copies} if photos else {}
+        return {PHOTOS: self.mark} | counts | _fields(owners, losses.tolist())
 
     def _share(self) -> list[tuple[Example, range, int]]:
         """(example, numbers of its draws, the place of the first among all) of this process; cut alike for any number."""
@@ -174,7 +164,9 @@ class HeldOutLoss:
 
     def _errors(self, example: Example, numbers: Sequence[int]) -> torch.Tensor:
         batch, sha256 = self.reader[(Occurrence(0, example.sample, 0),)], example.photo.sha256
-        shares = torch.tensor([share_of_time(self.seed, sha256, number) for number in numbers], dtype=torch.float64)
+        # Draw `number` of a photo lies in quarter `number` modulo 4 of the time.
+        places = [n % QUARTERS + draws.uniform(self.seed, "held_out_time", sha256, n) for n in numbers]
+        shares = torch.tensor(places, dtype=torch.float64) / QUARTERS
         noise = partial(draws.normal, batch.latents.shape[1:], self.seed, "held_out_noise", sha256)
         return self.errors(batch, shares, torch.stack([noise(number) for number in numbers]))
 
@@ -184,11 +176,9 @@ def _loss(kind: str) -> str:
 
 
 def _fields(owners: Sequence[tuple[str, str]], errors: Sequence[float]) -> Fields:
-    """Of each kind its loss, its loss in each quarter of time, the one with the least noise (time 0) first, and that of each
-    photo, in all its sizes. owners: (kind, photo) of each error.
-
-    None where one is not finite. The draws of a photo go round the quarters, and each photo has a multiple of four.
-    """
+    """Of each kind its loss, its loss in each quarter of time, that of the least noise (time 0) first, and that of each
+    photo, in all its sizes; None where one is not finite. owners: (kind, photo) of each error. The draws of a photo go round
+    the quarters, and each photo has a multiple of four."""
     fields: Fields = {}
     for kind in dict.fromkeys(kind for kind, _ in owners):
         values = [error for error, (its, _) in zip(errors, owners, strict=True) if its == kind]

@@ -33,17 +33,15 @@ class NonFinite:
 
     def update(self, what: str, *, cause: str = "") -> None:
         """An update was refused. Raises NonFiniteError, or counts it as skipped. cause: a likely one, for people."""
-        done = self.progress.non_finite
-        likely = f"\n{cause}" if cause else ""
+        done, refusal = self.progress.non_finite, ""
         if self.policy == "stop":
-            raise NonFiniteError(
-                f"{what}{likely}\nlook at these samples and at the compute dtypes; with step.non_finite = 'skip' and "
-                "--resume_from auto the run goes on without such updates"
+            refusal = (
+                "look at these samples and at the compute dtypes; with step.non_finite = 'skip' and --resume_from auto the "
+                "run goes on without such updates"
             )
-        if done >= self.max_skipped:
-            raise NonFiniteError(
-                f"{what}{likely}\n{done} updates were skipped before it, and step.max_skipped = {self.max_skipped} allows no "
-                "more"
-            )
+        elif done >= self.max_skipped:
+            refusal = f"{done} updates were skipped before it, and step.max_skipped = {self.max_skipped} allows no more"
+        if refusal:
+            raise NonFiniteError("\n".join(filter(None, (what, cause, refusal))))
         self.say(f"warning: {what}; the update is skipped ({done + 1} of at most {self.max_skipped})")
         self.progress.non_finite += 1

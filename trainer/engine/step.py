@@ -13,17 +13,14 @@ from trainer.base import draws
 from trainer.base.console import printable
 from trainer.base.errors import OutOfMemory, is_out_of_memory
 from trainer.base.types import Batch, Conditioning, Occurrence, each_tensor
-from trainer.engine.draw_digest import Drawn, unheard
 from trainer.objectives import AtTime, Objective, stratified
 
 
 def draw_time_and_noise(
     batch: Batch, *, objective: Objective, tokens: int, seed: int, update: Sequence[Occurrence] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(time [B], noise fp32 like the latents), on the CPU, each a pure function of seed and occurrence.
-
-    update: the occurrences of the global batch, which stratified times depend on, too; left out: the batch alone.
-    """
+    """(time [B], noise fp32 like the latents), on the CPU, each a pure function of seed and occurrence. update: the
+    occurrences of the global batch, which stratified times depend on, too; left out: the batch alone."""
     keys = [astuple(occurrence) for occurrence in batch.occurrences]
     u = torch.tensor([draws.uniform(seed, "timestep", *key) for key in keys], dtype=torch.float64)
     if objective.stratified:
@@ -56,10 +53,10 @@ class Inputs:
 class Losses:
     """(a micro-batch, the occurrences of its global batch) -> fp32 [B], the objective's loss of each sample.
 
-    In two parts: `inputs`, which is all that the host does, and `of`, which launches what the device does. What `of` launches
-    follows from the shapes of its inputs alone, and it reads nothing back.
-    predict, tokens, encode, image_tokens: the model's, as a family has them. tokens, encode: used where the batch carries no
-    conditioning. drawn: is given times and noise, on the CPU. preserve: the weight of a drift. frozen: without the adapter.
+    `inputs` is all that the host does; what `of` launches on the device follows from the shapes of its inputs alone, and it
+    reads nothing back. predict, tokens, encode, image_tokens: the family's; tokens and encode are used where the batch
+    carries no conditioning. drawn: is given times and noise, on the CPU. preserve: the weight of a drift. frozen: a block
+    without the adapter.
     """
 
     objective: Objective
@@ -69,7 +66,7 @@ class Losses:
     image_tokens: Callable[[int, int], int]
     seed: int
     device: torch.device
-    drawn: Drawn = unheard
+    drawn: Callable[[torch.Tensor, torch.Tensor], object] = lambda time, noise: None
     preserve: float = 0.0
     frozen: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -133,10 +130,8 @@ class StepResult:
 
 
 def backward(losses: torch.Tensor, share: torch.Tensor, attention: AbstractContextManager[Any] | None = None) -> torch.Tensor:
-    """Add the gradient of share * the sum of losses [B] to those that the parameters have. Returns the losses' values.
-
-    share: [] on their device. attention: a context with the denoiser's, of which blocks run again here.
-    """
+    """Add the gradient of share [] * the sum of losses [B] to those that the parameters have. Returns the losses' values.
+    attention: a context with the denoiser's, of which blocks run again here."""
     with attention or nullcontext():
         torch.autograd.backward(losses, share.expand_as(losses))
     return losses.detach()
@@ -147,8 +142,8 @@ _LATENTS, _LOSS = 1, 2
 
 
 class Replays(Protocol):
-    """(a micro-batch, the occurrences of its update, a sample's share) -> as `backward` of the losses, by CUDA graphs
-    (graphs.py). recorded: what holds memory. `let_go` and `give_up` free it; after that one all are eager."""
+    """`backward` of the losses of (a micro-batch, the occurrences of its update, a sample's share), by CUDA graphs
+    (graphs.py). recorded: what holds memory. `let_go` and `give_up` free it; after `give_up` all are eager."""
 
     recorded: Mapping[str, Any]
     let_go: Callable[[], None]
@@ -161,15 +156,13 @@ class Replays(Protocol):
 class Step:
     """Runs one update. Gradients are those of fp32 adapters, so unscaling an fp16 gradient cannot occur.
 
-    losses: (a micro-batch, the occurrences of its global batch) -> fp32 [B].
-    optimizer: its parameters have gradients (optim.build_optimizer).
-    after_update: called with the step when parameters changed (DoRA norms are marked stale there); gives what the log tells.
-    sum: sums tensors over the processes, in place.
-    training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
-    attention: a context with the denoiser's attention, for the backward pass: blocks run again there, outside its forward.
-    too_large: what to change where memory runs out. begin: called before the first micro-batch of an update. graphs: in place
-    of `losses` and `backward`; None: eager. Where memory runs out beside them, the update is made without.
-    A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
+    losses: (a micro-batch, the occurrences of its global batch) -> fp32 [B]. optimizer: its parameters have gradients
+    (optim.build_optimizer); a group with a "stop_step" is left alone, with all that is kept of it, after that step.
+    after_update: called with the step when parameters changed; gives entries of the log. sum: sums tensors over the
+    processes, in place. training: (step, micro-batch of this process) -> a context with the adapter's dropouts. attention: a
+    context with the denoiser's, for the backward pass. too_large: what to change where memory runs out. begin: called before
+    the first micro-batch of an update. graphs: in place of `losses` and `backward`; None: eager. Where memory runs out beside
+    them, the update is made without.
     """
 
     losses: Callable[[Batch, Sequence[Occurrence]], torch.Tensor]
@@ -191,12 +184,9 @@ class Step:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def run(self, step: int, batches: Sequence[Batch], occurrences: Sequence[Occurrence]) -> StepResult:
-        """One update from this process's micro-batches; `occurrences` are those of the global batch.
-
-        Whether anything changes is decided before anything does, by all processes alike: latents, losses or a gradient that
-        are not finite leave parameters, optimizer and schedule as they were.
-        Raises OutOfMemory in every process where one of them ran out of memory; nothing has changed then.
-        """
+        """One update from this process's micro-batches; `occurrences` are those of the global batch. Latents, losses or a
+        gradient that are not finite leave parameters, optimizer and schedule as they were, in all processes alike. So does
+        one that ran out of memory: then OutOfMemory is raised in all."""
         losses, exhausted = self._backward(step, batches, occurrences)
         # Whatever happened here: a process that stopped on its own would leave the others waiting.
         self.sum(losses, *(parameter.grad for parameter in self.parameters))
@@ -233,9 +223,8 @@ class Step:
         return StepResult(total, grad_norm if finite else None, lr, finite, scale, refused, told=told_more)
 
     def _backward(self, step: int, batches: Sequence[Batch], occurrences: Sequence[Occurrence]) -> tuple[torch.Tensor, str]:
-        """Make this process's gradients. Returns (its loss, whether it ran out of memory, and what was not finite of each
-        sample of the global batch, on the device, as nothing of it is read before the end; where it ran out of memory, in
-        words)."""
+        """Make this process's gradients. Returns (its loss, whether it ran out of memory, and a flag for each sample of the
+        global batch, on the device, as nothing is read before the end; where it ran out of memory, in words)."""
         place = {occurrence: index for index, occurrence in enumerate(occurrences)}
         device = self.parameters[0].device
         total = torch.zeros((), dtype=torch.float32, device=device)
@@ -290,6 +279,6 @@ class Step:
             self.optimizer.param_groups = groups
 
     def read(self, losses: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
-        """(told, norm, the loss scale) as numbers: the one place of an update where the host waits for the device."""
+        """(losses, norm, the loss scale) as numbers: the one place of an update where the host waits for the device."""
         *numbers, grad_norm = torch.cat([losses, norm.to(losses)[None]]).tolist()
         return numbers, grad_norm, self.scaler.get_scale()

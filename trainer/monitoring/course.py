@@ -23,8 +23,7 @@ FIRST_IMAGES = 256
 # What is out of all range. Loss: the mean of such a window, in means of the first. Gradient norm: the medians.
 LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
 # ||dW|| / ||W|| of the layer that moved most (weight_change.weight_change): above the first, what it had learnt is drowned;
-# below the second, pictures differ by too little to be seen. What a DoRA's magnitudes do is in it, as much as it does. Where
-# a held-out loss can decide, or will, this is a note.
+# below the second, pictures differ by too little to be seen. Where a held-out loss can decide, or will, this is a note.
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # The field that identifies the photos, captions and draws of a held-out loss: another value starts a new curve.
 PHOTOS = "measured_photos"
@@ -44,10 +43,7 @@ HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_
 
 @dataclass(frozen=True)
 class Alarm:
-    """What left its range first, and at which step.
-
-    before: the last step whose loss has no part in it. sound: the last step of all that surely has none.
-    """
+    """What left its range, and at which step. before: the last step whose loss has no part in it; sound: surely none."""
 
     step: int
     what: str
@@ -56,10 +52,10 @@ class Alarm:
 
 
 class Course:
-    """The lines of a run, one after another. spoilt: the alarm of a loss or gradient; far: the alarm of the weights.
+    """The lines of a run, one after another. spoilt: the alarm of a loss or gradient; far: the alarm of the weights. levers:
+    the keys that make the optimizer's updates larger or smaller.
 
     The log of a branch begins in mid-run. Then nobody knows how many images its first line is of, nor the first rate.
-    levers: the keys that make the optimizer's updates larger or smaller.
     """
 
     def __init__(self, rows: Iterable[Line] = (), levers: str = LR) -> None:
@@ -86,7 +82,7 @@ class Course:
             self.add(row)
 
     def add(self, row: Line) -> str | None:
-        """A warning or a note where this line is the first that is out of all range."""
+        """A warning or a note where this line is the first out of all range."""
         step, images = row["step"], row["images"] - self.images if row["step"] == self.step + 1 else 0
         self.step, self.images = step, row["images"]
         self.updates += not row.get("skipped", False)
@@ -185,8 +181,8 @@ class Course:
         return None if not losses else losses[-1] / losses[0] if losses[0] else math.inf
 
     def weights_tell(self) -> bool:
-        """Whether a run has diverged whose weights moved too far. Not where a held-out loss decides, or will once it was
-        measured again: unless that rose out of all range, too. Nor where that of one photo, which decides nothing, fell."""
+        """Whether a run has diverged whose weights moved too far. Not where a held-out loss decides, or will, unless that
+        rose out of all range, too. Nor where that of one photo, which decides nothing, fell."""
         if (times := self._held_out_times()) is None:
             return True
         return times > LOSS_TIMES or (self._photos == 1 and times >= 1)
@@ -230,16 +226,11 @@ class Course:
         if self.scaled:
             more.append("precision.compute = 'bf16' in place of fp16")
         beside = f"; {' and '.join(more)} may help, too" if more else ""
-        return (
-            f"most often the learning rate is too high ({self._rate()}); start a new run with {self._lower()}, a tenth for a "
-            f"start{beside}"
-        )
+        return f"most often the learning rate is {self._too_high()}, a tenth for a start{beside}"
 
-    def _rate(self) -> str:
-        return f"{self.rate_of} was {self.rate:.3g} at step {self.rate_step}"
-
-    def _lower(self) -> str:
-        return "a lower one" if self.levers == LR else f"a lower {self.levers}"
+    def _too_high(self) -> str:
+        lower = "a lower one" if self.levers == LR else f"a lower {self.levers}"
+        return f"too high ({self.rate_of} was {self.rate:.3g} at step {self.rate_step}); start a new run with {lower}"
 
     def blame(self) -> str:
         """What the steps before say of the cause of a value that is not finite; "" where there were none."""
@@ -247,10 +238,7 @@ class Course:
             return f"the run has diverged since step {self.alarm.step}: {self.remedy()}"
         if self.updates and self.rate:
             before = "one update before it was" if self.updates == 1 else f"{self.updates} updates before it were"
-            return (
-                f"{before} finite: if these samples are sound, the learning rate may be too "
-                f"high ({self._rate()}); start a new run with {self._lower()}"
-            )
+            return f"{before} finite: if these samples are sound, the learning rate may be {self._too_high()}"
         return ""
 
 

@@ -27,9 +27,8 @@ FIRST = 16
 class Measurements:
     """Writes the log, and follows it. All processes call it alike.
 
-    The line of step N has what holds after step N. The first line of a log has what held before it, too, under "at_start"; so
-    has the first one of a start that measures on other photos. A stop is obeyed in the middle. Then the line is written
-    without, and the next start, which stands at that step, adds what it lacks.
+    The line of step N has what holds after step N. The first line of a log, or of a start that measures on other photos, has
+    what held before it, too, under "at_start". What a stop keeps from a line, the next start adds.
 
     jobs: those that give fields. changed: what --allow changed here of what the loss of a step measures; "" where nothing.
     """
@@ -98,9 +97,8 @@ def change_due(at: Position) -> bool:
 
 
 def change_fields(adapter: Adapter, start: Mapping[str, torch.Tensor] | None, phases: Phases) -> Fields:
-    """Fields of the log: how far the layer that moved most is from where it was, ||dW|| / ||W||, and that of each block; None
-    where one is not finite; and how many layers have magnitudes whose gradient is lost, where any have. start: the weights
-    that the run started from."""
+    """Fields of the log: ||dW|| / ||W|| of the layer that moved most, and of each block's; None where one is not finite; and
+    how many layers have magnitudes whose gradient is lost, where any have. start: the weights that the run started from."""
     blocks = weight_change.weight_change(adapter, start, phases)
     moved = {name: block.largest if math.isfinite(block.largest) else None for name, block in blocks.items()}
     most = weight_change.largest([block.largest for block in blocks.values()])

@@ -74,20 +74,15 @@ def is_line(entry: object) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("step"), int) or isinstance(entry["step"], bool):
         return False
     start = entry.get("at_start", {})
-    return (
-        isinstance(start, dict)
-        and all(is_number(entry.get(name)) for name in NEEDED)
-        and is_number(entry.get("highest_lr", 0))
-        and all(fields.get(name) is None or is_number(fields[name]) for fields in (entry, start) for name in OPTIONAL)
-        and all(isinstance(fields.get(name, {}), dict) for fields in (entry, start) for name in BY_PHOTO.values())
-        and all(
-            v is None or is_number(v)
-            for fields in (entry, start)
-            for name in BY_PHOTO.values()
-            for v in fields.get(name, {}).values()
-        )
-        and all(isinstance(fields.get(name, ""), str) for fields in (entry, start) for name in (PHOTOS, CHANGED))
-    )
+    if not isinstance(start, dict) or not is_number(entry.get("highest_lr", 0)):
+        return False
+    numbers, both = [entry.get(name, "") for name in NEEDED], (entry, start)
+    by_photo = [fields.get(name, {}) for fields in both for name in BY_PHOTO.values()]
+    words = [fields.get(name, "") for fields in both for name in (PHOTOS, CHANGED)]
+    if not all(isinstance(each, dict) for each in by_photo) or not all(isinstance(each, str) for each in words):
+        return False
+    optional = [fields.get(name) for fields in both for name in OPTIONAL] + [v for each in by_photo for v in each.values()]
+    return all(map(is_number, numbers)) and all(value is None or is_number(value) for value in optional)
 
 
 def is_number(value: object) -> bool:
@@ -99,7 +94,8 @@ def is_number(value: object) -> bool:
 
 def mark_of(rows: Sequence[Line]) -> str | None:
     """The photos that were measured last (the field PHOTOS); None where nothing was."""
-    return next((fields[PHOTOS] for _, fields in reversed(list(measured(rows))) if PHOTOS in fields), None)
+    newest_first = (fields for row in reversed(rows) for fields in (row, row.get("at_start", {})))
+    return next((fields[PHOTOS] for fields in newest_first if PHOTOS in fields), None)
 
 
 def measured(rows: Sequence[Line]) -> Iterator[tuple[int, Line]]:
@@ -107,11 +103,6 @@ def measured(rows: Sequence[Line]) -> Iterator[tuple[int, Line]]:
     for row in rows:
         yield row["step"] - 1, row.get("at_start", {})
         yield row["step"], row
-
-
-def _memory(entry: dict[str, Any]) -> int:
-    """Bytes: the step's peak on its device; where that is not counted, what this process has of the machine's memory."""
-    return entry["peak_bytes"] if "peak_bytes" in entry else psutil.Process().memory_info().rss
 
 
 def _line(entry: dict[str, Any]) -> bytes:
@@ -123,7 +114,6 @@ class Tracker(Protocol):
 
     def add(self, line: Mapping[str, Any]) -> None:
         """A whole line of the log; a step's line may come again, with more in it."""
-        ...
 
     def close(self) -> None:
         """Send what is left, and end."""
@@ -193,6 +183,7 @@ class Metrics:
         """How the training stands; what a narrow terminal leaves out first has the highest rank."""
         losses = [line["loss"] for line in self._last if line["loss"] is not None]
         rates = [line["images_per_second"] for line in self._last if "images_per_second" in line]
+        memory = entry["peak_bytes"] if "peak_bytes" in entry else psutil.Process().memory_info().rss
         fields = [
             (0, f"step {entry['step']}/{self.phase.total}"),
             (5, f"epoch {entry['epoch']}" if "epoch" in entry else ""),
@@ -200,7 +191,7 @@ class Metrics:
             (3, f"held-out {self._held_out[-1]:.4f}" if self._held_out else ""),
             (6, f"lr {entry['lr']:.2e}"),
             (7, f"{median(rates):.3g} images/s" if rates else ""),
-            (8, f"memory {_memory(entry) / 2**30:.2f} GiB"),
+            (8, f"memory {memory / 2**30:.2f} GiB"),
             (2, self.phase.left()),
             (4, f"last {self._phases.event}" if self._phases.event else ""),
         ]
@@ -210,7 +201,7 @@ class Metrics:
         """Add fields to the last line: what a stop kept from it."""
         if self.file is None or not fields:
             return
-        *lines, last = self._lines()
+        *lines, last = self.path.read_bytes().splitlines(keepends=True)
         entry = json.loads(last) | fields
         self.file.close()
         write_atomic(self.path, [*lines, _line(entry)])
@@ -218,9 +209,6 @@ class Metrics:
         # The whole line: a tracker may hide what an earlier start logged of this step.
         self._mirror({name: value for name, value in entry.items() if name != "at_start"})
         self._measured(entry["step"], fields)
-
-    def _lines(self) -> list[bytes]:
-        return self.path.read_bytes().splitlines(keepends=True)
 
     def _mirror(self, entry: dict[str, Any]) -> None:
         for tracker in self.trackers:

@@ -22,10 +22,9 @@ FLOOR = 0.1
 
 @dataclass(frozen=True)
 class BlockChange:
-    """The change of one block: how many of its layers are measured, the largest and the median ||dW|| / ||W|| of a layer, the
-    largest drift of a row's magnitude, |m / m_0 - 1| (LoRA: 0), and how many layers have rows whose dm is lost (is_lost in
-    adapters/dora.py). What the magnitudes do is in ||dW||, too (adapters/change.py). Of a layer with very small weights ||W||
-    is FLOOR's."""
+    """The change of one block: how many of its layers are measured, the largest and the median ||dW|| / ||W|| of a layer (of
+    very small weights ||W|| is FLOOR's), the largest drift of a row's magnitude, |m / m_0 - 1| (LoRA: 0), and how many layers
+    have rows whose dm is lost (is_lost in adapters/dora.py)."""
 
     layers: int
     largest: float
@@ -38,10 +37,7 @@ def weight_change(
     adapter: Adapter, start: Mapping[str, torch.Tensor] | None = None, phases: Phases = QUIET
 ) -> dict[str, BlockChange]:
     """How far each block of an adapter has moved, by its name. start: the weights that the run started from
-    (Adapter.state_dict); None: it started anew.
-
-    A layer of zeros, which has no size to be compared with, is left out, unless its change is not finite.
-    """
+    (Adapter.state_dict); None: it started anew. A layer of zeros is left out, unless its change is not finite."""
     layers: dict[str, tuple[LayerChange, int]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
@@ -76,8 +72,7 @@ def largest(numbers: Iterable[float]) -> float:
 
 
 def render(sections: Mapping[str, Mapping[str, Any]], columns: int) -> str:
-    """The sections as plain text in lines of at most `columns` characters: aligned, or where that is too wide, each row
-    in words. A word that is longer stays whole."""
+    """The sections as plain text in lines of at most `columns` characters: aligned, or where that is too wide in words."""
     lines = []
     for title, section in sections.items():
         table = [[str(cell) for cell in row] for row in (section["columns"], *section["rows"])]

@@ -9,17 +9,15 @@ Keys = Mapping[str, Any]  # of a config, by their full names, and what they beco
 
 
 def keeps(remedy: str, step: StepTable) -> bool:
-    """Whether what memory.fit changes by this name (memory.fit_by) changes no byte of a run, so that it may be changed in
-    mid-run."""
+    """Whether what memory.fit changes by this name (memory.fit_by) changes no byte of a run: it may change in mid-run."""
     if remedy == "checkpointing":
         return step.compile == "none"  # a compiler makes other sums of a block that is recomputed
     return remedy == "resident_blocks"
 
 
 def never(name: str, table: IntervalTable) -> Keys:
-    """What leaves out what the table of that name asks for every so many steps or epochs."""
-    keys = ("every_steps", "every_epochs") if table.every_epochs else ("every_steps",)
-    return {f"{name}.{key}": 0 for key in keys}
+    """The keys that leave out what the table of that name asks for every so many steps or epochs."""
+    return {f"{name}.every_steps": 0} | ({f"{name}.every_epochs": 0} if table.every_epochs else {})
 
 
 def in_words(keys: Keys) -> str:

@@ -37,10 +37,9 @@ def _of_the_same_name(made: type, *tables: Table) -> dict[str, Any]:
     """What the tables, the first before the second, set of a dataclass's fields."""
     given = {field.name: [getattr(table, field.name, None) for table in tables] for field in fields(made)}
     last = {name: value for name, values in given.items() for value in values[::-1] if value is not None}
-    # Paths and columns stay as they are on the disk.
-    return {
-        name: visible(value) if made is CaptionRules and isinstance(value, str) else value for name, value in last.items()
-    }
+    if made is CaptionRules:  # paths and columns stay as they are on the disk
+        last |= {name: visible(value) for name, value in last.items() if isinstance(value, str)}
+    return last
 
 
 def resolutions(given: Resolutions) -> tuple[int, ...]:
@@ -69,8 +68,8 @@ def read_sources(config: Config, phases: Phases, memo: Memo | None = None) -> Sc
 def open_cache(
     data: DataTable, folder: Path, foresee: Callable[[int], object] = lambda size: None
 ) -> Cache | MemoryCache | None:
-    """The cache of encodings; None where nothing is cached. folder: of a cache on disk. foresee: is told how many bytes will
-    be written there, once that is known."""
+    """The cache of encodings; None where nothing is cached. folder: of a cache on disk. foresee: is given the bytes that will
+    be written there, once they are known."""
     if data.cache == "none":
         return None
     if data.cache == "memory":

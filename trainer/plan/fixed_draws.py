@@ -5,10 +5,8 @@ import math
 from trainer.plan.run_plan import DataPlan
 
 QUARTERS = 4  # of the whole range of time: each has as many draws
-
 # Held-out photos. With 4 the interval of a change is 3.2 standard errors to either side, with 2 it is 12.7 (student.py).
 ENOUGH = 4
-
 FEWEST = 32  # draws of each kind of photo, however few photos there are
 
 

@@ -23,12 +23,8 @@ def resolve(table: OptimizerTable) -> OptimizerTable:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What some optimizers do not go with.
-
-    concerns: which, by their entries. what: of such an entry, for the table of docs/optimizers.md.
-    breaks: whether a config of such an optimizer has it; what it has, where the refusal names that. refusal: what is said
-    then, with the values {config}, {entry} and {breaks}.
-    """
+    """What some optimizers do not go with. concerns: which, by their entries. what: in words, for docs/optimizers.md. breaks:
+    what a config has of it, if anything. refusal: what is said, with the values {config}, {entry} and {breaks}."""
 
     concerns: Callable[[OptimizerKind], bool]
     what: Callable[[OptimizerKind], str]
@@ -92,9 +88,7 @@ EXCLUSIONS = (
         _finds,
         lambda entry: "a rule's `stop_step`",
         lambda config, entry: ", ".join(
-            f"adapter.rules[{place}].stop_step"
-            for place, rule in enumerate(config.adapter.rules)
-            if rule.stop_step is not None
+            f"adapter.rules[{n}].stop_step" for n, rule in enumerate(config.adapter.rules) if rule.stop_step is not None
         ),
         "{config.optimizer.name} estimates one rate over all parameters to the end; leave out {breaks}",
     ),
@@ -140,10 +134,6 @@ def _other_rates(config: Config) -> Iterator[str]:
     table = config.optimizer
     if table.lora_plus != 1:
         yield f"optimizer.lora_plus = {table.lora_plus:g}"
-    for key in ("text_encoder_lr", "magnitude_lr"):
-        rate = getattr(table, key)
-        if rate is not None and rate != table.lr:
-            yield f"optimizer.{key} = {rate:g}"
-    for index, rule in enumerate(config.adapter.rules):
-        if rule.lr is not None and rule.lr != table.lr:
-            yield f"adapter.rules[{index}].lr = {rule.lr:g}"
+    rates = {f"optimizer.{key}": getattr(table, key) for key in ("text_encoder_lr", "magnitude_lr")}
+    rates |= {f"adapter.rules[{index}].lr": rule.lr for index, rule in enumerate(config.adapter.rules)}
+    yield from (f"{key} = {rate:g}" for key, rate in rates.items() if rate is not None and rate != table.lr)

@@ -41,13 +41,6 @@ FAMILY_KEYS = {
 }  # fmt: skip
 
 
-# By the key, the timesteps that it belongs to.
-TIMESTEPS_OF = {
-    key: [name for name, reads in objectives.TIMES_READ.items() if key in reads]
-    for key in dict.fromkeys(key for reads in objectives.TIMES_READ.values() for key in reads)
-}
-
-
 # What a kind does not go with whose A and B are made of other parameters.
 COMPOSED = {
     "adapter.max_norm": "it scales A and B as they are trained, and this kind trains others",
@@ -78,20 +71,16 @@ def refuse_unread(config: Config, family: Family) -> None:
     check_kind(config)
     kind, formats = kind_named(config.adapter.type), config.export.formats
     if not family.file_formats(kind.in_files, formats):
-        raise UserError(
-            f"export.formats = {list(formats)} would leave no file: diffusers' loader of {family.name} takes no {kind.word}; "
-            "add 'comfyui'"
-        )
+        why = f"diffusers' loader of {family.name} takes no {kind.word}"
+        raise UserError(f"export.formats = {list(formats)} would leave no file: {why}; add 'comfyui'")
     if kind.form and (apart := [r.component for r in config.adapter.rules if r.component in family.adapters.peft]):
         raise UserError(
             f"a rule adapts {apart[0]}, whose files are a folder of PEFT's, and no {kind.word} is written there; "
             "leave the rule out, or take adapter.type = 'lora'"
         )
-    named = config.objective.timesteps
-    if named != "auto" and "objective.timesteps" in family.reads and named not in family.images.timesteps:
-        raise UserError(
-            f"objective.timesteps = {named!r} is not for {family.name}; use {', '.join(map(repr, family.images.timesteps))}"
-        )
+    named, known = config.objective.timesteps, family.images.timesteps
+    if named != "auto" and "objective.timesteps" in family.reads and named not in known:
+        raise UserError(f"objective.timesteps = {named!r} is not for {family.name}; use {', '.join(map(repr, known))}")
     _refuse(config, unread_keys(config, family))
 
 
@@ -99,18 +88,15 @@ def unread_keys(config: Config, family: Family) -> dict[str, str]:
     """The keys that have no effect, set or not: by key ("*": of all entries of a list), beside what, and the remedy."""
     absent = FAMILY_KEYS.keys() - set(family.reads)
     by_family = {key: f"on {family.name}; leave it out (only {FAMILY_KEYS[key]} read it)" for key in absent}
+    without_cfg = f"on {family.name} without cfg; leave it out, or set cfg above 1"
     for index, sample in enumerate(config.validation.samples if CFG in family.reads else ()):
         if sample.cfg is None:
-            by_family[f"validation.samples.{index}.negative"] = (
-                f"on {family.name} without cfg; leave it out, or set cfg above 1"
-            )
+            by_family[f"validation.samples.{index}.negative"] = without_cfg
     if not any(rule.component in family.text_encoders for rule in config.adapter.rules):
         by_family["optimizer.text_encoder_lr"] = "where no rule of the adapter names a text encoder; leave it out, or add one"
     if not family.memory.blocks:
-        by_family["memory.gradient_checkpointing"] = f"on {family.name}, which names no blocks to recompute; leave it out"
-        by_family["memory.offload"] = f"on {family.name}, which names no blocks to stream; leave it out"
-        by_family["memory.shard"] = f"on {family.name}, which names no blocks to share out; leave it out"
-        by_family["step.compile"] = f"on {family.name}, which names no blocks to compile; leave it out"
+        keys = ("memory.gradient_checkpointing", "memory.offload", "memory.shard", "step.compile")
+        by_family |= dict.fromkeys(keys, f"on {family.name}, which names no blocks for it; leave it out")
     return unread_beside_others(config) | _unread_of_objective(config.objective, family) | by_family
 
 
@@ -133,42 +119,36 @@ def unread_beside_others(config: Config) -> dict[str, str]:
         unread["data.cache_text"] = "with data.cache = 'none'; leave it out, or set data.cache = 'memory'"
     unread |= _unread_of_images(config.data)
     if not any(source.shuffle or source.tag_dropout or source.wildcards for source in config.data.sources):
-        unread["data.caption_variants"] = (
-            "where no source has shuffle, tag_dropout or wildcards; leave it out, or set one of them in a source"
-        )
+        lack = "where no source has shuffle, tag_dropout or wildcards; leave it out, or set one of them in a source"
+        unread["data.caption_variants"] = lack
     return unread
 
 
 def _unread_of_optimizer(config: Config) -> dict[str, str]:
-    unread, name = {}, config.optimizer.name
-    if name in OPTIMIZERS and OPTIMIZERS[name].apart and not kind_named(config.adapter.type).magnitudes:
-        # The library's own value is what the resolved config has.
-        changed = [key for key in ("betas", "eps") if getattr(config.optimizer, key) != getattr(OPTIMIZERS[name], key)]
-        beside = f"with optimizer.name = {name!r} and adapter.type = {config.adapter.type!r}"
-        remedy = f"{beside}: they are of magnitudes alone; leave it out"
-        unread |= {f"optimizer.{key}": remedy for key in changed}
-    return unread
+    table, name = config.optimizer, config.optimizer.name
+    if name not in OPTIMIZERS or not OPTIMIZERS[name].apart or kind_named(config.adapter.type).magnitudes:
+        return {}
+    # The library's own value is what the resolved config has.
+    changed = [f"optimizer.{key}" for key in ("betas", "eps") if getattr(table, key) != getattr(OPTIMIZERS[name], key)]
+    beside = f"with optimizer.name = {name!r} and adapter.type = {config.adapter.type!r}"
+    return dict.fromkeys(changed, f"{beside}: they are of magnitudes alone; leave it out")
 
 
 def _unread_of_objective(objective: ObjectiveTable, family: Family) -> dict[str, str]:
-    unread, choices = {}, family.images.timesteps
+    choices, unread = family.images.timesteps, {}
     timesteps = choices[0] if objective.timesteps == "auto" and choices else objective.timesteps
-    for key, names in TIMESTEPS_OF.items():
-        if timesteps not in names:
-            unread[f"objective.{key}"] = (
-                f"with {timesteps} timesteps; leave it out, or set objective.timesteps = {names[0]!r}"
-            )
-    return unread
+    for name, reads in objectives.TIMES_READ.items():  # the first that reads a key is the one that is named
+        lack = f"with {timesteps} timesteps; leave it out, or set objective.timesteps = {name!r}"
+        unread = {f"objective.{key}": lack for key in reads} | unread
+    read = {f"objective.{key}" for key in objectives.TIMES_READ.get(timesteps, ())}
+    return {key: lack for key, lack in unread.items() if key not in read}
 
 
 def _unread_of_images(data: DataTable) -> dict[str, str]:
-    unread = {}
     masks = [data.masks if source.masks is None else source.masks for source in data.sources]
-    remedy = "without masks; leave it out, or set masks = 'files' or 'alpha'"
-    if set(masks) == {"none"}:
-        unread["data.unmasked_weight"] = remedy
-    unread |= {f"data.sources.{index}.unmasked_weight": remedy for index, kind in enumerate(masks) if kind == "none"}
-    return unread
+    keys = [f"data.sources.{index}.unmasked_weight" for index, kind in enumerate(masks) if kind == "none"]
+    keys += ["data.unmasked_weight"] if len(keys) == len(masks) else []
+    return dict.fromkeys(keys, "without masks; leave it out, or set masks = 'files' or 'alpha'")
 
 
 def refuse_unread_by_model(config: Config, source: ModelSource) -> None:
@@ -196,14 +176,15 @@ def preserve_as(config: Config) -> str | None:
 
 def check_preserved(config: Config, *, cache_text: bool) -> None:
     """Raises UserError where objective.preserve has nothing to hold the adapter to."""
+    if not config.objective.preserve:
+        return
     key = f"objective.preserve = {config.objective.preserve:g}"
-    bare = [source.path for source in config.data.sources if not (source.trigger or source.regularisation)]
-    if config.objective.preserve and bare:
+    if bare := [source.path for source in config.data.sources if not (source.trigger or source.regularisation)]:
         raise UserError(
             f"{key}: the source {bare[0]!r} has no trigger: its captions would be both learned and preserved; set its "
             "trigger, or leave the key out"
         )
-    if config.objective.preserve and not cache_text:
+    if not cache_text:
         raise UserError(
             f"{key} needs captions that are encoded ahead by frozen text encoders; leave out rules for text encoders and "
             "data.cache_text = false"
@@ -221,13 +202,8 @@ def check_edits(source: ModelSource, examples: Iterable[Example]) -> None:
 
 
 def _refuse(config: Config, unread: Mapping[str, str]) -> None:
-    """unread: by the key (of all entries of a list, "*", or of one), where it has no effect, and the remedy.
-
-    A default that is written out is no mistake.
-    """
-    defaults = configs.known_keys()
-    lines = []
-    tree = configs.tree(config)
+    """unread: by the key (of all entries of a list, "*", or of one), where it has no effect, and the remedy."""
+    defaults, tree, lines = configs.known_keys(), configs.tree(config), []
     for key, value in configs.flatten(tree).items():
         name, whole = configs.generic(key), configs.whole(key)
         if whole != key and {whole, configs.generic(whole)} & unread.keys():  # one of a list's values, which are one choice

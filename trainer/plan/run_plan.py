@@ -94,9 +94,9 @@ class ModelPlan:
     """What is known of the model and its adapter before weights are read: all that loading and drawing take.
 
     storage: by component. options: the values of the keys that the family reads. cache_text: whether the encoders are gone
-    once captions are encoded. converted: the folder that keeps converted weights, if any. resident: of components whose
-    blocks are streamed, how many of them stay on the device. parts: of each of the denoiser's blocks, one in each process;
-    1: each has all of it. under: the frozen adapter below, with the file's digest.
+    once captions are encoded. converted: the folder that keeps converted weights, if any. resident: how many blocks stay on
+    the device, by streamed component. parts: of each of the denoiser's blocks, one in each process; 1: each has all of it.
+    under: the frozen adapter below, with the file's digest.
     """
 
     source: ModelSource
@@ -115,11 +115,6 @@ class ModelPlan:
     def family(self) -> Family:
         """The model's family."""
         return self.source.family
-
-    @property
-    def beneath(self) -> dict[str, str]:
-        """The digest of the frozen adapter below, as a checkpoint pins it; empty where there is none."""
-        return {} if self.under is None else {"under": self.under_sha256}
 
     @property
     def adapted(self) -> tuple[str, ...]:
@@ -179,19 +174,15 @@ def open_source(config: Config) -> ModelSource:
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:
-            raise UserError(
-                f"model.components.{name} is not a component of {family.name}; {patterns.suggestion(name, names)}"
-            )
+            near = patterns.suggestion(name, names)
+            raise UserError(f"model.components.{name} is not a component of {family.name}; {near}")
     source = open_model(
         family,
         config.model.path,
         config=config.model.config,
         component_paths={name: c.path for name, c in config.model.components.items() if c.path},
         revision=config.model.revision,
-        wanted=Wanted(
-            config.model.variant,
-            {component.name: storage.asked_precision(config, component) for component in family.components},
-        ),
+        wanted=Wanted(config.model.variant, {c.name: storage.asked_precision(config, c) for c in family.components}),
         recognise=quantization.recognise,
     )
     source.check_kind()
@@ -203,7 +194,7 @@ def open_source(config: Config) -> ModelSource:
 def make_plan(
     config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET, scanned: Scanned | Memo | None = None
 ) -> RunPlan:
-    """Check everything that can be without weights. Raises UserError for what cannot work. config: the resolved one.
+    """The plan, checked as far as can be without weights. Raises UserError for what cannot work. config: the resolved one.
     scanned: the photos, where they were read already, or what is known of their files."""
     family = source.family
     components = storage.storages(config, family)
@@ -217,12 +208,12 @@ def make_plan(
     targets, shapes, skipped = find_targets(config, family, source)
     refuse_idle_steps(config, targets, length.max_steps)
     adapted = {target.component for target in targets}
-    adapted_encoders = adapted - {family.denoiser}
-    cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
-    if cache_text and adapted_encoders:
+    encoders = ", ".join(sorted(adapted - {family.denoiser}))
+    cache_text = not encoders if config.data.cache_text == "auto" else config.data.cache_text
+    if cache_text and encoders:
         raise UserError(
-            f"data.cache_text = true cannot be combined with adapting {', '.join(sorted(adapted_encoders))}: "
-            "cached encodings would not follow the training; leave it out"
+            f"data.cache_text = true cannot be combined with adapting {encoders}: cached encodings would not follow the "
+            "training; leave it out"
         )
     check_preserved(config, cache_text=cache_text)
     return RunPlan(
@@ -249,11 +240,8 @@ def make_plan(
 def plan_data(
     config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | Memo | None = None
 ) -> tuple[DataPlan, Length]:
-    """Read the photos, and decide at which sizes and how often they are trained. config: the resolved one.
-
-    scanned: read already, whatever is damaged: then the plan is that of the sound photos; or what is known of their files.
-    Raises UserError for what cannot work.
-    """
+    """The photos, and at which sizes and how often they are trained. config: the resolved one. scanned: read already, and the
+    plan is that of the sound photos; or what is known of their files. Raises UserError for what cannot work."""
     data = config.data
     if not isinstance(scanned, Scanned):
         scanned = read_sources(config, phases, scanned)
@@ -264,7 +252,7 @@ def plan_data(
                 f"data.bucket_step = {data.bucket_step} does not suit {family.name} at data.resolution = {resolution}; "
                 f"use a multiple of {family.images.size_multiple} that is at most the resolution"
             )
-    photos, apart = held_out.split(scanned.photos, data.held_out)
+    trained, apart = held_out.split(scanned.photos, data.held_out)
     sized = partial(
         examples,
         step=data.bucket_step,
@@ -274,24 +262,22 @@ def plan_data(
         beside=family.images.references,
         max_aspect=data.max_aspect,
     )
-    bucketed = sized(photos)
+    bucketed, apart = sized(trained), sized(apart)
     if data.short_batches == "merge":
         bucketed = short_batches.merged(bucketed, batch_size=data.batch_size, enlarge=data.enlarge)
     group = config.step.accumulation * processes
     steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
-    apart_sized = sized(apart)
-    check_references(((str(e.photo.image), len(e.references)) for e in (*bucketed, *apart_sized)), family.images)
-    requests = requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images)
+    check_references(((str(e.photo.image), len(e.references)) for e in (*bucketed, *apart)), family.images)
     planned = DataPlan(
         table=data,
         seed=config.run.seed,
         scanned=scanned,
-        photos=photos,
+        photos=trained,
         examples=bucketed,
-        held_out=apart_sized,
-        measured=held_out.measured_examples(bucketed, apart_sized) if config.validation.loss_every_steps else {},
+        held_out=apart,
+        measured=held_out.measured_examples(bucketed, apart) if config.validation.loss_every_steps else {},
         alike=near_duplicates.groups(scanned.photos),
-        requests=requests,
+        requests=requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images),
     )
     return planned, Length(processes, steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch)
 
@@ -326,8 +312,7 @@ def check_objective(name: str, source: ModelSource, options: Mapping[str, Any], 
 
 
 def resolve(config: Config, source: ModelSource) -> Config:
-    """`config` with what the model and the libraries decide written out: every component's dtypes and backend, the bucket
-    step, the optimizer's own keys."""
+    """`config` with what the model and libraries decide: dtypes, backends, the bucket step, the optimizer's own keys."""
     smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
     step = config.data.bucket_step or buckets.bucket_step(smallest)
     keys = {"model.components": storage.resolve(config, source), "data.bucket_step": step}
@@ -339,20 +324,17 @@ def find_targets(
 ) -> tuple[tuple[Target, ...], dict[tuple[str, str], tuple[int, ...]], tuple[str, ...]]:
     """(what is adapted, weight shapes of the adaptable layers, layers skipped for want of a gradient path)."""
     named = [family.denoiser, *(r.component for r in config.adapter.rules if r.component in family.text_encoders)]
-    layers: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {name: [] for name in dict.fromkeys((*named, *family.text_encoders))}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     skipped, referenced = [], any(each.references for each in config.data.sources)
     for name in dict.fromkeys(named):
         dead = family.adapters.no_gradient(name, source.config(name), referenced)
-        layers[name] = []
         for layer, shape in adaptable_layers(source.build(name)).items():
             if any(fnmatchcase(layer, pattern) for pattern in dead):
                 skipped.append(f"{name}.{layer}")
             else:
                 layers[name].append(layer)
                 shapes[name, layer] = shape
-    for name in family.text_encoders:
-        layers.setdefault(name, [])
     targets = match_targets(
         layers,
         denoiser=family.denoiser,

@@ -39,8 +39,7 @@ def requests_of(
 
 
 def of_captions(examples: Sequence[Example]) -> list[Example]:
-    """Two examples whose captions are prompts: the first and one of the middle, fewer where there are no other captions, and
-    none of regularisation images."""
+    """Two examples whose captions are prompts: the first and one of the middle, or fewer; none of regularisation images."""
     subjects = [e for e in examples if not e.photo.source.regularisation and e.captions[0]]
     picks = [subjects[0], subjects[len(subjects) // 2]] if subjects else []
     return picks[: len({e.captions[0] for e in picks})]
@@ -75,8 +74,7 @@ def references(paths: Sequence[str], key: str) -> tuple[Image.Image, ...]:
 def truths_of(
     wanted: ValidationTable, requests: Sequence[SampleRequest], trained: Sequence[Example]
 ) -> tuple[Image.Image | None, ...]:
-    """What the samples ought to look like, scaled to cover their sizes and cropped; None where it is not known. Of an edit
-    out of the captions it is the photo."""
+    """What the samples ought to look like, scaled and cropped to their sizes; None: not known. An edit's is its photo."""
     if not requests:
         return ()
     truths: list[Image.Image | None] = [None] * (len(requests) - len(wanted.samples))
@@ -120,9 +118,7 @@ def check_references(counts: Iterable[tuple[str, int]], images: ImagePart) -> No
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:
     """Raises UserError where a sample's size is not a multiple of what the model needs."""
     for index, request in enumerate(requests):
-        if request.width % multiple or request.height % multiple:
-            raise UserError(
-                f"validation sample {index}: {request.width}x{request.height} is not a multiple of {multiple}; "
-                f"use {round(request.width / multiple) * multiple or multiple}x"
-                f"{round(request.height / multiple) * multiple or multiple}"
-            )
+        sides = (request.width, request.height)
+        if any(side % multiple for side in sides):
+            given, near = "x".join(map(str, sides)), "x".join(str(round(s / multiple) * multiple or multiple) for s in sides)
+            raise UserError(f"validation sample {index}: {given} is not a multiple of {multiple}; use {near}")

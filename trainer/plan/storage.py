@@ -25,11 +25,8 @@ DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
 
 @dataclass(frozen=True)
 class Storage:
-    """How one component of the model is stored, and in which dtype it computes.
-
-    exclude, sensitive: the config's and the family's patterns of layers that are not quantised.
-    scaled_matmul: multiply float8 Linears as float8. tf32: encode photos in TF32.
-    """
+    """How one component is stored, and in which dtype it computes. exclude, sensitive: the config's and the family's patterns
+    of layers that are not quantised. scaled_matmul: multiply float8 Linears as float8. tf32: encode photos in TF32."""
 
     name: str
     format: Format
@@ -129,7 +126,7 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
                 f"model.components.{component.name}.dtype = {table.dtype!r}: the VAE is not quantised (its convolutions "
                 "are a few hundred MB, and errors show in every image); use fp32, bf16 or fp16"
             )
-        compute = precision.compute_dtype(table.compute)
+        compute = precision.COMPUTE_DTYPES[table.compute]
         if (why := family.memory.no_fp16.get(component.name)) and table.compute == "fp16":
             raise UserError(
                 f"the {component.name} of {family.name} does not compute in fp16: {why}; set "
@@ -153,9 +150,8 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
 
 
 def resident_blocks(config: Config, source: ModelSource, adapted: Collection[str]) -> dict[str, int]:
-    """How many blocks stay on the device, of each component that is streamed: with memory.offload the denoiser, and text
-    encoders without an adapter, of which none stay. "auto" is 0 until a forecast was made. Raises UserError for more blocks
-    than there are."""
+    """How many blocks stay on the device, by streamed component: with memory.offload the denoiser, and text encoders without
+    an adapter, of which none stay. "auto" is 0 until a forecast was made. Raises UserError for more blocks than there are."""
     if config.memory.offload == "none":
         return {}
     family, asked = source.family, config.memory.resident_blocks
@@ -181,8 +177,7 @@ def parts(config: Config, processes: int) -> int:
 
 
 def weight_bytes(source: ModelSource, component: Storage, *, held: Mapping[str, HeldWeight | torch.dtype]) -> int:
-    """The bytes of a component's weights in memory. held: what its files hold quantised and is taken as it is
-    (ModelSource.held)."""
+    """The bytes of a component's weights in memory. held: what is taken as its files hold it (ModelSource.held)."""
     module = source.build(component.name)
     component.swap(module, kernels=dora_torch, held=held)  # nothing is computed
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in module.state_dict().values())

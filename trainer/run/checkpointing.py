@@ -16,11 +16,8 @@ from trainer.runtime.jobs import Every, Job, Position
 
 @dataclass(kw_only=True)
 class Saves:
-    """Hands the run's state to the saver. All processes call it at the same step; the main one writes.
-
-    is_finite: whether the state is worth keeping; lr: what to lower where it is not. every_minutes: after the last save, or
-    the start, for `overdue`; 0 is never. clock: gives seconds.
-    """
+    """Hands the run's state to the saver. All processes call it at the same step; the main one writes. is_finite: whether the
+    state is worth keeping; lr: what to lower where it is not. every_minutes: for `overdue`; 0 is never. clock: in seconds."""
 
     pieces: Pieces
     saver: Saver
@@ -38,7 +35,7 @@ class Saves:
 
     @property
     def overdue(self) -> bool:
-        """Whether this process's clock asks for a save of the present step. Only one process's clock can count."""
+        """Whether this process's clock asks for a save of the present step."""
         return 0 < 60 * self.every_minutes <= self.clock() - self._last and not self.done
 
     @property
@@ -52,11 +49,8 @@ class Saves:
         return self.saver.failed
 
     def save(self, *, final: bool = False, alone: bool = False) -> None:
-        """Hand the present state to the saver, unless it has it. final: wait until it is on the disk. alone: no other process
-        is waited for.
-
-        Raises NonFiniteError, in all processes, where the state is not worth keeping; the checkpoints before it stand.
-        """
+        """Hand the present state to the saver, unless it has it. final: wait until it is on the disk. alone: wait for no
+        other process. Raises NonFiniteError, in all processes, where the state is not worth keeping."""
         step, saver = self.progress.step, self.saver
         self._last = self.clock()
         if step > saver.step and not self.is_finite():
@@ -65,7 +59,7 @@ class Saves:
                 f"checkpoints before it stand\nstart a new run with a lower optimizer.lr than {self.lr:g}"
             )
         if self.context.processes.is_main:
-            # Seen to its end whatever signal comes. Beside the training it is not waited for, and shows nothing.
+            # Seen to its end whatever signal comes.
             with self.context.phases(f"saving step {step}", unit="B", obey=False) as phase:
                 if final and (failure := saver.join(phase.advance)) is not None:
                     self.context.processes.say(f"warning: an earlier checkpoint could not be written ({failure})")
@@ -78,7 +72,7 @@ class Saves:
             self.context.processes.wait()
 
     def job(self, every: Every, stop_after: int) -> Job:
-        """What is saved then, and after the last step of this start, which is waited for."""
+        """The job of saving then, and after the last step of this start, which is waited for."""
 
         def save(at: Position) -> None:
             if at.due(every):
@@ -99,14 +93,12 @@ class Saves:
         self._answer(failure, goes_on=self.on_failure == "continue")
 
     def _answer(self, failure: Exception | None, *, goes_on: bool) -> None:
-        """goes_on: also after an OSError; where the last step of a run is on the disk, all is well."""
-        if failure is None:
-            return
-        if not (goes_on and isinstance(failure, OSError)):
+        """Raises the failure, but for an OSError where the run `goes_on`."""
+        if failure is not None and not (goes_on and isinstance(failure, OSError)):
             raise failure
-        self.context.processes.say(
-            f"warning: a checkpoint could not be written, or older ones not deleted ({failure}); training goes on"
-        )
+        if failure is not None:
+            what = f"a checkpoint could not be written, or older ones not deleted ({failure})"
+            self.context.processes.say(f"warning: {what}; training goes on")
 
     def close(self) -> None:
         """Wait for what is being written, at the end of the run, however it came."""

@@ -11,21 +11,18 @@ UNNAMED = re.compile(r"/[0-9a-f]{64}(/_data)?$|/kubernetes\.io~empty-dir/")
 
 
 def doubts(output: Path, name: str) -> list[str]:
-    """A sentence for people where `output`, the folder called `name` by the config, may go with the container; else none.
-
-    Only in a container of this project's image.
-    """
+    """A sentence where `output`, which the config calls `name`, may go with a container of this project's image; else
+    none."""
     if IN_IMAGE not in os.environ:
         return []
     source, point, kind = _mount(output.resolve())
     if point == "/" or kind == "tmpfs":
-        return [f'{name} is in the container and goes with it: mount a folder, as with docker run -v "$PWD/outputs:/outputs"']
-    if UNNAMED.search(source):
-        return [
-            f"{name} is on a volume without a name, which goes with the container under docker run --rm or in Kubernetes: "
-            'mount a folder, as with docker run -v "$PWD/outputs:/outputs"'
-        ]
-    return []
+        doubt = "is in the container and goes with it"
+    elif UNNAMED.search(source):
+        doubt = "is on a volume without a name, which goes with the container under docker run --rm or in Kubernetes"
+    else:
+        return []
+    return [f'{name} {doubt}: mount a folder, as with docker run -v "$PWD/outputs:/outputs"']
 
 
 def _mount(path: Path) -> tuple[str, str, str]:

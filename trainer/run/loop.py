@@ -33,9 +33,9 @@ BY_THE_CLOCK, BY_SIGNAL = 1, 2
 class Loop:
     """Steps until the end, `stop_after`, a signal, or what ends a run. All processes go through it side by side.
 
-    data: the micro-batches of every update still to come, and this process's share of them, read; it is closed here.
-    last, stop_after: steps; stop_after is at most last. measurements: writes the log. jobs: what is done after its line.
-    pending: what ends the run once all processes know of it.
+    data: the micro-batches of every update still to come, and this process's share of them, read; it is closed here. last,
+    stop_after: steps; stop_after is at most last. measurements: writes the log. jobs: done after its line. pending: what ends
+    the run once all processes know of it.
     """
 
     step: Step
@@ -52,19 +52,15 @@ class Loop:
     pending: Exception | None = field(default=None, init=False)
 
     def steps(self) -> Generator[Fields]:
-        """The steps, each when it is made and all that is due after it is done: its line of the log. However it ends, also
-        where it is closed, the last whole step is saved.
-
-        Raises Interrupted, PeerStopped, one of ENDINGS, OSError, KeyboardInterrupt.
-        """
+        """The line of the log of each step, when all that is due after it is done. However it ends, also where it is closed,
+        the last whole step is saved. Raises Interrupted, PeerStopped, one of ENDINGS, OSError, KeyboardInterrupt."""
         progress, at_once = self.state.progress, False
         self.signals.promise = SAVED
         try:
             with cause_first():
                 yield from self._steps()
             if not self.finished:
-                said = f"stopped after step {progress.step} as asked (run.stop_after), which is saved"
-                self.context.processes.say(said)
+                self.context.processes.say(f"stopped after step {progress.step} as asked (run.stop_after), which is saved")
         except GeneratorExit:
             self.saves.save(final=True)
             raise
@@ -135,11 +131,8 @@ class Loop:
             return [], []
 
     def _agree(self) -> None:
-        """Do between two steps what any process was asked to do or met with, in all of them at the same step.
-
-        Raises Interrupted for a signal, OSError for a checkpoint that could not be written, what is pending. Only what was
-        agreed counts: a signal that comes in the meantime is told to the others before the next step.
-        """
+        """Do between two steps what any process was asked to do or met with, in all of them at the same step. Raises
+        Interrupted for a signal, OSError for a checkpoint that could not be written, what is pending."""
         processes, step = self.context.processes, self.state.progress.step
         kind = next((place for place, ending in enumerate(ENDINGS, 1) if isinstance(self.pending, ending)), 0)
         save = BY_SIGNAL if self.signals.save else BY_THE_CLOCK if processes.is_main and self.saves.overdue else 0

@@ -20,10 +20,10 @@ from trainer.run.run import Run
 
 @contextmanager
 def opened(run: Run) -> Iterator[None]:
-    """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
+    """A block with the output folder, held for this run alone: with the resolved config, without what a killed start left.
 
-    After all that can refuse the run: a refused one leaves the output as it was. A checkpoint with other values than this run
-    is pinned to (--allow) gives its place to one that pins these, so that the next start needs no --allow.
+    A checkpoint with other values than this run is pinned to (--allow) gives its place to one that pins these, so that the
+    next start needs no --allow.
     """
     config, step, resumed = run.plan.config, run.progress.step, run.resumed
     processes, phases, layout = run.context.processes, run.context.phases, run.context.layout
@@ -43,24 +43,21 @@ def opened(run: Run) -> Iterator[None]:
             files.remove_folder(folder)
         named = store.settle(layout.checkpoints)
         files.write_atomic(layout.config, [configs.dumps(config).encode()])
-        # In this order no kill in between loses what is resumed or a line of the log: first a checkpoint from elsewhere
-        # becomes the run's own, then what later steps left goes aside, then later checkpoints lose their names, by which
-        # the next start would know of them, then the log loses their lines.
+        # In this order no kill in between loses what is resumed or a line of the log: by later checkpoints' names the next
+        # start knows of what later steps left.
         own = layout.checkpoints / folder_name(step)
         if resumed is not None and (run.changed or named.get(resumed, resumed).resolve() != own.resolve()):
             store.save(layout.checkpoints, step, run.pieces.pack(), instead=True)
-        if store.steps(layout.checkpoints)[-1:] > [step]:
-            aside = start_point.set_aside_results(layout, name=config.run.name, after=step)
-            if aside is not None:
-                processes.say(
-                    f"warning: samples, adapter files and the log of later steps are set aside in {aside}; "
-                    "delete it when you do not want them back"
-                )
+        later = store.steps(layout.checkpoints)[-1:] > [step]
+        if later and (aside := start_point.set_aside_results(layout, name=config.run.name, after=step)) is not None:
+            processes.say(
+                f"warning: samples, adapter files and the log of later steps are set aside in {aside}; "
+                "delete it when you do not want them back"
+            )
         for moved in store.set_aside(layout.checkpoints, after=step):
             processes.say(f"warning: a later checkpoint is set aside as {moved}; delete it when you need no way back")
         metrics.cut(layout.metrics, step)
         # Of steps that a killed start made after its last checkpoint, perhaps with other prompts: they are made again.
-        # So are their adapter files, each in the place of the old one.
         for folder in layout.samples.glob("*"):
             own_step = step_of(folder.name)
             if own_step is not None and (own_step > step or step == 0):
@@ -79,10 +76,11 @@ def opened(run: Run) -> Iterator[None]:
 
 
 def _bring(checkpoint: Path | None, layout: Layout) -> None:
-    """Copy what the run of a checkpoint from elsewhere logged and drew: this run goes on with it. Of a checkpoint that lies
-    alone there is nothing."""
-    old = Layout(checkpoint.resolve().parent.parent) if checkpoint else layout
-    if checkpoint is None or old.root == layout.root.resolve() or old.checkpoints != checkpoint.resolve().parent:
+    """Copy what the run of a checkpoint from elsewhere logged and drew; of a checkpoint that lies alone there is nothing."""
+    if checkpoint is None:
+        return
+    old = Layout(checkpoint.resolve().parent.parent)
+    if old.root == layout.root.resolve() or old.checkpoints != checkpoint.resolve().parent:
         return
     log = old.metrics.read_bytes() if old.metrics.exists() else b""
     files.write_atomic(layout.original, [log])

@@ -56,10 +56,8 @@ from trainer.runtime.jobs import Fields, Job, Position
 
 @dataclass(frozen=True)
 class Run:
-    """What `build` made: everything that a step needs, and what a checkpoint is made of. Nothing is trained yet.
-
-    resumed: the checkpoint that it goes on from. changed: --allow replaced a value pinned there.
-    """
+    """Everything that a step needs, and what a checkpoint is made of. Nothing is trained yet. resumed: the checkpoint that it
+    goes on from. changed: --allow replaced a value pinned there."""
 
     plan: RunPlan
     context: RunContext
@@ -119,8 +117,7 @@ class Run:
 
 
 def build(config: Config, source: ModelSource, context: RunContext, launch: Launch) -> Run:
-    """Everything up to the first step. config: the resolved one. Reads the checkpoint to go on from; writes only caches.
-    Raises UserError for all that can be refused without a step."""
+    """Everything up to the first step; only caches are written. config: the resolved one. Raises UserError."""
     allowed, ports = launch.allowed, launch.ports
     peers, phases = context.processes, context.phases
     there = Memory.of(peers.device, config).everywhere(peers.largest)
@@ -152,9 +149,10 @@ def build(config: Config, source: ModelSource, context: RunContext, launch: Laun
     refuse_unlike_states(peers, config, pieces)
     give_back()
     assert begun.environment is not None
-    about = {"contents": contents, "environment": begun.environment.value}
-    pages = ports.pages
-    page = None if pages is None else pages.page_of(plan, components, context, begun.progress, begun.start, **about)
+    page = None
+    if ports.pages is not None:
+        about = {"contents": contents, "environment": begun.environment.value}
+        page = ports.pages.page_of(plan, components, context, begun.progress, begun.start, **about)
     return Run(
         plan=plan,
         context=context,
@@ -178,12 +176,12 @@ def build_components(
     cache, peers = cache_dir(plan.config), context.processes
     files.make_folder(cache, "data.cache_dir")
     digests = FileDigests(cache / "digests.json", context.phases)
-    given = {"kernels": kernels, "attention": attention, "processes": peers, "phases": context.phases}
     compiler = Compiler(cache / "compiled", str(attention), peers.say) if plan.config.step.compile == "blocks" else None
-    components = Components(plan.model, digests=digests, compiler=compiler, **given)
+    given = {"kernels": kernels, "attention": attention, "compiler": compiler}
+    components = Components(plan.model, digests=digests, processes=peers, phases=context.phases, **given)
     peers.say(str(report_captions(plan.data, components.family, components.model)))
-    cached = plan.model.before_steps
-    contents = plan.model.source.contents(cached, digests.of) | plan.model.beneath
+    cached, beneath = plan.model.before_steps, {} if plan.model.under is None else {"under": plan.model.under_sha256}
+    contents = plan.model.source.contents(cached, digests.of) | beneath
     pieces.enter("model", pins.pin_model(contents, cached=cached, snapshots=plan.model.source.snapshots))
     return components, contents
 
@@ -191,8 +189,7 @@ def build_components(
 def build_state(
     plan: RunPlan, components: Components, begun: Beginning, allowed: Allowance
 ) -> tuple[TrainState, Origin, Step]:
-    """(what the steps change, what adapter files say of the run, the step). Loads what is trained; enters the rest of the
-    pieces."""
+    """(what the steps change, what adapter files say of the run, the step). Enters the rest of the pieces."""
     pieces, start, progress = begun.pieces, begun.start, begun.progress
     load_trained(plan, components, pieces)
     adapter, norms = build_adapter(plan.config, components, pieces)
@@ -252,16 +249,15 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
         remedy=f"{go_on} and {in_words(never('export', export))}",
     )
     # After the samples, whose first one may be the files' thumbnail. The last step's files are written at the end.
-    jobs = [measured, moved, saved, samples, exported]
-    if page is not None:
+    if page is None:
+        return [measured, moved, saved, samples, exported]
 
-        def show(at: Position) -> None:
-            page.after_step(news=not at.fresh or any(job.due(at) for job in (measured, saved, samples, exported)))
+    def show(at: Position) -> None:
+        page.after_step(news=not at.fresh or any(job.due(at) for job in (measured, saved, samples, exported)))
 
-        shown = Job(name="the report was written", due=lambda at: True, run=show, remedy=run.step.too_large, shared=True)
-        # Before the samples, too: what is new by then need not wait until they are drawn.
-        jobs[3:] = replace(shown, due=samples.due), samples, exported, shown
-    return jobs
+    shown = Job(name="the report was written", due=lambda at: True, run=show, remedy=run.step.too_large, shared=True)
+    # Before the samples, too: what is new by then need not wait until they are drawn.
+    return [measured, moved, saved, replace(shown, due=samples.due), samples, exported, shown]
 
 
 # --- output, loop, end ------------------------------------------------------------------------------------------------
@@ -270,8 +266,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
 def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
     """The steps of a run whose output is open. more: jobs after the run's own."""
     plan, config, state, context = run.plan, run.plan.config, run.state, run.context
-    peers, layout = context.processes, context.layout
-    attached = run.attached
+    peers, layout, attached = context.processes, context.layout, run.attached
     log = metrics.Metrics(
         layout.metrics,
         trackers=attached.trackers.open_trackers(config, context, state.progress) if attached.trackers else (),
@@ -307,6 +302,7 @@ def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
         every_minutes=config.checkpoint.every_minutes,
     )
     jobs = [*jobs_of(run, saves), *more]
+    fields = [job for job in jobs if job.fields]
     return Loop(
         step=run.step,
         data=run.data(),
@@ -315,9 +311,7 @@ def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
         stop_after=run.stop_after,
         saves=saves,
         jobs=[job for job in jobs if not job.fields],
-        measurements=Measurements(
-            [job for job in jobs if job.fields], log, optim.levers(config.optimizer.name), peers, changed
-        ),
+        measurements=Measurements(fields, log, optim.levers(config.optimizer.name), peers, changed),
         non_finite=run.non_finite,
         context=context,
         signals=signals,

@@ -1,7 +1,6 @@
 """A run that is open: the one way in, for the command line, for every tool, and for Python (docs/api.md).
 
-Nothing here ends the process: a mistake is a UserError, a stop an Interrupted, and what ends the command line with another
-status is raised as what it is (base/errors.py).
+Nothing here ends the process: mistakes, stops and all else are raised (base/errors.py).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from trainer.resume.unlike import refuse_unlike_configs
 from trainer.run.output_folder import opened
 from trainer.run.run import Run, build, close, make_loop
 from trainer.run.setup import Launch
-from trainer.runtime.attention import Attention
+from trainer.runtime.attention import TORCHS_OWN, Attention
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import start_processes
 from trainer.runtime.jobs import Job
@@ -62,8 +61,7 @@ def load_config(file: str | Path, changes: dict[str, Any] | None = None) -> Conf
 
 
 def measuring(config: Config) -> Config:
-    """The config of a run that only measures its held-out loss: nothing is trained, compiled or written but caches of the
-    model's own."""
+    """The config of a run that only measures its held-out loss: nothing is written but caches of the model's own."""
     keys = {
         "data.cache": "memory", "step.compile": "none", "step.graphs": False, "memory.shard": False,
         "memory.gradient_checkpointing": False, "validation.every_steps": 0, "validation.every_epochs": 0,
@@ -75,8 +73,8 @@ def measuring(config: Config) -> Config:
 class Session:
     """A run that is open. `open` is how one is made; `with` lets it go.
 
-    source: the model's files. config: with what the model and the libraries decide written out. only: "train", or "measure"
-    for a session that trains nothing, writes nothing and may stand beside others. quiet: it says nothing but warnings.
+    source: the model's files. config: the resolved one. only: "train", or "measure" for a session that trains nothing, writes
+    nothing and may stand beside others. quiet: it says nothing but warnings.
     """
 
     def __init__(self, config: Config, only: Literal["train", "measure"], launch: Launch) -> None:
@@ -121,8 +119,7 @@ class Session:
     # --- before a weight is read
 
     def plan(self, *, processes: int = 1, phases: Phases = QUIET, scanned: Scanned | Memo | None = None) -> RunPlan:
-        """What the run would do, checked without weights. scanned: photos that were read already, or what reads them. Raises
-        UserError."""
+        """The run's plan, checked without weights. scanned: photos that were read, or what reads them. Raises UserError."""
         return make_plan(self.config, self.source, processes=processes, phases=phases, scanned=scanned)
 
     # --- to measure
@@ -133,14 +130,12 @@ class Session:
         return start_processes(self.config, quiet=self.quiet)
 
     def components(
-        self, model: ModelPlan, phases: Phases, *, attention: Attention | None = None, kind: Callable[..., Any] = Components
+        self, model: ModelPlan, phases: Phases, *, attention: Attention = TORCHS_OWN, kind: Callable[..., Any] = Components
     ) -> Any:
         """The model of a plan whose weights are on this machine; nothing of it is loaded yet. kind: its class."""
-        fused, more = kernels.choose(self.config.adapter.kernels, self.processes.device), {}
-        if attention is not None:
-            more = {"attention": attention}
-        digests = FileDigests(phases=phases)
-        return kind(model, kernels=fused, digests=digests, processes=self.processes, phases=phases, **more)
+        fused = kernels.choose(self.config.adapter.kernels, self.processes.device)
+        given = {"kernels": fused, "digests": FileDigests(phases=phases), "attention": attention}
+        return kind(model, processes=self.processes, phases=phases, **given)
 
     # --- to train
 
@@ -230,8 +225,8 @@ class Session:
 
     @property
     def lr(self) -> float:
-        """The rate of the next step, of the first group of parameters; setting it scales all groups', and what the schedule
-        still makes of them. It does not stand in a checkpoint: a resumed run has the config's rate."""
+        """The first group's rate in the next step; setting it scales all groups', now and in the schedule. It does not stand
+        in a checkpoint: a resumed run has the config's rate."""
         return self.run.step.schedule.get_last_lr()[0]
 
     @lr.setter
@@ -254,9 +249,8 @@ class Session:
             samples = (SampleTable.model_validate({"prompt": prompt, **fields}),)
         except ValidationError as error:
             raise UserError(f"session.sample: {mistakes.explain(error.errors(include_url=False))}") from error
-        config = with_values(
-            self.config, {"validation.prompts": (), "validation.samples": samples, "validation.every_steps": 1}
-        )
+        keys = {"validation.prompts": (), "validation.samples": samples, "validation.every_steps": 1}
+        config = with_values(self.config, keys)
         refuse_unread(config, plan.model.family)
         refuse_unread_by_model(config, plan.model.source)
         (asked,) = requests_of(config.validation, (), plan.data.resolution, plan.model.family.images)
@@ -267,8 +261,8 @@ class Session:
             return draw(components.model, asked, conditioning(asked.prompt), conditioning(asked.negative))
 
     def export(self, path: str | Path) -> list[Path]:
-        """Write the adapter as it is, in the config's formats: diffusers' file at the path, the others beside it. Returns the
-        files. Raises NotTrained before the first update."""
+        """The files of the adapter as it is, written in the config's formats: diffusers' at the path, the others beside it.
+        Raises NotTrained before the first update."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         return list(self.run.artifacts().export(path.name.removesuffix(".safetensors"), folder=path.parent).values())

@@ -1,7 +1,6 @@
 """What a start settles before it needs a weight: where it begins, its plan, and that both fit together.
 
-`--plan` ends here. So it refuses what the training would refuse, in the same words. Only what would keep a run from being
-written over is a warning there: a plan writes nothing.
+`--plan` ends here, so it refuses what the training would. What keeps a run from being written over is a warning there.
 """
 
 import os
@@ -29,7 +28,7 @@ from trainer.data import identity
 from trainer.data.batches import sampler
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.memo import Memo
-from trainer.engine.components import tokenizers_alone
+from trainer.engine.components import without_modules
 from trainer.engine.encoding import report_captions
 from trainer.models.loading import ModelSource
 from trainer.plan.data_sources import cache_dir, open_cache, open_memo
@@ -45,12 +44,10 @@ from trainer.runtime.device import Memory
 
 @dataclass(frozen=True)
 class Beginning:
-    """A run before a weight is read. saved: the checkpoint that it goes on from. pieces: those that need no weight are
-    entered. environment: what `pin_environment` gave; None where the device need not be here. attention: the denoiser's.
-    memo: what the start learned of the photos' files, not written yet."""
+    """A run before a weight is read. saved: the checkpoint that it goes on from. pieces: without those that need a weight.
+    environment: None where the device need not be here. attention: the denoiser's. memo: of the photos, not written yet."""
 
     plan: RunPlan
-    layout: Layout
     saved: Saved | None
     pieces: Pieces
     progress: Progress
@@ -62,9 +59,8 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Launch:
-    """The way a run is started. resume_from, allowed: what the command line says. ports: the parts that it is given.
-    planned: nothing will be written. elsewhere: what this machine lacks is said and not refused, as another one is planned
-    for. verify: every photo is read, whatever an earlier start knows of it."""
+    """The way a run is started. ports: the parts that it is given. planned: nothing will be written. elsewhere: what this
+    machine lacks is said and not refused. verify: every photo is read, whatever an earlier start knows of it."""
 
     resume_from: str | None
     allowed: Allowance
@@ -85,10 +81,7 @@ def begin(
     say: Callable[[str], None],
 ) -> Beginning:
     """Reads photos, headers and the checkpoint to go on from; writes nothing. config: the resolved one. there: where it
-    computes.
-
-    Raises UserError for what can be refused without weights.
-    """
+    computes. Raises UserError for what can be refused without weights."""
     allowed = asked.allowed
     if lost := refuse_unserved(config, asked.ports):
         say(f"note: no {lost}: this run was opened without the parts that make them (ports=workbench.PORTS has them)")
@@ -128,12 +121,12 @@ def begin(
         environment = pieces.enter("environment", pin)
     start_point.check_length(plan, progress, saved and saved.folder, allowed, say)
     if config.data.strict_captions and source.fetched:
-        report_captions(plan.data, source.family, tokenizers_alone(source, plan.model.options))
-    layout = Layout(Path(config.run.output_dir))
-    if layout.lock.exists() and os.access(layout.lock, os.W_OK):
-        with files.locked(layout.lock, shared=True):  # each process of this start asks at about the same time
+        report_captions(plan.data, source.family, without_modules(source, plan.model.options))
+    lock = Layout(Path(config.run.output_dir)).lock
+    if lock.exists() and os.access(lock, os.W_OK):
+        with files.locked(lock, shared=True):  # each process of this start asks at about the same time
             pass
-    return Beginning(plan, layout, saved, pieces, progress, start, environment, attention, memo)
+    return Beginning(plan, saved, pieces, progress, start, environment, attention, memo)
 
 
 def _chosen(plan: RunPlan, there: Memory, ports: Ports, *, kept: Collection[str], say: Callable[[str], None]) -> RunPlan:
@@ -147,8 +140,7 @@ def _chosen(plan: RunPlan, there: Memory, ports: Ports, *, kept: Collection[str]
 
 
 def _check_machine(config: Config, asked: Launch, say: Callable[[str], None]) -> None:
-    """Raises UserError, or OSError, where the run could not write here, or lacks a library for it; elsewhere that is
-    said."""
+    """Raises UserError, or OSError, where the run could not write here, or lacks a library; elsewhere that is said."""
     checks = [
         partial(files.check_folder, Path(config.run.output_dir), "run.output_dir"),
         partial(files.check_folder, cache_dir(config), "data.cache_dir"),
@@ -175,11 +167,8 @@ def written_bytes(plan: RunPlan, adapter: Adapter, optimizer: torch.optim.Optimi
 
 def disk_needs(plan: RunPlan, checkpoint: int, adapter: int, cache: int = 0) -> dict[str, tuple[Path, int]]:
     """(folder, bytes that will be written there) by the key that moves them: weights of a hub id, what the run leaves,
-    encodings.
-
-    checkpoint, adapter: bytes of each checkpoint, of the trained weights. cache: of all encodings; 0 where they are there. An
-    image takes two bytes a pixel, as those of photos do.
-    """
+    encodings. checkpoint, adapter: bytes of each checkpoint, of the trained weights. cache: of all encodings; 0 where they
+    are there. An image takes two bytes a pixel, as those of photos do."""
     config, source, steps = plan.config, plan.model.source, plan.length.max_steps
     layout, versions = Layout(Path(config.run.output_dir)), 1 + (config.ema.kind == "constant")
     kept = min(config.checkpoint.keep_last, steps) + 1  # the oldest goes when the newest is there
@@ -198,8 +187,7 @@ def disk_needs(plan: RunPlan, checkpoint: int, adapter: int, cache: int = 0) -> 
 
 
 def to_write(size: int, folder: Path) -> int:
-    """What is left of `size` bytes that a folder will hold, after those that it holds already and will take the place of.
-    Checkpoints that were set aside stay."""
+    """What is left of `size` bytes that a folder will hold, after those that are there. Checkpoints set aside stay."""
     inside = (path for path in folder.rglob("*") if not path.relative_to(folder).parts[0].startswith("superseded-"))
     return max(0, size - sum(path.lstat().st_size for path in inside if path.is_file()))
 
@@ -220,7 +208,7 @@ def shortages(needs: Mapping[str, tuple[Path, int]]) -> list[str]:
 
 
 def warn_of_disk(needs: Mapping[str, tuple[Path, int]], say: Callable[[str], None]) -> None:
-    """Say what is too small for that. The run goes on: room may be made meanwhile."""
+    """Say which disks are too small. The run goes on: room may be made meanwhile."""
     for line in shortages(needs):
         say(f"warning: {line}")
 
@@ -235,20 +223,15 @@ def environment_pin(
     config: Config, device: torch.device, kernels: str, attention: str, processes: int, say: Callable[[str], None]
 ) -> Pin:
     """What a step's last bits depend on, here."""
-    # Only a compiler makes other sums of a block that is recomputed.
-    compiled = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
-    chosen = {
-        "kernels": kernels,
-        "attention": attention,
-        "compiled": pins.NOT_COMPILED if config.step.compile == "none" else compiled,
-        "processes": processes,
-    }
+    compiled = pins.NOT_COMPILED
+    if config.step.compile != "none":  # only a compiler makes other sums of a block that is recomputed
+        compiled = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
+    chosen = {"kernels": kernels, "attention": attention, "compiled": compiled, "processes": processes}
     return pins.pin_environment(device, config.optimizer.name, chosen, deterministic=config.run.deterministic, say=say)
 
 
 def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], None]) -> Attention:
-    """What computes the denoiser's attention there; said where it is a choice. Raises UserError for a kind that the device
-    lacks."""
+    """The denoiser's attention there; said where it is a choice. Raises UserError for a kind that the device lacks."""
     asked, source, denoiser = plan.config.step.attention, plan.model.source, plan.model.family.denoiser
     dtype = plan.model.storage[denoiser].compute
     layouts = {example.layout for example in plan.data.examples}

@@ -1,15 +1,6 @@
-"""Which of torch's kernels compute the denoiser's attention, and attention over few tokens on a CPU.
+"""Which of torch's kernels compute the denoiser's attention (step.attention), and attention over few tokens on a CPU.
 
-`step.attention` is the denoiser's alone: text encoders and the VAE have masks, fp32 and wide heads, which not every kernel
-takes. They, and the denoiser under "auto" where cuDNN's is not the faster, have torch's own order: flash, memory-efficient,
-plain (precision.py leaves cuDNN's out of it).
-
-In blocks that are recomputed but for attention (memory.gradient_checkpointing = "selective"), the fused kernels' output and
-row sums are kept, and the backward pass begins there. Plain attention and masks keep nothing.
-
-On a CPU, attention over few tokens is computed in fp32, where the denoiser computes in 16 bits. There torch's attention of
-16-bit tensors takes up to 8 times as long as copies in fp32 and attention of these (torch 2.13; figures:
-docs/benchmarks/cpu.md). Over many tokens the copies cost memory and, in bf16, more time than they save.
+Text encoders and the VAE have masks, fp32 and wide heads, which not every kernel takes: they keep torch's own order.
 """
 
 import warnings
@@ -29,7 +20,8 @@ from trainer.base.errors import UserError
 from trainer.base.protocols import Kernels
 from trainer.kernels import dora_torch
 
-# Queries up to which fp32 was the faster at every head size, forward and backward.
+# Queries up to which copies in fp32, and attention of these, are faster on a CPU than torch's attention in 16 bits (by up to
+# 8 times, torch 2.13, docs/benchmarks/cpu.md), at every head size, forward and backward.
 FEW = 128
 
 KERNELS = {
@@ -52,11 +44,8 @@ TOLERANCE = 2.0**-6
 
 @dataclass(frozen=True)
 class Attention:
-    """What computes the denoiser's attention.
-
-    kinds: of KERNELS, in order: each call takes the first that can take it, and torch raises RuntimeError where none can.
-    None named: torch's own order. note: why it is not what it could be.
-    """
+    """What computes the denoiser's attention. kinds: of KERNELS; each call takes the first that can take it, and torch raises
+    RuntimeError where none can; none named: torch's own order. note: why it is not what it could be."""
 
     kinds: tuple[str, ...] = ()
     note: str = ""
@@ -65,8 +54,8 @@ class Attention:
         return ", ".join(self.kinds) or OWN
 
     def used(self) -> AbstractContextManager[Any]:
-        """A block in which all attention is computed so. It holds for the process and takes a dozen calls into torch: for a
-        whole forward or backward pass, not for a layer."""
+        """A block in which all attention of the process is computed so: for a whole pass, as it takes a dozen calls into
+        torch."""
         kernels = [KERNELS[kind] for kind in self.kinds]
         return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
 
@@ -80,11 +69,8 @@ class Attention:
     def give(
         self, denoiser: nn.Module, processor: Callable[..., Any], device: torch.device, kernels: Kernels = dora_torch
     ) -> None:
-        """Have a denoiser compute so: for training, for samples, for a loss. A block that runs again in a backward pass is
-        not inside its forward: that pass has to be made in `used`.
-
-        processor: as `MemoryPart.attention` of the models. device: where the denoiser computes.
-        """
+        """Have a denoiser on a device compute so. Blocks run again in a backward pass, outside the denoiser's forward: that
+        pass has to be made in `used`. processor: `MemoryPart.attention` of the models."""
         attend = attention if device.type == "cpu" and not self.kinds else attention_once
         for layer in denoiser.modules():
             if hasattr(layer, "set_processor") and (ours := processor(layer, attend, kernels)) is not None:
@@ -126,7 +112,7 @@ def choose(
     if asked != "auto":
         if why := fault(asked, device, dtype, sizes(), tokens):
             raise UserError(f"step.attention = {asked!r} is not for this model on {name}: {why}; use 'auto'")
-        return planned(asked)
+        return Attention((asked,))
     if torch.cuda.get_device_capability(device)[0] not in CUDNN_FIRST:
         return TORCHS_OWN
     why = fault("cudnn", device, dtype, sizes(), tokens)
@@ -139,12 +125,9 @@ def head_sizes(denoiser: nn.Module) -> set[int]:
 
 
 def fault(kind: str, device: torch.device, dtype: torch.dtype, sizes: Collection[int], tokens: int = 0) -> str:
-    """Why a kernel does not do for training there, in words; "" where it does.
-
-    Tried, forward and backward, without a mask, as no family has one: whether torch has it for the card, and whether its
-    results are those of plain attention in fp32. sizes: of heads. tokens: of the run's largest image, for which the results
-    have to be finite; plain attention may be too large there. 0: it is not tried.
-    """
+    """Why a kernel does not do for training there, in words; "" where it does: tried forward and backward, without a mask, as
+    no family has one, against plain attention in fp32. sizes: of heads. tokens: of the run's largest image, where plain
+    attention may be too large, and the results have to be finite; 0: not tried."""
     if kind == "cudnn" and (version := torch.backends.cudnn.version() or CUDNN) < CUDNN:
         return f"cuDNN {version // 10000}.{version // 100 % 100} was seen to give wrong gradients; install a newer torch"
     whole = [(tokens, tokens, -120)] if tokens else []
@@ -158,10 +141,8 @@ def fault(kind: str, device: torch.device, dtype: torch.dtype, sizes: Collection
 def _drawn(
     device: torch.device, dtype: torch.dtype, queries: int, keys: int, size: int, score: int
 ) -> tuple[torch.Tensor, ...]:
-    """Query, key, value and the output's gradient, [1, 2, tokens, size], as the denoisers have them in memory.
-
-    score: about what is added to every one. A softmax does not change by it, but exponents may leave fp32.
-    """
+    """Query, key, value and the output's gradient, [1, 2, tokens, size], as the denoisers have them in memory. score: about
+    what is added to each. A softmax does not change by it, but exponents may leave fp32."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, tokens, 2, size) for tokens in (queries, keys, keys, queries)]
     query, key, value, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -211,10 +192,7 @@ def only_plain() -> bool:
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **keys: Any
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention of [..., tokens, head size], in the query's dtype.
-
-    Of up to FEW queries in 16 bits it is computed in fp32 and rounded once.
-    """
+    """torch's scaled_dot_product_attention of [..., tokens, head size], in the query's dtype; up to FEW queries in fp32."""
     if query.shape[-2] > FEW or query.itemsize != 2:
         return attention_once(query, key, value, attn_mask, **keys)
     if attn_mask is not None and attn_mask.is_floating_point():
@@ -225,10 +203,8 @@ def attention(
 def attention_once(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **keys: Any
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention of [..., tokens, head size], in a block that keeps what it gives: once.
-
-    Without a mask, where a fused kernel takes it; else it is computed again with the block.
-    """
+    """torch's scaled_dot_product_attention of [..., tokens, head size]. In a block that is recomputed but for attention
+    (memory.gradient_checkpointing = "selective") a fused kernel's results are kept; plain ones, and with a mask, are not."""
     theirs = nn.functional.scaled_dot_product_attention
     if memory.recomputing():
         made = memory.kept()
@@ -243,8 +219,8 @@ def attention_once(
 
 
 class _Fused(NamedTuple):
-    """One of torch's fused kernels. forward: (query, key, value) -> (its output, what else its backward pass reads).
-    gradients: (the output's gradient, query, key, value, what forward gave) -> the gradients of query, key and value."""
+    """forward: (query, key, value) -> (the output, what else the backward pass reads). gradients: (the output's gradient,
+    query, key, value, what forward gave) -> the gradients of query, key and value."""
 
     forward: Callable[..., tuple[Any, ...]]
     gradients: Callable[..., Sequence[torch.Tensor]]
@@ -261,7 +237,7 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Fuse
 
 _ATEN = torch.ops.aten
 _ON_CPU = _Fused(
-    lambda q, k, v: _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu,
     lambda dy, q, k, v, out, lse: _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
         dy, q, k, v, out, lse, 0.0, False
     ),

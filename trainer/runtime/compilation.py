@@ -32,8 +32,7 @@ RECOMPUTES = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises UserError where nothing compiles for the device: a GPU without Triton, or a machine without Python's headers or
-    a compiler: C++ for a CPU, C for Triton's launchers."""
+    """Raises UserError for a GPU without Triton, and without Python's headers or a compiler, C for a GPU, C++ for a CPU."""
     asked, remedy = f"step.compile = 'blocks' on {device.type} needs", "or set step.compile = 'none'"
     if device.type == "cuda":
         from torch.utils._triton import has_triton
@@ -57,10 +56,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 class Compiler:
-    """Compiles blocks, and counts the programs. folder: where they are kept for the next start, but for a user's own. What
-    cannot be read there, or others may write, counts as none.
-
-    attention: what computes it, by name. say: prints a line.
+    """Compiles blocks, and counts the programs. folder: keeps them for the next start, unless a user names another; what
+    cannot be read there, or others may write, counts as none. attention: what computes it, by name. say: prints a line.
 
     made: programs since `told`, those of skipped updates too, by kind of block and the shape of what it was given.
     """
@@ -88,8 +85,7 @@ class Compiler:
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
     def compile(self, blocks: Mapping[str, nn.Module]) -> int:
-        """Have these blocks compiled when they are first trained with. Returns how many; they recompute as their forward
-        says."""
+        """Have these blocks compiled when they are first trained with. Returns how many."""
         kinds = {type(block): partial(self._program, type(block).__name__) for block in blocks.values()}
         for block in blocks.values():
             for layer in block.modules():
@@ -117,7 +113,7 @@ class Compiler:
         os.environ[FOLDER] = self._own.name
 
     def told(self) -> dict[str, float]:
-        """The entry of the log for a step: how many programs were made in it. They are named in a line."""
+        """The log's entry: how many programs the step made. They are named in a line."""
         made, self.made = self.made, Counter()
         if made:
             self.say(f"compiled {', '.join(f'{count} x {kind}' if count > 1 else kind for kind, count in made.items())}")

@@ -1,4 +1,4 @@
-"""What everybody in a run needs to speak, to wait and to write."""
+"""The surroundings of a run's parts."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,7 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True)
 class RunContext:
-    """What everybody needs to speak, wait and write. processes: this process among its equals. phases: announces long
-    pieces of work. layout: where the run's files lie."""
+    """What everybody in a run needs to speak, wait and write. phases: announces long pieces of work."""
 
     processes: Processes
     phases: Phases

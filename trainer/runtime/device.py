@@ -17,10 +17,8 @@ from trainer.runtime.processes import Processes
 
 
 def check_device(config: Config) -> torch.device:
-    """The device that this process of a run would have. config: the resolved one.
-
-    Sets up torch for it. Raises UserError where this machine lacks what the config asks for.
-    """
+    """The device that this process of a run would have, for which torch is set up. config: the resolved one. Raises UserError
+    where this machine lacks what the config asks for."""
     if config.run.deterministic:
         precision.be_deterministic()
     if config.run.device == "cuda" and not torch.cuda.is_available():
@@ -48,10 +46,8 @@ def without_graphs(config: Config, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of the device that a run is planned for. size: bytes. base: what `base_of` gives. kernels: the run's.
-
-    device: None where it need not be here. largest: of a number, over the processes.
-    """
+    """The memory of the device that a run is planned for. size: bytes. base: what `base_of` gives. device: None where it need
+    not be here. largest: of each number, over the processes."""
 
     size: int
     base: Callable[[], int] | None
@@ -62,21 +58,14 @@ class Memory:
     @staticmethod
     def of(device: torch.device, config: Config) -> "Memory":
         """What is here."""
-        choice = kernels.choose(config.adapter.kernels, device)
-        if device.type == "cuda":
-            return Memory(torch.cuda.get_device_properties(device).total_memory, base_of(device), choice, device)
-        return Memory(host_memory(), base_of(device), choice, device)
+        size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
+        return Memory(size, base_of(device), kernels.choose(config.adapter.kernels, device), device)
 
     def everywhere(self, largest: Callable[..., list[int]]) -> "Memory":
-        """The same in all processes of a run: the least memory that one has, and the most that one takes on a CPU, when that
-        is asked first: some may ask more often than others. largest: of a number, over the processes."""
+        """The same in all processes: the least memory that one has, and the most that one takes on a CPU when that is first
+        asked, as some may ask more often than others."""
         base = self.base and cache(lambda base=self.base: largest(base())[0])
         return replace(self, size=-largest(-self.size)[0], base=base, largest=largest)
-
-
-def accelerator_of(config: Config, memory: int) -> Memory:
-    """An accelerator of so many bytes, on any machine."""
-    return Memory(memory, None, kernels.planned(config.adapter.kernels))
 
 
 def base_of(device: torch.device) -> Callable[[], int] | None:

@@ -1,9 +1,10 @@
 """Whether the other processes of a run are alive. Each gives signs of life, apart from all that they compute together.
 
-A process may be killed or stopped, or its machine cut off, while the others wait for it in a way that nothing ends: in a
-reduction of NCCL, or for an answer of the store that the main process holds. So a thread of its own watches, and ends this
-process if need be.
+One may be lost while the others wait for it in a way that nothing ends: in a reduction of NCCL, or for an answer of the store
+that the main process holds. So a thread of its own watches, and ends this process if need be.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -11,9 +12,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import PeerStopped
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 STATUS = 143  # of a process that ends because another one is lost
 WATCHING = "watching the others"  # the thread's name. Where it outlives the run, a process is lost.
@@ -22,31 +26,13 @@ OVER = "over"
 REPLACED = "replaced"  # the key that tells the processes of a start of a later one
 
 
-class Store(Protocol):
-    """What is asked of torch.distributed's."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set the key's value, for all processes."""
-
-    def get(self, key: str, /) -> bytes:
-        """The key's value, once it is set."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are set."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """The key's number, after this was added; 0 before anything was."""
-
-
 class Heartbeat:
     """This process's signs of life, and those of the others.
 
     store: a connection of its own, as a call that waits holds up all others. broken: what the store raises once the process
-    that holds it, rank 0, is gone. lost_after: seconds from the last sign of life of a process until the others have ended.
-    end: ends this process at once, with a message.
-
-    A process is lost once it gave no sign for seven tenths of lost_after. The rest is for the main thread, which hears of it
-    in `answer`. Where it does not, it is held by something that will not come back, and the thread here ends the process.
+    that holds it, rank 0, is gone. lost_after: seconds from the last sign of life of a process until the others have ended:
+    after seven tenths it is lost, and the rest is for the main thread, which hears of it in `answer`. Where it does not, it
+    is held by something that will not come back. end: ends this process at once, with a message.
     """
 
     def __init__(
@@ -69,14 +55,13 @@ class Heartbeat:
             for name, work in (("signs of life", self._exchange), (WATCHING, self._watch))
         ]
 
-    def __enter__(self) -> "Heartbeat":
+    def __enter__(self) -> Heartbeat:
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nobody waits for this process any more: the others do not miss it. Where one is lost, the thread still sees to it
-        that this process ends."""
+        """The others do not miss this process from now on. Where one is lost, the thread still ends this process."""
         self._over.set()
         for thread in self._threads if not self._found.is_set() else ():
             thread.join(self._lost_after)  # the store may never answer
@@ -88,7 +73,7 @@ class Heartbeat:
 
     @property
     def work_elsewhere(self) -> int:
-        """The pieces that the others have done, as far as they have told."""
+        """The pieces of work that the others have told of."""
         return sum(beat["work"] for beat in list(self._beats.values()))
 
     def answer(self) -> None:
@@ -98,14 +83,12 @@ class Heartbeat:
             raise PeerStopped(self._lost, STATUS)
 
     def wait(self) -> None:
-        """Wait, after a connection broke, until it is known which process is lost, and raise what `answer` raises. It may
-        be none."""
+        """Wait, after a connection broke, until it is known which process is lost, if one is. Raises what `answer` raises."""
         self._found.wait(self._lost_after)
         self.answer()
 
     def exchange(self, sign: int | str) -> None:
-        """Give a sign of life, and take those of the others. Ends this process where they have begun anew without it: it was
-        stopped or cut off for long, and what it writes would be written beside them."""
+        """Give a sign of life, and take those of the others. Ends this process where they have begun anew without it."""
         if self._store.check([REPLACED]):
             self._end("this process was stopped or cut off, and a later start goes on without it; nothing was written since")
         self._late, self._given = self.missed, time.monotonic()
@@ -116,8 +99,7 @@ class Heartbeat:
                 self._beats[other] = json.loads(self._store.get(f"beat/{other}"))
 
     def look(self, seconds: float) -> None:
-        """What is known after a pause of so many seconds. Not by the clock: whoever was stopped itself for an hour has not
-        listened meanwhile."""
+        """Note who was silent for so many seconds more. Not by the clock: who was stopped itself has not listened."""
         for other in self._others:
             beat = self._beats.get(other)
             same = beat == self._known.get(other) and not (beat and beat["sign"] == OVER)
@@ -160,9 +142,9 @@ class Heartbeat:
             if self._over.wait(self._pause):
                 return
             self.look(self._pause)
-        # The main thread looks at `answer` in every wait and between two pieces of all work. Not in a reduction of NCCL,
-        # which waits for the lost process on the device, nor while it waits for a store that was stopped: no exception gets
-        # there. So the process is ended from here. A checkpoint that is being written is finished first, if there is time.
+        # The main thread looks at `answer` in every wait and between two pieces of work, but no exception gets into a
+        # reduction of NCCL or a wait for a store that was stopped. A checkpoint that is being written is finished first, if
+        # there is time.
         end = time.monotonic() + self._left
         if self._heard.wait(2 * self._pause):
             # It goes, and saves what it can: unless that waits for the lost process, too.

@@ -12,8 +12,8 @@ from trainer.runtime.processes import Processes
 
 Fields = dict[str, Any]  # of a step's line of the log
 
-# The table of endings: what may stand in the way of one process between two steps. `guarded` makes one of them of whatever a
-# job meets with; the other processes hear of it by its place, from 1, and raise the same; all save the last whole step.
+# The table of endings: what may stop one process between two steps. `guarded` makes one of whatever a job meets with; the
+# other processes hear of it by its place, from 1, and raise the same; all save the last whole step.
 ENDINGS = (DataError, OutOfMemory, NotWritten, UserError, NonFiniteError)
 
 
@@ -32,10 +32,8 @@ class Every(NamedTuple):
 
 @dataclass(frozen=True)
 class Position:
-    """A moment between two steps. step: made so far, 0 before the first. last: of the whole run.
-
-    fresh: whether this start made the step. Where it only found it, an earlier start may have done what is due there.
-    """
+    """A moment between two steps. step: made so far, 0 before the first. last: of the whole run. fresh: whether this start
+    made the step; else an earlier one may have done what is due there."""
 
     step: int
     last: int
@@ -47,8 +45,7 @@ class Position:
         return self.step == self.last
 
     def due(self, every: int | Every, *, ends: bool = False) -> bool:
-        """Whether what is asked for every so many steps is due here; 0 is never. ends: before the first step and after the
-        last one, too."""
+        """Whether something is due here. ends: before the first step and after the last one, too."""
         every = Every(every) if isinstance(every, int) else every
         if ends and self.step in (0, self.last):
             return every.every > 0
@@ -78,10 +75,8 @@ class Job:
 
 
 def guarded(job: Job, at: Position) -> tuple[Fields, Exception | None]:
-    """Run a job: (its fields, one of ENDINGS that ends the run). The ending is not raised: all processes stop together.
-
-    A stop cuts the job off, and is obeyed between two steps; the next start makes what is missing.
-    """
+    """Run a job: (its fields, one of ENDINGS that ends the run). The ending is not raised: all processes stop together. A
+    stop cuts the job off, and is obeyed between two steps; the next start makes what is missing."""
     try:
         return job.run(at) or {}, None
     except Interrupted:
@@ -100,10 +95,8 @@ def guarded(job: Job, at: Position) -> tuple[Fields, Exception | None]:
 
 
 def run_jobs(jobs: Iterable[Job], at: Position, processes: Processes) -> tuple[Fields, Exception | None]:
-    """Run those that are due, in their order: (the fields of all, what ends the run). All processes call it alike.
-
-    After a failure of the main process its own jobs are left out; those that all processes share are not.
-    """
+    """Run those that are due, in their order: (the fields of all, what ends the run). All processes call it alike. After a
+    failure of the main process its own jobs are left out; those that all processes share are not."""
     fields: Fields = {}
     failure = None
     for job in (job for job in jobs if job.due(at)):

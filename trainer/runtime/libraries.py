@@ -1,4 +1,4 @@
-"""What other libraries say, told as lines of ours. No room but this one, runtime/, sets what belongs to a library."""
+"""What other libraries say, told as lines of ours."""
 
 import logging
 import os

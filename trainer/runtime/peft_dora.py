@@ -44,7 +44,7 @@ def frozen(layer: nn.Linear | nn.Conv2d, compute: torch.dtype, key: tuple) -> Fr
 
 
 def forgetting(name: str) -> Callable[..., Any]:
-    """PEFT's method of that name, after which the base is looked at anew: no old weight is kept beside a new one."""
+    """PEFT's method of that name, before which the frozen base is forgotten: no old weight is kept beside a new one."""
 
     def method(self, *args: Any, **kwargs: Any) -> Any:
         self.frozen = None
@@ -109,9 +109,7 @@ class Accelerated:
 
 def accelerate_peft_dora(model: nn.Module) -> Accelerated:
     """Have the DoRA layers of a PEFT model compute with our kernels, in place. A second call takes what was added since.
-
-    Raises UserError for a model without DoRA, and, before anything is changed, for DoRA layers that we do not compute.
-    """
+    Raises UserError for a model without DoRA, and, before anything is changed, for DoRA layers that we do not compute."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     doras = {name: layer for name, layer in layers.items() if layer.lora_magnitude_vector}
     if not doras:
@@ -129,7 +127,7 @@ def _change(layers: Mapping[str, Any], into: Mapping[type, type]) -> None:
 
 
 def active(layer: LoraLayer) -> list[str]:
-    """The names of the active adapters that the layer has."""
+    """The active adapters that the layer has."""
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 

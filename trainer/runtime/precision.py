@@ -1,13 +1,13 @@
 """Every decision about dtypes: how a component is stored, what it computes in, loss scaling, what a device can do.
 
-Nothing runs under autocast. Each frozen layer casts its input and its stored weight to its component's compute dtype at
-the point of use (quantization/layers.py), so every storage x compute pair means the same on every device; plain autocast
-fails for four of the nine pairs of fp32, bf16 and fp16.
+Nothing runs under autocast, which fails for four of the nine storage x compute pairs of fp32, bf16 and fp16: each frozen
+layer casts its input and its weight to its component's compute dtype at the point of use (quantization/layers.py).
 """
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,13 +25,6 @@ SMALLER_VAE = "bf16"  # and the VAE; in fp16 the stock one overflows
 # What latents of vae.encode = "fast" may differ by from those in fp32: in their norm, of all of a photo's.
 FAST = 1e-3
 GROWTH_INTERVAL = 2000  # updates without an overflow, after which the loss scale doubles
-
-
-def compute_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a compute dtype's config name. Raises UserError for any other name."""
-    if name not in COMPUTE_DTYPES:
-        raise UserError(f"compute dtype {name!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
-    return COMPUTE_DTYPES[name]
 
 
 def prepare_device(device: torch.device, compute: set[str]) -> None:
@@ -82,13 +75,11 @@ def in_tf32() -> Iterator[None]:
 
 
 def keep_activations(module: nn.Module, compute: torch.dtype) -> None:
-    """Make every remaining parameter holder of `module` (norms, embeddings) hand on `compute` activations.
+    """Make every remaining parameter holder of `module` hand on `compute` activations; Linear and Conv2d cast for themselves.
 
-    Linear and Conv2d cast for themselves. The fused norms of torch compute their statistics in fp32 whatever the input's
-    dtype, but on CUDA they want weight and input of one dtype: their fp32 parameters are cast at use. Any other holder of
-    floating-point parameters computes as its library wrote it and its output is cast.
+    The fused norms of torch compute their statistics in fp32, but on CUDA they want weight and input of one dtype: their fp32
+    parameters are cast at use. Any other holder computes as its library wrote it, and its output is cast.
     """
-
     for child in module.modules():
         if isinstance(child, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
             if child.weight is not None:
@@ -97,11 +88,11 @@ def keep_activations(module: nn.Module, compute: torch.dtype) -> None:
             child.register_forward_hook(_HandsOn(compute))
 
 
+@dataclass
 class _HandsOn:
     """A hook of a module that casts what its forward gives."""
 
-    def __init__(self, compute: torch.dtype) -> None:
-        self.compute = compute
+    compute: torch.dtype
 
     def __call__(self, child: nn.Module, args, output):
         return output.to(self.compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
@@ -109,8 +100,7 @@ class _HandsOn:
 
 @contextmanager
 def widened(module: nn.Module) -> Iterator[None]:
-    """A context in which the module itself, apart from its children, computes in fp64: its floating-point parameters and
-    buffers are fp64, without gradients."""
+    """A context in which the module's own floating-point parameters and buffers are fp64, without gradients."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     before = [(each, each.data, each.grad) for each in tensors if each.is_floating_point()]
     for each, _, _ in before:
@@ -141,7 +131,11 @@ def _cast_norm(norm_class: type) -> type:
     """A subclass of a torch norm whose parameters are cast to the input's dtype at use."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = _cast_parameters(self, x.dtype)
+        cast = self.__dict__.get("_cast_parameters")  # kept beside the fp32 parameters, which are frozen
+        if cast is None or cast[0].dtype != x.dtype or cast[0].device != self.weight.device:
+            given = self.weight, getattr(self, "bias", None)
+            cast = self.__dict__["_cast_parameters"] = [None if each is None else each.detach().to(x.dtype) for each in given]
+        weight, bias = cast
         if isinstance(self, nn.RMSNorm):
             return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
         if isinstance(self, nn.GroupNorm):
@@ -149,16 +143,6 @@ def _cast_norm(norm_class: type) -> type:
         return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
     return type(norm_class.__name__, (norm_class,), {"forward": forward})
-
-
-def _cast_parameters(norm: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A frozen norm's weight and bias in `dtype`, cast once and kept beside the fp32 parameters."""
-    cast = norm.__dict__.get("_cast_parameters")
-    if cast is None or cast[0].dtype != dtype or cast[0].device != norm.weight.device:
-        bias = getattr(norm, "bias", None)
-        cast = norm.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-        norm.__dict__["_cast_parameters"] = cast
-    return cast
 
 
 # The sizes of cuBLAS's workspace for which NVIDIA promises equal bits, and torch documents them.
@@ -180,21 +164,20 @@ def be_deterministic() -> None:
         )
     # Not `warn_only`: under that, the backward passes of flash and memory-efficient attention stay as they are, with atomics.
     torch.use_deterministic_algorithms(True)
-    # Else every new tensor is filled with NaN, a pass over its memory, to show reads of what was never written. The tests
-    # look for those (test_deterministic.py).
+    # Else every new tensor is filled with NaN, to show reads of what was never written; test_deterministic.py looks for
+    # those.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     # The one attention whose backward torch does not make deterministic (2.11 to 2.13). Under the first flag it is refused by
-    # itself, also as step.attention = "cudnn"; a later version that lets it in would have to be shown first. The others:
-    # flash and memory-efficient attention order their sums under that flag, plain attention is products and a softmax.
+    # itself, also as step.attention = "cudnn"; a later version that lets it in would have to be shown first.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+@dataclass
 class ScalerState:
     """A loss scaler as a piece of the checkpoint: nothing where it is off."""
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self.scaler = scaler
+    scaler: torch.amp.GradScaler
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's factor, and the steps since it changed."""

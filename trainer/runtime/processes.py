@@ -1,4 +1,4 @@
-"""What the processes of a run say to one another. The only file that knows torch.distributed; accelerate starts it.
+"""What the processes of a run say to one another. The only file that calls torch.distributed; accelerate starts it.
 
 Reductions go through the process group. Waiting does not: while one process downloads, encodes, draws or saves, the others
 ask a store now and then. So nobody's time-out counts that work, signals are heard meanwhile, and a process that fails alone
@@ -33,10 +33,10 @@ SCHEME = "trainer"  # of the address under which accelerate asks for our store
 
 
 class Processes:
-    """This process among its equals: device, rank, count. Methods are called by all of them in the same order.
+    """This process among its equals: device, rank, count. Methods but `check` are called by all of them in the same order.
 
-    `check` may be called at any time. store: of this start alone; None where there is one process. lost_after: seconds
-    without a sign of life. quiet: what they say is left out, but for warnings.
+    store: of this start alone; None where there is one process. lost_after: seconds without a sign of life. quiet: what they
+    say is left out, but for warnings.
     """
 
     def __init__(
@@ -82,10 +82,8 @@ class Processes:
     # --- what must be the same in all of them ---------------------------------------------------------------------------
 
     def differences(self, mine: Mapping[str, str]) -> dict[str, list[str | None]]:
-        """The keys of a table that differ between processes: by key, its value in each; None where it has none.
-
-        The tables are sent where their digests differ. Raises what `check` raises.
-        """
+        """The keys of a table that differ between processes: by key, its value in each; None where it has none. Raises what
+        `check` raises."""
         text = json.dumps(mine, sort_keys=True)
         if self._store is None or len({*self.exchange(hashlib.sha256(text.encode()).hexdigest())}) == 1:
             return {}
@@ -106,13 +104,11 @@ class Processes:
             keys = [[f"{key}/{number}" for number in range(count)] for key, count in counts.items()]
             return ["".join(json.loads(self._store.get(key)) for key in names) for names in keys]
 
-    # --- what lies in parts in all of them (runtime/sharding.py) ------------------------------------------------------
+    # --- what lies in parts in all of them (sharding.py) --------------------------------------------------------------
 
     def lend_with(self, lend: Callable[[], bool] | None) -> None:
-        """Have `settle` call `lend` until it says that nobody wants anything; None: nothing lies in parts any more.
-
-        At first all meet here. Raises as `wait`, with `obey`.
-        """
+        """Have `settle` call `lend` until it says that nobody wants anything; None: nothing lies in parts any more. At first
+        all meet here. Raises as `wait`, with `obey`."""
         if lend is not None and self._rounds is None:
             self.wait(obey=True)  # torch waits there for the last one, and hears of no signal and no failure meanwhile
             self._rounds = torch.distributed.new_group(backend="gloo", timeout=REDUCTION_TIMEOUT)
@@ -147,8 +143,8 @@ class Processes:
 
     @contextmanager
     def attending(self, signals: Signals, alive: Alive | None = None) -> Iterator[None]:
-        """A block in which the processes hear of signals, of a process that leaves the block with an exception, and of a lost
-        one. alive: takes the main process's signs of life (`sign`)."""
+        """A block in which the processes hear of signals, of a process that leaves it with an exception, and of a lost one.
+        alive: takes the main process's signs of life (`sign`)."""
         self._signals, self._alive = signals, alive
         if self._store is None:
             yield
@@ -198,19 +194,15 @@ class Processes:
             self._alive.sign(doing)
 
     def wait(self, *, obey: bool = False) -> None:
-        """Wait until every process is here, however long that takes. obey: a stop is raised as Interrupted meanwhile.
-
-        Raises PeerStopped where a process failed or is gone.
-        """
+        """Wait until every process is here, however long that takes. obey: a stop is raised as Interrupted meanwhile. Raises
+        PeerStopped where a process failed or is gone."""
         if self._store is not None:
             self.settle()
             self._meet(True, self.check if obey else self._listen)
 
     def leave_together(self) -> None:
-        """Wait, at the end of a run, until every process is done with it. Who had left would not miss one that hangs.
-
-        The main process, which may have the store, leaves last. Raises PeerStopped.
-        """
+        """Wait, at the end of a run, until every process is done with it: who had left would not miss one that hangs. The
+        main process, which may have the store, leaves last. Raises PeerStopped."""
         self.wait()
         if self._store is not None:
             self._tell(f"left/{self.rank}", True)
@@ -237,8 +229,8 @@ class Processes:
         self._await([f"{self._meetings}/{rank}" for rank in range(self.count)], check)
 
     def _part(self, error: BaseException) -> None:
-        """Tell the others that this process ends, and with which status. The main one, where it has the store, stays until
-        they have heard of it, or one is lost: without the store they would only know that it is gone."""
+        """Tell the others that this process ends, and its status. The main one, where it has the store, stays until they have
+        heard of it, or one is lost: without the store they would only know that it is gone."""
         with suppress(torch.distributed.DistError, PeerStopped):  # nothing takes the place of the error
             if not isinstance(error, PeerStopped):
                 self._store.set("failed", json.dumps({"rank": self.rank, "status": ending(error)[0]}))
@@ -300,8 +292,7 @@ class Processes:
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """What is done in common ends with the connection to a process that ended: in gloo at once, in NCCL mostly by the
-        launcher. Raises PeerStopped."""
+        """A block of what is done in common. Raises PeerStopped where the connection to a process breaks."""
         try:
             yield
         except RuntimeError as error:
@@ -323,8 +314,7 @@ class Processes:
             raise self._gone(f"the main process is gone ({error})") from error
 
     def _gone(self, what: str) -> PeerStopped:
-        """After a connection broke. Where no launcher ends this process now, it waits to hear which one is lost: that is
-        raised."""
+        """What to raise after a connection broke. Raises it for the lost process where no launcher ends this one now."""
         if self._launched or self._heartbeat is None:
             return PeerStopped(what, 1)
         self._heartbeat.wait()
@@ -332,8 +322,7 @@ class Processes:
 
 
 def _waited(work, device: torch.device) -> bool:
-    """Whether a reduction is done: of gloo after a while, since this process hears of nothing meanwhile. For NCCL's, which
-    is done on the device, nothing waits here."""
+    """Whether a reduction is done: gloo's after a while, as nothing is heard meanwhile. NCCL's waits on the device."""
     if device.type != "cpu":
         work.wait()
         return True
@@ -353,17 +342,13 @@ def _end(message: str) -> None:
 
 
 def launched() -> bool:
-    """Whether a launcher (torchrun, accelerate launch) watches this process. It keeps its store while it starts processes
-    again."""
+    """Whether a launcher (torchrun, accelerate launch) watches this process, and keeps its store when it starts it again."""
     return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
 
 
 def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Processes:
-    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours. quiet: as Processes
-    have it.
-
-    Raises PeerStopped where not all processes come, UserError where they were started in a way that is not torch's.
-    """
+    """The processes of this start, as accelerate finds them. Raises PeerStopped where not all come, UserError where they were
+    started in a way that is not torch's."""
     refuse_nameless(os.environ)
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):  # which accelerate and torch read, too
         number_in(name, 1)
@@ -387,8 +372,7 @@ def excuse(error: BaseException, status: int) -> None:
 
 
 def _open_store(status: int = 0):
-    """A store of this start alone. One process asks for it, too: an earlier start of more is told that it is over. status:
-    with which this process ends, where it does."""
+    """A store of this start alone. One process asks for it, too: an earlier start of more is told that it is over."""
     from torch.distributed import PrefixStore, register_rendezvous_handler, rendezvous
 
     remedy = "set them right for each process; beside another run on this machine MASTER_PORT has to be another one"

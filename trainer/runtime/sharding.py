@@ -1,70 +1,47 @@
 """A frozen base of which each process has a part: its blocks are brought together as they are streamed.
 
-Every block is one flat buffer of bytes, whatever it stores. Each process keeps an equal part of it, on the device that
-computes. Before a block computes, the parts are gathered into one of the two slots of block streaming: so the order, the
-looking ahead and the hooks are those of runtime/streaming.py. Adapters, their optimizer and all that lies outside of blocks
-are in every process.
+Every block is one flat buffer of bytes. Each process keeps an equal part of it, on the device that computes. Before a block
+computes, the parts are gathered into one of the two slots of block streaming (streaming.py), in its order and by its hooks.
+All that lies outside of blocks is in every process.
 
-A gather needs all processes, and not all do the same: one has a micro-batch less in an epoch's last update, leaves out one
-that is not finite, or runs out of memory; the main process alone draws samples. So each gather comes after a round: every
-process says which block it wants (Processes.wanted), and all gather the last of these. Who wanted another one says so
-again. A process that has nothing to compute lends its parts (Processes.settle) until nobody wants any: before a reduction,
-while it waits for others, and before it leaves. That is why this is not torch's fully_shard, which gathers as the forward
-of a module is called, in all processes alike.
+A gather needs all processes, and not all do the same: one has a micro-batch less, or runs out of memory; the main process
+alone draws samples. So each gather comes after a round: every process says which block it wants (Processes.wanted), and all
+gather the last of these. Who wanted another one says so again. A process that has nothing to compute lends its parts
+(Processes.settle) until nobody wants any. That is why this is not torch's fully_shard, which gathers as the forward of a
+module is called, in all processes alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.base.tensorfile import size_text, tensor_sha256
 from trainer.quantization import Payload
-from trainer.runtime.streaming import ALIGNMENT, Streamed, Streamer, places_of, views_of
+from trainer.runtime.processes import Processes
+from trainer.runtime.streaming import ALIGNMENT, Copies, Streamed, Streamer, places_of, views_of
 
 
-class Peers(Protocol):
-    """What sharding asks of this process among its equals: runtime/processes.Processes."""
+@dataclass
+class Gathers(Copies):
+    """Gathers from the parts in all processes. peers: None in a plan, where nothing has values."""
 
-    rank: int
+    peers: Processes | None
 
-    def lend_with(self, lend: Callable[[], bool] | None) -> None:
-        """Have a process without anything to compute call `lend` until it says that nobody wants a block."""
+    def copy(self, into: Tensor, master: Tensor) -> Any:
+        return None if self.peers is None else self.peers.gather(into, master)
 
-    def wanted(self, number: int) -> int:
-        """The largest number that any process wants now; 0: none."""
-
-    def gather(self, into: Tensor, part: Tensor) -> Any:
-        """Start to bring the parts of all processes together, in the order of their ranks. Returns what `gathered` takes."""
-
-    def gathered(self, work: Any) -> None:
-        """Have all that the device is asked to compute from now on wait for that gather."""
-
-
-class Gathers:
-    """The way to the device from the parts in all processes. peers: None in a plan, where nothing has values."""
-
-    def __init__(self, peers: Peers | None) -> None:
-        self.peers = peers
-
-    def copy(self, into: Tensor, part: Tensor) -> Any:
-        """Start a gather, in all processes."""
-        return None if self.peers is None else self.peers.gather(into, part)
-
-    def wait(self, work: Any) -> None:
-        """Have what computes wait for it."""
+    def wait(self, arrived: Any) -> None:
         if self.peers is not None:
-            self.peers.gathered(work)
+            self.peers.gathered(arrived)
 
 
 @dataclass
 class InParts:
-    """The home of a layer of which this process has a part, or nothing. index: of the layer in its block.
-
-    The digests are made as it is filled, when the payload is there whole for the last time.
-    """
+    """The home of a layer of which this process has a part, or nothing. index: of the layer in its block. digests: made as it
+    is filled, when the payload is there whole for the last time."""
 
     sharder: "Sharder"
     block: Streamed
@@ -88,12 +65,9 @@ class InParts:
 
 
 class Sharder(Streamer):
-    """Streams all blocks of one module, of each of which this process has a part. parts: how many there are of each.
+    """Streams all blocks of one module, of each of which this process has one of `parts`. peers: None in a plan."""
 
-    peers: those that have the others; None in a plan.
-    """
-
-    def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device, *, parts: int, peers: Peers | None) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device, *, parts: int, peers: Processes | None) -> None:
         self.parts, self.unit, self.peers = parts, parts * ALIGNMENT, peers
         self.last: tuple[Streamed, list[dict[str, Tensor]]] | None = None  # that was brought out of turn
         super().__init__(blocks, 0, device, Gathers(peers))

@@ -1,17 +1,22 @@
 """How the processes of one start find one another, in a store that outlives them.
 
-A launcher that starts its processes again keeps its store, and what an earlier start left there looks like the present one's:
-process 1 would connect to a process 0 that is dead. Nothing that the launcher tells names the start: its count of restarts
-may differ between machines, and stands still when one comes or goes. So each start is given a number here.
+What an earlier start left in a launcher's store looks like the present one's, and the launcher's count of restarts may differ
+between machines, and stands still when one comes or goes. So each start is given a number here.
 """
+
+from __future__ import annotations
 
 import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from trainer.base.errors import PeerStopped, UserError
-from trainer.runtime.heartbeat import REPLACED, STATUS, Store
+from trainer.runtime.heartbeat import REPLACED, STATUS
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 STARTS = "starts"  # how many there were
 PAUSE = 0.02  # seconds between two looks
@@ -24,8 +29,7 @@ COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP
 
 
 def refuse_nameless(environment: Mapping[str, str]) -> None:
-    """Raises UserError where a launcher started several processes, and they do not know it in torch's way: each would train
-    alone, into one folder."""
+    """Raises UserError where a launcher started several processes without torch's variables: each would train alone."""
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         return
     for name in COUNTS:
@@ -46,9 +50,9 @@ def prefix_of(number: int) -> str:
 def meet(store: Store, *, rank: int, count: int, patience: float = PATIENCE, status: int = 0) -> int:
     """The number of this start, the same for all its processes and for those of no other. Waits until they are all there.
 
-    Process 0 draws it, and tells it to those that have come; each knows by a name of its own that it is meant, and not one
-    that had its rank before. status: of a process that ends, and comes only to say so; 0 of all others.
-    Raises PeerStopped where one does not come, or ends.
+    Process 0 draws it, and tells it to those that have come; each knows by a name of its own that it is meant, and not an
+    earlier one of its rank. status: not 0 of a process that comes only to say that it ends. Raises PeerStopped where one does
+    not come, or ends.
     """
     end = time.monotonic() + patience
     if rank == 0:
@@ -74,8 +78,8 @@ def meet(store: Store, *, rank: int, count: int, patience: float = PATIENCE, sta
 
 
 def _unless_ended(store: Store, number: int, rank: int, every: Mapping[str, Sequence]) -> int:
-    """The number of the start. every: name and status of its processes by rank. Raises PeerStopped where one ends, process 0,
-    which may have the store, once the others have heard of it."""
+    """The number of the start. every: name and status of its processes by rank. Raises PeerStopped where one ends; in process
+    0, which may have the store, once the others have heard of it."""
     ended = {other: status for other, (_, status) in every.items() if status}
     if not ended:
         return number

@@ -1,19 +1,15 @@
 """A frozen base that lies in host memory, and passes over the device block by block.
 
-Every streamed block has a master: one flat buffer of the host, pinned beside a GPU. It is only read. On the device there are
-two slots, each as large as the largest block. Streamed block number j always passes through slot j % 2, so its layers read
-from the same place each time. While one block computes, the next one is copied into the other slot, on a stream of its own:
-forward in order, in the backward pass the other way round. Nothing is copied back.
+Every streamed block has a master: one flat buffer of the host, pinned beside a GPU and only read. On the device there are two
+slots, each as large as the largest block. Streamed block number j always passes through slot j % 2, so its layers read from
+the same place each time. While one block computes, the next one is copied into the other slot, on a stream of its own.
 
 Blocks are only entered, never left: in the forward pass by a hook on the module, in the backward pass by a hook on the node
-that gave the block's output, which runs before any other node of the block, and before it is recomputed. That is enough.
-Autograd runs what is ready by the order in which it was made, the last first, and nothing of a block can wait for what was
-made before it: so all of a later block is done before the first of an earlier one. To enter a block is to leave all others.
+that gave the block's output, which runs before the block's other nodes and its recomputation. Autograd runs what is ready by
+the order in which it was made, the last first, and nothing of a block can wait for what was made before it: so all of a later
+block is done before the first of an earlier one. To enter a block is to leave all others.
 
-Between passes a streamed layer has its master. A layer that computes out of turn brings in its own payload
-(FrozenLayer.stored): to be wrong about the order costs time, not truth.
-
-runtime/sharding.py does the same with blocks of which each process has a part.
+A layer that computes out of turn brings in its own payload (FrozenLayer.stored): a wrong order costs time, not truth.
 """
 
 import weakref
@@ -21,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,42 +31,30 @@ SLOTS = 2
 ALIGNMENT = 256  # bytes: of each tensor in a flat buffer, as torch's own allocators have it
 
 
-class Transfers(Protocol):
-    """The way from the host to the device."""
+class Copies:
+    """The way to the device: copies from memory to memory, at once, for a CPU."""
 
     def copy(self, into: Tensor, master: Tensor) -> Any:
         """Start a copy, after all that the device was asked to compute so far. Returns what `wait` takes."""
+        into.copy_(master)
 
     def wait(self, arrived: Any) -> None:
         """Have all that the device is asked to compute from now on wait for that copy."""
 
 
-class MemoryCopies:
-    """Copies from memory to memory, at once, for a CPU."""
-
-    def copy(self, into: Tensor, master: Tensor) -> None:
-        """Copy it."""
-        into.copy_(master)
-
-    def wait(self, arrived: None) -> None:
-        """Do nothing: it is there."""
-
-
-class CudaCopies:
-    """Copies on a stream of their own, beside the one that computes, for a GPU."""
+class CudaCopies(Copies):
+    """Copies of pinned memory on a stream of their own, beside the one that computes. The host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
 
     def copy(self, into: Tensor, master: Tensor) -> torch.cuda.Event:
-        """Queue the copy of pinned memory. The host does not wait."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             into.copy_(master, non_blocking=True)
         return self.stream.record_event()
 
     def wait(self, arrived: torch.cuda.Event) -> None:
-        """Queue the wait. The host goes on."""
         torch.cuda.current_stream(self.device).wait_event(arrived)
 
 
@@ -93,8 +77,7 @@ class InMaster:
 
 @dataclass(eq=False)
 class Streamed:
-    """A streamed block. place: among all blocks. size: bytes. kept: the flat buffer that this process has of it. arrived: of
-    its last copy."""
+    """A streamed block. place: among all blocks. size: bytes. kept: this process's flat buffer. arrived: of its last copy."""
 
     place: int
     layers: Sequence[FrozenLayer]
@@ -113,25 +96,24 @@ class Streamed:
 
 
 class Streamer:
-    """Streams the blocks of one module, but for `resident` of them, which are spread evenly among the others.
+    """Streams the blocks of one module, but for `resident` of them, which are spread evenly among the others. Those given are
+    in the order of a forward pass, and their payloads have no memory yet (meta device). device: that computes.
 
-    blocks: in the order of a forward pass; what they hold of payloads has no memory yet (meta device). device: that computes.
-
-    blocks: the streamed ones by name. sizes: bytes of payload in each of all blocks. copies: that were started. kept: bytes
-    that this process has of the streamed ones. copied: bytes that one step copies. host: the part of `kept` in the
-    memory of a device's host.
+    blocks: the streamed ones by name. sizes: bytes of payload in each of all. copies: that were started. kept: bytes that
+    this process has of the streamed ones. copied: bytes that one step copies. host: the part of `kept` in the host's memory.
     """
 
     unit = ALIGNMENT  # bytes: the size of a block is a multiple of it
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], resident: int, device: torch.device, transfers: Transfers | None = None
+        self, blocks: Mapping[str, nn.Module], resident: int, device: torch.device, transfers: Copies | None = None
     ) -> None:
         self.count, self.copies, self.device = len(blocks), 0, device
-        self.blocks = {name: b for p, (name, b) in enumerate(blocks.items()) if not stays(p, len(blocks), resident)}
-        layers = [[e for e in block.modules() if isinstance(e, FrozenLayer)] for block in blocks.values()]
-        self.sizes = [-(-_size(mine) // self.unit) * self.unit for mine in layers]
         places = [place for place in range(self.count) if not stays(place, self.count, resident)]
+        names = [*blocks]
+        self.blocks = {names[place]: blocks[names[place]] for place in places}
+        layers = [[e for e in block.modules() if isinstance(e, FrozenLayer)] for block in blocks.values()]
+        self.sizes = [-(-places_of(mine)[1] // self.unit) * self.unit for mine in layers]
         sizes = [self.sizes[place] for place in places]
         # A compiled block saves what it computes with for its backward pass, before which it is entered again: that the slot
         # held another block meanwhile is no change. So the copies write past autograd's count of changes (`data`).
@@ -159,7 +141,7 @@ class Streamer:
             )
         ]
 
-    # --- where the bytes are (another in runtime/sharding.py) ---------------------------------------------------------
+    # --- where the bytes are (elsewhere in sharding.py) ---------------------------------------------------------------
 
     def keeps_on(self) -> torch.device:
         """The device that keeps what this process has of the blocks."""
@@ -173,10 +155,10 @@ class Streamer:
         """The home of each layer of a block."""
         return [InMaster(views, self.device) for views in views_of(block.layers, block.kept)]
 
-    def way(self) -> Transfers:
+    def way(self) -> Copies:
         """The way to the device. Pins the masters beside a GPU."""
         if self.device.type != "cuda":
-            return MemoryCopies()
+            return Copies()
         masters = [block.kept for block in self.streamed.values()]
         _pin(masters)
         weakref.finalize(self, _unpin, masters)
@@ -212,11 +194,6 @@ class Streamer:
     def leave(self) -> None:
         """Nothing computes: any slot may be taken."""
         self.now = None
-
-    def enter_block(self, name: str) -> None:
-        """Enter a streamed block by its name, on the way forward."""
-        place = next(place for place, block in zip(self.streamed, self.blocks, strict=True) if block == name)
-        self.enter(place, FORWARD)
 
     def close(self) -> None:
         """Let go of the masters and the slots, and of the blocks."""
@@ -296,10 +273,6 @@ def places_of(layers: Sequence[FrozenLayer]) -> tuple[list[dict[str, int]], int]
             end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
         starts.append(places)
     return starts, end
-
-
-def _size(layers: Sequence[FrozenLayer]) -> int:
-    return places_of(layers)[1]
 
 
 def views_of(layers: Sequence[FrozenLayer], flat: Tensor) -> list[dict[str, Tensor]]:

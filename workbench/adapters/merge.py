@@ -170,7 +170,7 @@ class _Work:
 
     def _dtype(self, placed: Placed) -> torch.dtype:
         if self.dtype is not None and placed.component != self.family.vae:
-            return scaled_file.BESIDE if self.dtype == SCALED else precision.compute_dtype(self.dtype)
+            return scaled_file.BESIDE if self.dtype == SCALED else precision.COMPUTE_DTYPES[self.dtype]
         if placed.dtype is None:
             raise UserError(f"the model holds {placed.component} quantised, and weights are merged as numbers: give --dtype")
         return placed.dtype

@@ -1,15 +1,11 @@
 """An audit: what storage formats cost a model, on the photos of a run and at the draws of its held-out loss.
 
-config -> model family -> data -> base -> every layer's estimate -> the costliest layers alone -> each format as a run has it
-
-On a CPU the base lies in a file, and memory holds two of its blocks, and of what is stored otherwise one layer. Each whole
-format is then loaded in the
-base's place, as a run loads it: its loss is the one that this run logs before its first step.
+config -> data -> base -> every layer's estimate -> the costliest layers alone -> each format as a run has it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,38 +14,94 @@ from typing import Any
 
 from torch import nn
 
-from trainer import kernels, quantization
-from trainer.base.errors import NonFiniteError, UserError
+from trainer import kernels
+from trainer.base import patterns
+from trainer.base.errors import NonFiniteError, UserError, number_in
 from trainer.base.files import make_folder
 from trainer.base.memory import find_blocks
-from trainer.base.progress import Phases
+from trainer.base.progress import QUIET, Phases
+from trainer.config import ComponentTable, Config
 from trainer.data.batches.loader import Reader
 from trainer.data.cache.entries import MemoryCache
+from trainer.data.memo import Memo
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
+from trainer.models import family_named
 from trainer.plan.run_plan import ModelPlan, RunPlan, fetched
-from trainer.plan.storage import Storage
-from trainer.quantization import FrozenLayer
-from trainer.run.session import Session
+from trainer.plan.storage import DEFAULT_STORAGE, Storage, check, held_as
+from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenLayer, formats_of
+from trainer.run.session import Session, measuring
 from trainer.run.setup import choose_attention
 from trainer.runtime.attention import Attention
 from trainer.runtime.streaming import Streamer
+from workbench.audit import storage_cost
 from workbench.audit.spilling import Spiller
-from workbench.audit.storage_audit import AuditPlan
-from workbench.audit.storage_cost import (
-    Audit,
-    Effect,
-    FormatCost,
-    Formats,
-    LayerCost,
-    Predictions,
-    Terms,
-    estimate,
-    measured,
-    predict,
-    swapped,
-)  # fmt: skip
+from workbench.audit.storage_cost import Audit, Effect, FormatCost, Formats, LayerCost, Predictions, Terms
+from workbench.sources import LAYOUTS
+
+
+@dataclass(frozen=True)
+class AuditPlan:
+    """A run over the base, of which one kind of photo is measured, and the denoiser's storages to compare it with."""
+
+    session: Session
+    run: RunPlan
+    stored: tuple[Storage, ...]
+
+
+def formats_named(names: Sequence[str]) -> tuple[Format, ...]:
+    """The quantised formats of these names, DTYPE or DTYPE:BACKEND, each once. Raises UserError for another name."""
+    formats = {}
+    known = [format.dtype_name for format in ALL_FORMATS if format.quantised]
+    for name in names:
+        dtype, _, backend = name.partition(":")
+        if dtype not in known:
+            why = "is not quantised, it is what the formats are compared with" if dtype in FORMATS else "is no storage format"
+            raise UserError(f"--formats {name} {why}; use {', '.join(dict.fromkeys(known))}")
+        backends = formats_of(dtype)
+        if backend and backend not in backends:
+            raise UserError(f"--formats {name}: {patterns.suggestion(backend, list(backends))}")
+        format = backends[backend] if backend else next(iter(backends.values()))
+        formats[format.name] = format
+    return tuple(formats.values())
+
+
+def plan_audit(config: Config, model: str, formats: Sequence[Format], phases: Phases = QUIET) -> AuditPlan:
+    """The audit of a model with a run's config, whose model.path counts no more. Reads photos and headers. The base is stored
+    as the config says where that is not quantised, else in bf16. Raises UserError for what cannot work."""
+    if number_in("WORLD_SIZE", 1, least=1) > 1:
+        raise UserError("an audit is made by one process; start it without torchrun")
+    if config.precision.matmul != "compute":
+        why = "rounds activations, too, and an audit is of the weights alone; give --set precision.matmul=compute"
+        raise UserError(f"precision.matmul = {config.precision.matmul!r} {why}")
+    denoiser = family_named(config.model.family).denoiser
+    asked = config.model.components.get(denoiser, ComponentTable())
+    components = config.model.components | {denoiser: _unquantised(asked)}
+    over_base = config.model.model_copy(update={"path": model, "components": components})
+    session = Session.open(measuring(config.model_copy(update={"model": over_base})), only="measure")
+    source = session.source
+    if (held := held_as(source, denoiser)) is not None:
+        raise UserError(
+            f"{model}: the {denoiser} is stored as {held[0]} ({held[1]}) in the model's files already, and there is "
+            "nothing to compare it with; give the 16-bit model"
+        )
+    run = session.plan(phases=phases, scanned=Memo(layouts=LAYOUTS))
+    kind = next(iter(run.data.measured))  # held-out photos where there are any
+    data = replace(run.data, measured={kind: run.data.measured[kind]}, requests=())
+    # Nothing is trained, so no text encoder has to be at hand.
+    run = replace(run, data=data, model=replace(run.model, targets=(), cache_text=True))
+    base = run.model.storage[denoiser]
+    stored = tuple(replace(base, format=format, exclude=asked.exclude) for format in formats)
+    check(source, stored[0])
+    return AuditPlan(session, run, stored)
+
+
+def _unquantised(given: ComponentTable) -> ComponentTable:
+    """A denoiser's table with storage of 16 or 32 bits: the one that it asks for, or the default."""
+    plain = given.dtype is not None and not next(iter(formats_of(given.dtype).values())).quantised
+    dtype = given.dtype if plain else DEFAULT_STORAGE["denoiser"]
+    return given.model_copy(update={"dtype": dtype, "backend": None, "exclude": ()})
 
 
 class OnDisk(Components):
@@ -98,7 +150,7 @@ class Bench:
         components = self.components(replace(model, storage={**model.storage, storage.name: storage}))
         self.load(components)
         try:
-            return predict(self.held_out(components), components, what)
+            return storage_cost.predict(self.held_out(components), components, what)
         finally:
             components.let_go([storage.name])
 
@@ -118,31 +170,31 @@ def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phase
     run = replace(run, model=fetched(run.model, peers, phases), data=replace(run.data, examples=()))
     bench = Bench(plan.session, run, attention, phases)
     layers = [bench.quantised(storage) for storage in plan.stored]
-    for storage, formats_of in zip(plan.stored, layers, strict=True):
-        if not formats_of:
-            raise UserError(
-                f"--formats {storage.format.dtype_name}: no layer of the {storage.name} would be stored so; look at its "
-                f"exclude = {list(storage.exclude)}"
-            )
+    for storage, formats in zip(plan.stored, layers, strict=True):
+        if not formats:
+            why = f"no layer of the {storage.name} would be stored so; look at its exclude = {list(storage.exclude)}"
+            raise UserError(f"--formats {storage.format.dtype_name}: {why}")
     components = bench.components(run.model, partial(OnDisk, folder))
     bench = replace(bench, reader=encode(run, components, MemoryCache(), on_non_finite=_refuse))
     denoiser, held_out = bench.load(components), bench.held_out(components)
-    base = predict(held_out, components, "held-out loss of the base")
+    base = storage_cost.predict(held_out, components, "held-out loss of the base")
     blocks = find_blocks(denoiser, run.model.family.memory.blocks)
-    terms = estimate(held_out, components, denoiser, blocks, layers)
+    terms = storage_cost.estimate(held_out, components, denoiser, blocks, layers)
     single: list[dict[str, Effect]] = []
-    for storage, formats_of, own in zip(plan.stored, layers, terms, strict=True):
+    for storage, formats, own in zip(plan.stored, layers, terms, strict=True):
         single.append({})
         for name in own.ranked()[:alone]:
-            with swapped(denoiser.get_submodule(name), formats_of[name]):
-                losses = predict(held_out, components, f"{storage.format.name}: {name} alone")
-            single[-1][name] = measured(base, losses)
+            with storage_cost.swapped(denoiser.get_submodule(name), formats[name]):
+                losses = storage_cost.predict(held_out, components, f"{storage.format.name}: {name} alone")
+            single[-1][name] = storage_cost.measured(base, losses)
     shapes = {name: layer.weight_shape for name, layer in denoiser.named_modules() if isinstance(layer, FrozenLayer)}
     del denoiser, held_out
     components.let_go([run.model.family.denoiser])
     costs = []
-    for storage, formats_of, own, each in zip(plan.stored, layers, terms, single, strict=True):
-        sizes = {name: _bytes(format, shapes[name]) for name, format in formats_of.items()}
+    for storage, formats, own, each in zip(plan.stored, layers, terms, single, strict=True):
+        payloads = {name: format.empty_payload(shapes[name], "meta").values() for name, format in formats.items()}
+        stored_bytes = {name: sum(tensor.nbytes for tensor in payload) for name, payload in payloads.items()}
+        sizes = {name: (size, 2 * shapes[name].numel()) for name, size in stored_bytes.items()}
         costs.append(_cost(bench, storage, own, each, sizes, base, most))
     (kind,), (photos,) = run.data.measured.keys(), run.data.measured.values()
     stored = run.model.storage[run.model.family.denoiser]
@@ -169,11 +221,11 @@ def _cost(
     order = [layer.name for layer in layers]
     exclude = tuple(order[:most])
     name = storage.format.name
-    whole = measured(base, bench.predict(storage, f"held-out loss of {name}"))
+    whole = storage_cost.measured(base, bench.predict(storage, f"held-out loss of {name}"))
     spared = None
     if exclude:
         less = replace(storage, exclude=(*storage.exclude, *exclude))
-        spared = measured(base, bench.predict(less, f"held-out loss of {name} without {len(exclude)} layers"))
+        spared = storage_cost.measured(base, bench.predict(less, f"held-out loss of {name} without {len(exclude)} layers"))
     return FormatCost(
         name=name,
         dtype=storage.format.dtype_name,
@@ -186,12 +238,6 @@ def _cost(
         remaining=tuple(terms.effect(order[first:]).of_prediction for first in range(len(order) + 1)),
         bytes=sum(stored for stored, _ in sizes.values()),
     )
-
-
-def _bytes(format: quantization.Format, shape) -> tuple[int, int]:
-    """(bytes of a weight in a format, bytes of it excluded)."""
-    payload = format.empty_payload(shape, "meta").values()
-    return sum(tensor.nbytes for tensor in payload), 2 * shape.numel()
 
 
 def _refuse(what: str) -> None:

@@ -1,4 +1,4 @@
-"""An audit of storage formats for people: as text, as the sections of a page, as numbers, and as the lines of a config."""
+"""An audit of storage formats as text, as the sections of a page, as numbers, and as the lines of a config."""
 
 from __future__ import annotations
 
@@ -61,36 +61,27 @@ def excluded(audit: Audit, cost: FormatCost) -> str:
 
 
 def sections(audit: Audit) -> dict[str, dict[str, Any]]:
-    """The sections of the page, as report/tables.py takes them."""
+    """The sections of the page, as pages/tables.py takes them."""
     rows = []
     for cost in audit.costs:
-        for what, effect, more in _rows(cost):
+        effects = [("all, measured", cost.whole, 0), ("all, estimated", cost.estimated, 0)]
+        if cost.spared is not None:
+            effects.append((f"without {len(cost.exclude)}, measured", cost.spared, cost.more))
+        for what, effect, more in effects:
             rows.append((
-                cost.name, what, _percent(effect.relative(audit.base)), _signed(effect.of_loss), f"{effect.band:.2g}",
+                cost.name, what, _percent(effect.relative(audit.base)), f"{effect.of_loss:+.2e}", f"{effect.band:.2g}",
                 size_text(cost.bytes + more),
             ))  # fmt: skip
-    whole = f"Base: {about(audit)}."
-    parts: dict[str, dict[str, Any]] = {
-        "All layers": {
-            "columns": ("format", "layers", "prediction", "loss", "band", "size"),
-            "rows": rows,
-            "notes": [whole, NOTES[0]],
-        }
-    }
+    columns, notes = ("format", "layers", "prediction", "loss", "band", "size"), [f"Base: {about(audit)}.", NOTES[0]]
+    parts: dict[str, dict[str, Any]] = {"All layers": {"columns": columns, "rows": rows, "notes": notes}}
     for cost in audit.costs:
         most = len(cost.exclude)
-        named = f"{cost.name}: the first to exclude"
         bought = [f"Without these {most}: {_bought(cost)}."] if cost.spared is not None else []
-        parts[named] = {
-            "text": excluded(audit, cost),
-            "columns": COLUMNS,
-            "rows": _table(audit, cost, most),
-            "notes": [*bought, NOTES[1]],
-        }
+        first = {"columns": COLUMNS, "rows": _table(audit, cost, most), "notes": [*bought, NOTES[1]]}
+        parts[f"{cost.name}: the first to exclude"] = {"text": excluded(audit, cost)} | first
         if len(cost.layers) > most:
-            parts[f"{cost.name}: every layer"] = {
-                "columns": COLUMNS, "rows": _table(audit, cost, len(cost.layers)), "folded": True,
-            }  # fmt: skip
+            rows = _table(audit, cost, len(cost.layers))
+            parts[f"{cost.name}: every layer"] = {"columns": COLUMNS, "rows": rows, "folded": True}
     return parts
 
 
@@ -143,19 +134,12 @@ def _numbers(audit: Audit, effect: Effect) -> dict[str, float | None]:
     }
 
 
-def _rows(cost: FormatCost) -> list[tuple[str, Effect, int]]:
-    rows = [("all, measured", cost.whole, 0), ("all, estimated", cost.estimated, 0)]
-    if cost.spared is not None:
-        rows.append((f"without {len(cost.exclude)}, measured", cost.spared, cost.more))
-    return rows
-
-
 def _table(audit: Audit, cost: FormatCost, most: int) -> list[tuple[Any, ...]]:
     rows = []
     for layer in cost.layers[:most]:
         effect, mib, share = layer.alone or layer.estimated, layer.more / MIB, _share(cost, layer)
         rows.append((
-            layer.name, _percent(effect.relative(audit.base)), _percent(share), _signed(effect.of_loss),
+            layer.name, _percent(effect.relative(audit.base)), _percent(share), f"{effect.of_loss:+.2e}",
             f"{effect.band:.2g}", mib, _percent(share / mib), layer.alone is not None,
         ))  # fmt: skip
     return rows
@@ -182,7 +166,3 @@ def _said(audit: Audit, effect: Effect) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.2e}"

@@ -1,8 +1,4 @@
-"""A frozen base in a file: its blocks come from the disk, one after the other, and memory holds two of them.
-
-The order, the looking ahead and the hooks are those of runtime/streaming.py. The file has no name: it is gone with the
-process.
-"""
+"""A frozen base in a file without a name, gone with the process: memory holds two blocks (runtime/streaming.py)."""
 
 import errno
 import tempfile
@@ -16,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.base.tensorfile import size_text
 from trainer.quantization import Payload
-from trainer.runtime.streaming import MemoryCopies, Streamed, Streamer, places_of
+from trainer.runtime.streaming import Copies, Streamed, Streamer, places_of
 
 
 @dataclass
@@ -52,7 +48,7 @@ class Spiller(Streamer):
         self.file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (close has its end)
         self.places: dict[int, int] = {}
         self.end = 0
-        super().__init__(blocks, 0, device, MemoryCopies())
+        super().__init__(blocks, 0, device, Copies())
 
     def __str__(self) -> str:
         return f"{self.count} blocks are read from the disk as they are needed: {size_text(self.end)} in a temporary file"
@@ -86,8 +82,7 @@ def _fill(file: BinaryIO, start: int, flat: Tensor) -> None:
 
 
 def _whole(file: BinaryIO, start: int, view: memoryview, move: Callable[[memoryview], int]) -> None:
-    """Read or write all of `view` from that place on: the system may move less at once. Raises OSError where it moves
-    nothing: weights that are not whole would be trained on."""
+    """Read or write all of `view` from that place on: the system may move less at once. Raises OSError at an early end."""
     file.seek(start)
     while view:
         if not (count := move(view)):

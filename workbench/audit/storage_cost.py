@@ -1,17 +1,16 @@
 """What it costs to store the denoiser in a format: the change of its predictions and of the held-out loss, layer by layer.
 
-A layer that is stored otherwise has W + dW in place of W. To first order its output changes by dW x, and the prediction p by
-J dW x, with J the derivative of p by that output. Neither J nor a gradient of W's size is made: a backward pass brings
-g = J^T c to each layer, for two cotangents c at once, and <g, dW x> is summed up there for every format, sample by sample.
+With W + dW in place of W a layer's output changes to first order by dW x, and the prediction p by J dW x, with J the
+derivative of p by that output. Neither J nor a gradient of W's size is made: a backward pass brings g = J^T c to each layer,
+for two cotangents c at once, and <g, dW x> is summed up there for every format, sample by sample.
 
     along = <r, J dW x>   c = r = p - target, the residual
     probe = <v, J dW x>   c = v, of independent standard normal numbers
 
 The expectation of probe^2 over v is ||J dW x||^2 (Hutchinson's estimator of a trace). Errors of different layers are nearly
-independent, so their squares are added. The loss of a sample of n numbers is ||r||^2 / n: to first order it changes by
-2 along / n. The second order is ||d||^2 / n of the prediction's change d, and the residual times the curvature of p in W,
-which is not computed and was seen to cancel most of it, or all. So the band of an estimate has ||d||^2 / n on both sides.
-`measured` leaves nothing out.
+independent, so their squares are added. The loss of a sample of n numbers is ||r||^2 / n: to first order it changes by 2
+along / n. The second order is ||d||^2 / n of the prediction's change d, and the residual times the curvature of p in W, which
+is not computed and was seen to cancel most of it. So the band of an estimate has ||d||^2 / n on both sides.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def measured(base: Predictions, other: Predictions) -> Effect:
 
 @dataclass(frozen=True)
 class Terms:
-    """The estimate of one storage. layers: [L] names. along, probe: fp64 [L, D]. sizes: fp64 [D], the numbers in each
-    draw's prediction. Both are of the change that this storage makes of a layer."""
+    """The estimate of one storage. layers: [L] names. along, probe: fp64 [L, D]. sizes: fp64 [D], of each prediction."""
 
     layers: tuple[str, ...]
     along: torch.Tensor
@@ -137,10 +135,8 @@ def swapped(layer: FrozenLayer, format: Format) -> Iterator[None]:
 
 def predict(held_out: HeldOutLoss, components: Components, what: str) -> Predictions:
     """The loaded denoiser's predictions at the fixed draws. what: names the phase. Raises NonFiniteError."""
-    compute = predictions(components)
-    residuals: list[torch.Tensor] = []
-    errors: list[float] = []
-    power: list[float] = []
+    compute, residuals = predictions(components), list[torch.Tensor]()
+    errors, power = list[float](), list[float]()
 
     @torch.no_grad()
     def measure(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -247,11 +243,8 @@ def _watch(
 
 
 class _Watched(torch.autograd.Function):
-    """A layer's output as it is. The backward pass shows the layer's input and the output's gradient.
-
-    anchor: a number that the graph leads to. So there is a gradient where nothing else asks for one: no weight does, and nor
-    does what the model is told.
-    """
+    """A layer's output as it is. The backward pass shows the layer's input and the output's gradient. anchor: a number that
+    the graph leads to, as no weight asks for a gradient."""
 
     @staticmethod
     def forward(ctx, output, x, anchor, show):
@@ -272,8 +265,7 @@ class _Watched(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer in a format, the others as in the base. alone: as measured; None where it was not. more: bytes that it takes
-    beyond the format's where it is excluded."""
+    """One layer in a format. alone: as measured, if it was. more: bytes beyond the format's where it is excluded."""
 
     name: str
     estimated: Effect
@@ -288,10 +280,9 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class FormatCost:
-    """A storage of the denoiser. layers: those that it quantises, the costliest first. estimated, whole: the effect of all of
-    them, as estimated and as measured. spared: as measured without those in `exclude`; None where there are none. remaining:
-    the estimate of the mean squared change of the prediction once the first 0, 1, ... layers are excluded. bytes: of the
-    quantised layers."""
+    """A storage of the denoiser. layers: those that it quantises, the costliest first. estimated, whole: the effect of all,
+    estimated and measured. spared: measured without those in `exclude`; None where there are none. remaining: the estimated
+    mean squared change of the prediction once the first 0, 1, ... layers are excluded. bytes: of the quantised layers."""
 
     name: str
     dtype: str
@@ -312,8 +303,7 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class Audit:
-    """What formats cost a model. denoiser: the component's name. stored: the base's format. kind: of the photos, "held_out"
-    or "trained". kept: the config's own `exclude`."""
+    """What formats cost a model. stored: the base's. kind: "held_out" or "trained" photos. kept: the config's `exclude`."""
 
     model: str
     denoiser: str

@@ -9,7 +9,7 @@ from trainer.base.progress import Phases
 from trainer.config import Config, with_values
 from trainer.data.memo import Memo
 from trainer.data.scan import refuse_damaged
-from trainer.engine.components import tokenizers_alone
+from trainer.engine.components import without_modules
 from trainer.engine.encoding import report_captions
 from trainer.plan.data_sources import read_sources
 from trainer.plan.requirements import family_options
@@ -45,7 +45,7 @@ def report_data(config: Config, out: Path | None = None, *, strict: bool = True)
     except UserError:
         refuse_damaged(scanned)
         raise
-    report = report_captions(data, source.family, tokenizers_alone(source, family_options(config, source.family)))
+    report = report_captions(data, source.family, without_modules(source, family_options(config, source.family)))
     lines = data_lines(config, data, length, reported=True)
     write(data_report.text(data, lines, report, strict=strict))
     folder = out or Path(config.run.output_dir)

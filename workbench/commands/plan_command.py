@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from trainer import kernels
 from trainer.base.console import write
 from trainer.base.errors import UserError, number_in
 from trainer.base.progress import Phases
@@ -9,7 +10,7 @@ from trainer.base.tensorfile import size_text
 from trainer.config import Config
 from trainer.run.session import Session
 from trainer.run.setup import Launch, begin, disk_needs, shortages, warn_of_disk
-from trainer.runtime.device import Memory, accelerator_of, check_device
+from trainer.runtime.device import Memory, check_device
 from workbench.commands.launch import asked
 from workbench.planning.describe import describe_memory, describe_time
 from workbench.planning.estimate import forecast
@@ -36,7 +37,7 @@ def preview(
     if head:
         write_head(config, memory)
     device = check_device(config) if memory is None else None
-    there = accelerator_of(config, memory) if device is None else Memory.of(device, config)
+    there = Memory(memory, None, kernels.planned(config.adapter.kernels)) if device is None else Memory.of(device, config)
     beginning = begin(
         config,
         session.source,

@@ -1,7 +1,7 @@
 """Runs that differ in what is compared alone, one after the other, and the page that judges them in pairs.
 
-A run's folder is named by the digest of all that decides its bytes. So a run that is there already is not made again, whoever
-made it; one that was stopped goes on; and one whose photos, model, config or program changed is made anew beside it.
+A run's folder is named by the digest of all that decides its bytes: one that is there already is not made again, one that was
+stopped goes on, and one whose photos, model, config or program changed is made anew beside it.
 """
 
 import csv
@@ -79,10 +79,10 @@ def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan
     """Train what is missing of a comparison, and write its page; or print the command of each run. train: trains a run, or
     goes on with it. Raises what `train` does, and UserError, before a weight is read, for what cannot be compared."""
     LIVE.json = asked.runs[0].config.logging.json
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(
-            f"--compare trains one run after the other in one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}; start "
-            "--compare alone, or each run by its own command, which --compare FILE --plan prints"
+            f"--compare trains one run after the other in one process, and WORLD_SIZE is {count}; start --compare alone, or "
+            "each run by its own command, which --compare FILE --plan prints"
         )
     runs = planned(asked)
     if only_plan:
@@ -114,15 +114,14 @@ def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan
     judged, lost = pairs_of(groups), not_judged(groups)
     for pair in judged:
         write(f"{pair.sentence()}\n  {pair.errors()}", whole=True)
-    for sentence in lost:
+    nothing = "nothing can be compared: no two variants have a held-out loss of two common seeds"
+    for sentence in lost or ([] if judged else [nothing]):
         write(sentence)
-    if not judged and not lost:
-        write("nothing can be compared: no two variants have a held-out loss of two common seeds")
     write(f"comparison: {page}")
 
 
 def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
-    """The comparison's page, as far as its runs are, and beside it what it says as data. Returns the page's place."""
+    """The place of the comparison's page, written as far as its runs are, and beside it as data."""
     page = Path(asked.output_dir) / PAGE
     there = list({run.folder: run.seen() for run in runs if run.folder.exists()}.values())
     data = record(there, pairs_of(grouped(there)))
@@ -135,8 +134,8 @@ def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
 def _power(asked: Variations) -> str:
     lengths = {each.variant: (each.config.run.max_steps, each.config.run.epochs) for each in asked.runs}
     # Those of other lengths are judged at their ends, too.
-    pairs = [1 + (one != other) for one, other in combinations(lengths.values(), 2)]
-    return before_the_runs(len({each.seed for each in asked.runs}), sum(pairs), asked.deviation)
+    pairs = sum(1 + (one != other) for one, other in combinations(lengths.values(), 2))
+    return before_the_runs(len({each.seed for each in asked.runs}), pairs, asked.deviation)
 
 
 def _csv(data: dict[str, Any]) -> str:
@@ -156,8 +155,7 @@ def _csv(data: dict[str, Any]) -> str:
 
 
 def planned(asked: Variations) -> list[Compared]:
-    """The runs, each checked as far as it can be without weights. Reads the photos once; fetches a hub id; hashes the model's
-    files. Raises UserError."""
+    """The runs, each checked as far as it can be without weights; the photos are read once. Raises UserError."""
     root = Path(asked.output_dir)
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir = {asked.output_dir!r} is a file; give a folder")
@@ -181,11 +179,10 @@ def mark(plan: RunPlan, digests: FileDigests) -> str:
     """The digest of all that decides a run's bytes: its config but for NO_OTHER_RUN and places, photos, model, versions."""
     flat = configs.flatten(configs.tree(plan.config))
     settings = {k: v for k, v in flat.items() if not any(fnmatchcase(k, p) for p in (*NO_OTHER_RUN, *pins.PLACES))}
-    components = [component.name for component in plan.model.family.components]
     parts = {
         "config": settings,
         "photos": [identity.parts(plan.data.examples), identity.parts(plan.data.held_out)],
-        "model": plan.model.source.contents(components, digests.of),
+        "model": plan.model.source.contents([each.name for each in plan.model.family.components], digests.of),
         "start": open_start(plan.config.adapter.init_from, lambda: read_start(plan)).sha256,
         "versions": {"trainer": __version__, **pins.versions(plan.config.optimizer.name)},
     }

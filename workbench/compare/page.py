@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,8 @@ from trainer.base.errors import CAUSES, NonFiniteError
 from trainer.base.progress import Sign, last_sign
 from trainer.base.run_layout import Layout
 from trainer.config.tables import ValidationTable
-from trainer.monitoring.course import PHOTOS, moved_by
+from trainer.monitoring.course import moved_by
+from trainer.monitoring.metrics import mark_of
 from workbench.compare.paired import BySeed, Difference, Pair, corrected
 from workbench.pages import curves
 from workbench.pages.curves import Curve
@@ -44,8 +46,7 @@ OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys
 @dataclass(frozen=True)
 class Seen:
     """A run as its files tell it. name: unique on the page. config: the resolved one, by full key. kept: steps whose adapter
-    can be taken. variant: what a comparison calls its setting; "" where none does. sign: of life, if it left one. stamp: the
-    history's when it was read."""
+    can be taken. variant: what a comparison calls its setting, or "". sign: of life. stamp: of the history as read."""
 
     name: str
     config: Mapping[str, Any]
@@ -59,7 +60,7 @@ class Seen:
     _judgements: dict[State, Judgement] = field(default_factory=dict, compare=False, repr=False)
 
     def judgement(self, state: State) -> Judgement:
-        """What is said of its success in that state. It takes most of a page's time, and is made once."""
+        """The judgement of its success in that state: made once, as it takes most of a page's time."""
         if state not in self._judgements:
             self._judgements[state] = judged(self.history, state, kept=self.kept, levers="the learning rate")
         return self._judgements[state]
@@ -76,8 +77,7 @@ class Seen:
         return self.standing.total or (given if isinstance(given, int) else None)
 
     def state(self, now: float) -> State:
-        """The state that its last start ended in. One that has told no end is at work, or was killed: by the time of its last
-        step or sign of life."""
+        """The state that its last start ended in. One that has told no end is at work, or was killed: by its last sign."""
         step, total, standing = self.history.step, self.total or self.history.step, self.standing
         if standing.why:
             return State("ended", total, why=standing.why, finite=standing.why != CAUSES[NonFiniteError])
@@ -89,8 +89,7 @@ class Seen:
 
     @cached_property
     def _silent_from(self) -> float:
-        """Unix time from which its silence is too long. Its last start was heard of when it began, and after each step; of a
-        run that told no start the last step was."""
+        """Unix time from which its silence is too long. Its last start was heard of when it began, and after each step."""
         told, started = self.history.series("time"), self.standing.started
         if started is None:
             times = [time for _, time in told if time is not None][-1:]
@@ -112,8 +111,7 @@ def seen(name: str, layout: Layout, history: History | None = None, thumbnails: 
 
 
 def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None, asked: str = "") -> str:
-    """The page as text. unread: by name, why the files of a run could not be read. now: Unix time; None: the present. asked:
-    what is said of the comparison as such."""
+    """The page as text. unread: by name, why a run could not be read. now: Unix time. asked: said of the whole comparison."""
     now = time.time() if now is None else now
     groups, cards = grouped(runs), _cards(runs)
     charts, notes = _curves(groups)
@@ -152,16 +150,12 @@ def without_samples(configs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def grouped(runs: Sequence[Seen]) -> list[list[Seen]]:
-    """Runs that differ in their seed alone are one group, in the order of their first ones. One without a config is alone.
-
-    What they measure is the same, too: a seed changes no held-out photo, the data may.
-    """
+    """The groups of runs that differ in their seed alone, and measure the same. A run without a config is alone."""
     groups: dict[Any, list[Seen]] = {}
     for place, run in enumerate(runs):
-        variant = run.variant or frozenset(
-            (key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"}
-        )
-        groups.setdefault((variant, _mark(run.history)) if variant else place, []).append(run)
+        settings = ((key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"})
+        variant = run.variant or frozenset(settings)
+        groups.setdefault((variant, mark_of(run.history.rows)) if variant else place, []).append(run)
     return list(groups.values())
 
 
@@ -169,13 +163,12 @@ def pairs_of(groups: Sequence[Sequence[Seen]]) -> list[Pair]:
     """Every two groups that measured the same photos with two common seeds, in the order of the groups. One of which a run
     left the numbers is not judged by those that did not."""
     pairs = []
-    for first, second in combinations((group for group in groups if not any(map(_left_the_numbers, group))), 2):
-        if _mark(first[0].history) != _mark(second[0].history) or _units(first, second):
+    for both in combinations((group for group in groups if not any(map(_left_the_numbers, group))), 2):
+        (first, *_), (second, *_) = both
+        if mark_of(first.history.rows) != mark_of(second.history.rows) or _units(first, second):
             continue
-        losses = [
-            {run.config.get("run.seed"): run.history.series("held_out_loss") for run in group} for group in (first, second)
-        ]
-        names = _called(first), _called(second)
+        losses = [{run.config.get("run.seed"): run.history.series("held_out_loss") for run in group} for group in both]
+        names = _called(both[0]), _called(both[1])
         if pair := Pair.of(*names, *losses):
             pairs += [pair, *_at_their_ends(names, losses)]
     return corrected(pairs)
@@ -192,32 +185,31 @@ def _at_their_ends(names: tuple[str, str], losses: Sequence[BySeed]) -> Iterator
         yield Pair(first, second, [at], len(common))
 
 
-def _units(first: Sequence[Seen], second: Sequence[Seen]) -> list[str]:
+def _units(first: Seen, second: Seen) -> list[str]:
     """Keys that differ, by which the losses of the two have no common unit."""
-    one, other = first[0].config, second[0].config
+    one, other = first.config, second.config
     return sorted(key for key in one.keys() | other.keys() if UNITS.match(key) and one.get(key) != other.get(key))
 
 
 def not_judged(groups: Sequence[Sequence[Seen]]) -> list[str]:
     """A sentence on each variant of which a run met a value that is not finite, and on each two groups that measured the same
     photos and whose losses have no common unit."""
-    counts = [(group, sum(map(_left_the_numbers, group))) for group in groups if group[0].variant]
     lost = [
         f"{_called(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
-        for group, count in counts
-        if count
+        for group in groups
+        if group[0].variant and (count := sum(map(_left_the_numbers, group)))
     ]
+    marks = [(group, mark) for group in groups if (mark := mark_of(group[0].history.rows)) is not None]
     return lost + [
         f"{_called(one)} and {_called(other)} are not judged by the held-out loss, which is another quantity where "
         f"{', '.join(keys)} differs; compare their samples, times and memory."
-        for one, other in combinations((group for group in groups if _mark(group[0].history) is not None), 2)
-        if _mark(one[0].history) == _mark(other[0].history) and (keys := _units(one, other))
+        for (one, mark), (other, its) in combinations(marks, 2)
+        if mark == its and (keys := _units(one[0], other[0]))
     ]
 
 
 def record(runs: Sequence[Seen], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """What the page says, as data: of each run the measurements and the median seconds and largest bytes of a step, of each
-    pair the difference and its interval by step. An interval at the last step is corrected for the other pairs."""
+    """What the page says, as data. The interval of a pair at the last step is corrected for the other pairs."""
     return {
         "runs": [
             {
@@ -252,7 +244,7 @@ def _called(group: Sequence[Seen]) -> str:
 
 def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
     """The rows of one group. line: the kind of its curve; "" where it has none."""
-    text, rows = "", []
+    text, rows = "", list[dict[str, Any]]()
     if len(group) > 1:
         ends = [losses[-1] for run in group if (losses := run.history.values("held_out_loss"))]
         band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
@@ -270,13 +262,9 @@ def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
 
 
 def _state(run: Seen, state: State) -> str:
-    step = run.history.step
-    at = f"step {step:,}" + (f" of {run.total:,}" if run.total else "")
-    if state.kind == "finished":
-        return f"finished: {at}"
-    if state.kind == "ended":
-        return f"ended at {at}: {state.why}"
-    return at if run.history.rows else "no step yet"
+    at = f"step {run.history.step:,}" + (f" of {run.total:,}" if run.total else "")
+    states = {"finished": f"finished: {at}", "ended": f"ended at {at}: {state.why}"}
+    return states.get(state.kind, at if run.history.rows else "no step yet")
 
 
 def _numbers(history: History) -> list[str]:
@@ -289,7 +277,7 @@ def _numbers(history: History) -> list[str]:
         f"{held_out[-1]:.4g}, lowest {min(held_out):.4g}" if held_out else "-",
         f"{averaged[-1]:.4g}" if averaged else "-",
         "-" if change is None else moved_by(change),
-        f"{sorted(seconds)[len(seconds) // 2]:.3g} s" if seconds else "-",
+        f"{median(seconds):.3g} s" if seconds else "-",
         size(int(max(peaks))) if peaks else "-",
     ]
 
@@ -325,40 +313,29 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
         chart("Time of a step", "seconds, moving average", "seconds", smooth=True),
         chart("Peak memory", "GiB", "peak_bytes", scale=2.0**-30),
     ]
-    notes = []
-    if any(len(group) > 1 for group in groups[:DRAWN]):
-        notes.append(
-            "Runs of one config, whatever their seed, are one line, their median, in a band from the lowest to the highest."
-        )
-    if len(groups) > DRAWN:
-        notes.append(f"Only the first {DRAWN} lines are drawn.")
+    median_line = (
+        "Runs of one config, whatever their seed, are one line, their median, in a band from the lowest to the highest."
+    )
+    notes = [median_line] if any(len(group) > 1 for group in groups[:DRAWN]) else []
+    notes += [f"Only the first {DRAWN} lines are drawn."] if len(groups) > DRAWN else []
     return [figure for figure in drawn if figure], notes
 
 
 def _held_out_about(runs: Sequence[Seen]) -> str:
     """A held-out loss tells runs apart only where they measure the same photos at the same draws."""
-    marks = {mark for run in runs if (mark := _mark(run.history))}
-    if len(marks) > 1 or any(_units(runs[:1], [run]) for run in runs[1:]):
-        return (
-            "These runs measure other photos, captions or draws, or another quantity: compare each with itself, not with one "
-            "another."
-        )
+    marks = {mark for run in runs if (mark := mark_of(run.history.rows))}
+    if len(marks) > 1 or any(_units(runs[0], run) for run in runs[1:]):
+        other = "These runs measure other photos, captions or draws, or another quantity"
+        return f"{other}: compare each with itself, not with one another."
     return "The same photos, captions and draws in all of them: the lower the better."
-
-
-def _mark(history: History) -> Any:
-    """On which photos was measured last; None where nothing was."""
-    starts = (row["at_start"][PHOTOS] for row in history.rows if PHOTOS in (row.get("at_start") or {}))
-    newest = history.newest(PHOTOS)
-    return newest[1] if newest else next(starts, None)
 
 
 def _cards(runs: Sequence[Seen]) -> dict[tuple[str, str], list[tuple[Seen, Row]]]:
     """By (prompt, detail), the runs that drew it."""
-    cards: dict[tuple[str, str], list[tuple[Seen, Row]]] = {}
+    cards = defaultdict[tuple[str, str], list[tuple[Seen, Row]]](list)
     for run in runs:
         for row in run.samples.rows:
-            cards.setdefault((row.prompt, row.detail), []).append((run, row))
+            cards[row.prompt, row.detail].append((run, row))
     return cards
 
 

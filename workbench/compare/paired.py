@@ -1,7 +1,5 @@
-"""Paired differences: two settings, each trained with the same seeds.
-
-Runs of one seed share photos, order, noise, times and crops. So what these do to the loss is in both, and leaves with the
-difference. What is judged is the mean of the differences by Student's t; see docs/compare.md.
+"""Paired differences of two settings, each trained with the same seeds: what photos, order, noise, times and crops do to the
+loss leaves with the difference. Its mean is judged by Student's t (docs/compare.md).
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ BySeed = Mapping[int, Series]  # held-out losses by step, of each seed
 
 @cache
 def detectable(seeds: int, pairs: int = 1) -> float:
-    """The true difference, in standard deviations of the paired differences, that so many seeds tell apart with probability
-    POWER if the differences are normally distributed. seeds: two at least. pairs: of the page; it is the first of them to be
-    told apart (`corrected`).
+    """The true difference, in standard deviations of the paired differences, that so many seeds, two at least, tell apart
+    with probability POWER if the differences are normally distributed: the first of so many pairs (`corrected`).
 
     t is then the noncentral one: a normal variable over sqrt(chi squared / degrees), whose density is summed here.
     """
@@ -49,11 +46,10 @@ def detectable(seeds: int, pairs: int = 1) -> float:
 
 
 def before_the_runs(seeds: int, pairs: int, deviation: float | None = None) -> str:
-    """What that many seeds can tell of that many pairs, in words. deviation: of the paired differences in an earlier
-    comparison, in loss."""
-    size = detectable(seeds, pairs)
-    known = f" With the {deviation:.2g} of the earlier comparison that is" if deviation else ""
-    in_loss = f"{known} {size * deviation:.2g} of loss." if deviation else ""
+    """What so many seeds can tell of so many pairs, in words. deviation: of an earlier comparison's differences."""
+    size, in_loss = detectable(seeds, pairs), ""
+    if deviation:
+        in_loss = f" With the {deviation:.2g} of the earlier comparison that is {size * deviation:.2g} of loss."
     among = f", the first of {pairs} pairs," if pairs > 1 else ""
     return (
         f"{seeds} seeds tell two variants apart{among} in {POWER:.0%} of all cases where their true difference is "
@@ -63,8 +59,7 @@ def before_the_runs(seeds: int, pairs: int, deviation: float | None = None) -> s
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two settings at one step. first, second: the losses of each, by seed in the same order, two at
-    least. seeds: these."""
+    """The difference of two settings at one step. first, second: the losses of each, by seed, two at least. seeds: these."""
 
     step: float
     first: Sequence[float]
@@ -104,8 +99,8 @@ class Difference:
 @dataclass(frozen=True)
 class Pair:
     """Two settings of a comparison. first, second: their names. by_step: their difference where both were measured with two
-    common seeds or more, in order. seeds: those at the last of these steps. divisor: of the error that all pairs of a page
-    may have together (`corrected`)."""
+    common seeds or more, in order. seeds: their number at the last of these steps. divisor: of the error that all pairs of a
+    page may have together (`corrected`)."""
 
     first: str
     second: str
@@ -171,12 +166,8 @@ class Pair:
         low, high = ([at.interval()[side] for at in self.by_step] for side in (0, 1))
         band = [list(zip(steps, side, strict=True)) for side in (low, high)]
         line = Curve(f"{self.first} - {self.second}", [(at.step, at.mean) for at in self.by_step], "line0", band)
-        return draw(
-            f"{self.first} less {self.second}",
-            "held-out loss",
-            [line],
-            about="Below 0 the first is better. The band is the 95 % interval of each step by itself.",
-        )
+        about = "Below 0 the first is better. The band is the 95 % interval of each step by itself."
+        return draw(f"{self.first} less {self.second}", "held-out loss", [line], about=about)
 
 
 def corrected(pairs: Sequence[Pair]) -> list[Pair]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import variance
 from typing import Annotated, Any
@@ -80,7 +81,7 @@ class Variation:
 
 @dataclass(frozen=True)
 class Variations:
-    """The runs of a comparison. base: as the file names it. runs: seed by seed, of each every variant. deviation: of the
+    """The runs of a comparison. base: as the file names it. runs: seed by seed, each with every variant. deviation: of the
     paired differences at the ends of an earlier comparison, in loss; None where none is given."""
 
     base: str
@@ -93,32 +94,25 @@ def read_comparison(path: str) -> Variations:
     """The comparison of a file. Raises UserError for one that cannot be made."""
     tree = read_toml(path, "--compare")
     if "model" in tree:
-        raise UserError(
-            f"--compare {path}: this is the config of one run; name it as config = {path!r} in a file that compares its "
-            "variants (docs/compare.md)"
-        )
+        name = f"name it as config = {path!r} in a file that compares its variants (docs/compare.md)"
+        raise UserError(f"--compare {path}: this is the config of one run; {name}")
     try:
         table = ComparisonTable.model_validate(tree)
     except ValidationError as error:
         raise UserError(f"--compare {path}: {mistakes.explain(error.errors(include_url=False))}") from error
     _check(path, table)
-    runs = [
-        Variation(variant.name, seed, overrides, _config(path, table.config, variant.name, overrides))
-        for seed in table.seeds
-        for variant in table.variant
-        for overrides in [(*_overrides(table.set), *_overrides(variant.set), f"run.seed={seed}", "run.stop_after=")]
-    ]
+    runs = []
+    for seed, variant in product(table.seeds, table.variant):
+        overrides = (*_overrides(table.set), *_overrides(variant.set), f"run.seed={seed}", "run.stop_after=")
+        try:
+            runs.append(Variation(variant.name, seed, overrides, load(table.config, list(overrides))))
+        except UserError as error:
+            raise UserError(f"--compare {path}: variant {variant.name!r}: {error}") from error
     config = runs[0].config
     held_out = config.data.held_out or any(source.held_out for source in config.data.sources)
-    if not config.validation.loss_every_steps or not held_out:
-        missing = [
-            f"{key} = {value}"
-            for key, value, there in (
-                ("data.held_out", 0.2, held_out),
-                ("validation.loss_every_steps", 25, config.validation.loss_every_steps),
-            )
-            if not there
-        ]
+    missing = [] if held_out else ["data.held_out = 0.2"]
+    missing += [] if config.validation.loss_every_steps else ["validation.loss_every_steps = 25"]
+    if missing:
         raise UserError(
             f"--compare {path}: {table.config} measures no held-out loss, by which the variants are compared; write "
             f"set = {{ {', '.join(missing)} }}"
@@ -158,34 +152,20 @@ def _check(path: str, table: ComparisonTable) -> None:
         )
     for key in flatten(table.set):
         if key in OWN_KEYS:
-            raise UserError(f"--compare {path}: set.{key}: the comparison decides it; leave it out" + _seeds(key))
+            seeds = " and write seeds = [...]" if key == "run.seed" else ""
+            raise UserError(f"--compare {path}: set.{key}: the comparison decides it; leave it out{seeds}")
     for variant in table.variant:
         for key in flatten(variant.set):
-            why = next((why for shared, why in SHARED.items() if key == shared or key.startswith(f"{shared}.")), "")
-            if why or key in OWN_KEYS:
-                why = why or "the comparison decides it"
-                remedy = "leave it out" if key in OWN_KEYS else "write it into the set of all, above the variants"
+            decided = "the comparison decides it" if key in OWN_KEYS else ""
+            if why := next((why for shared, why in SHARED.items() if f"{key}.".startswith(f"{shared}.")), decided):
+                remedy = "leave it out" if decided else "write it into the set of all, above the variants"
                 raise UserError(f"--compare {path}: variant {variant.name!r}: {key}: {why}; {remedy}")
 
 
-def _seeds(key: str) -> str:
-    return " and write seeds = [...]" if key == "run.seed" else ""
-
-
-def _config(path: str, base: str, variant: str, overrides: tuple[str, ...]) -> Config:
-    try:
-        return load(base, list(overrides))
-    except UserError as error:
-        raise UserError(f"--compare {path}: variant {variant!r}: {error}") from error
-
-
-def _overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _overrides(values: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
     """The keys of `set` as --set takes them."""
-    return tuple(f"{key}={literal(value)}" for key, value in _leaves(values, ""))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    leaves: list[tuple[str, Any]] = []
+    overrides: list[str] = []
     for key, value in values.items():
-        leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(prefix + key, value)]
-    return leaves
+        nested = isinstance(value, dict) and value
+        overrides += _overrides(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}={literal(value)}"]
+    return tuple(overrides)

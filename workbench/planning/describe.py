@@ -17,10 +17,8 @@ UNITS = ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", inf))
 
 
 def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, updates: int) -> str:
-    """What a run takes of its device's memory, phase by phase. The last line says whether it fits.
-
-    memory: of the device. smaller: what would need less, where it does not fit. updates: micro-batches in an update.
-    """
+    """What a run takes of its device's memory, phase by phase. The last line says whether it fits. smaller: what would need
+    less, where it does not. updates: micro-batches in an update."""
     width = max(len(phase.name) for phase in needs.phases)
     lines = ["memory, at the largest moment of each phase"]  # no table: a terminal may have 80 columns
     for phase in needs.phases:
@@ -44,7 +42,7 @@ def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, 
     lines.append(f"  on the disk: cache {size_text(needs.cache)}, each checkpoint {size_text(needs.checkpoint)}")
     for phase in needs.phases:
         if phase.name.startswith(STEP):
-            flops = updates * phase.cost.flops / 1e9
+            flops = updates * phase.cost.total("flops") / 1e9
             text = f"{flops / 1e3:.2f} TFLOP" if flops >= 100 else f"{flops:.2f} GFLOP"
             lines.append(f"  {phase.name}: {text} an update in products, convolutions and attention")
     needed = f"{size_text(needs.total)} of {size_text(memory)} are needed, most in {needs.largest.name}"
@@ -61,10 +59,7 @@ def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, 
 
 
 def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *, made: int = 0) -> str:
-    """How long a step and the rest of a run take on a device: an estimate, as a band.
-
-    device: None where the plan is for a card that nobody named. made: steps that were made before.
-    """
+    """How long a step and the rest of a run take: a band. device: None where none is named. made: steps made before."""
     if device is None:
         return "time: no figures for a step: --plan_memory names no card"
     compute, on_cpu = plan.model.storage[plan.model.family.denoiser].compute, device.type == "cpu"
@@ -82,16 +77,13 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
         f"{'step' if steps == 1 else 'steps'} (an estimate for a machine without other work; samples, held-out losses, "
         f"encoding and checkpoints are not counted{several})"
     )
-    if needs.streaming and plan.model.parts > 1:
-        gathered = size_text(plan.config.step.accumulation * needs.streaming.copied)
-        line += (
-            f"\n  beside it {gathered} of blocks are brought together a step, over what connects the processes: not counted"
-        )
-    elif needs.streaming and not on_cpu:
-        copied = size_text(plan.config.step.accumulation * needs.streaming.copied)
+    table = plan.config.step
+    copied = size_text(table.accumulation * needs.streaming.copied) if needs.streaming else ""
+    if copied and plan.model.parts > 1:
+        line += f"\n  beside it {copied} of blocks are brought together a step, over what connects the processes: not counted"
+    elif copied and not on_cpu:
         slow, fast = sorted(each / 1e9 for each in step_time.BUS)
         line += f"\n  with {copied} of streamed blocks a step, copied beside it at {slow:g} to {fast:g} GB/s: not measured"
-    table = plan.config.step
     if needs.graphs or table.compile != "none":
         line += "\n  of eager steps: step.compile and step.graphs take other time and memory, see docs/speed.md"
     if on_cpu and step_time.slow_in(compute):
@@ -102,13 +94,11 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
 def step_seconds(plan: RunPlan, needs: Forecast, machine: Machine) -> tuple[float, float]:
     """The least and the most seconds of an average update of the run: of the operators of its step at the largest size, with
     the share of their tensors that an average micro-batch has."""
-    config = plan.config
     step = next(phase for phase in needs.phases if phase.name.startswith(STEP))
     sizes = [(sum(map(prod, example.layout)), example.photo.repeats) for example in plan.data.examples]
-    pixels = sum(size * repeats for size, repeats in sizes)
-    batches = config.step.accumulation
-    share = pixels / plan.length.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
-    share /= plan.length.processes
+    pixels, largest = sum(size * repeats for size, repeats in sizes), max(size for size, _ in sizes)
+    batches = plan.config.step.accumulation
+    share = pixels / plan.length.steps_per_epoch / (batches * plan.config.data.batch_size * largest) / plan.length.processes
     # Whatever the photos' size. What comes from other processes comes by a way that nobody named.
     copied = needs.streaming.copied if needs.streaming and plan.model.parts == 1 else 0
     (least, most), (once, at_most) = machine.seconds(step.cost, share, copied), machine.seconds(step.once)

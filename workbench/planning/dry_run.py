@@ -1,7 +1,6 @@
-"""A run's own code on tensors without values: at full size it costs seconds, and next to no memory.
+"""A run's own code on torch's meta tensors: at full size it costs seconds, and next to no memory.
 
-They are torch's meta tensors, under a mode of torch (`WithoutValues`): no function of a library is replaced. Tests use the
-same on an accelerator that is not there, with fake tensors (tests/pretend.py).
+Tests use the same on an accelerator that is not there, with fake tensors (tests/pretend.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -45,9 +44,8 @@ META = torch.device("meta")
 class WithoutValues(TorchFunctionMode):
     """A block in which torch's functions that read a tensor's values do without them, for meta tensors.
 
-    Every question is answered with no, and a search finds the first place: nothing is out of the ordinary. A copy to the
-    CPU is the tensor itself, and a picture is black. Fused attention, and on an accelerator RMSNorm, are one operator
-    each.
+    Every question is answered with no, and a search finds the first place. A copy to the CPU is the tensor itself, and a
+    picture is black. Fused attention, and on an accelerator RMSNorm, are one operator each.
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
@@ -72,10 +70,7 @@ class WithoutValues(TorchFunctionMode):
 
 @contextmanager
 def without_values(*, on_cpu: bool = False) -> Iterator[None]:
-    """A block in which what reads a value where a run has to does without: meta tensors go through everything below.
-
-    on_cpu: operators as a CPU has them, else as a GPU.
-    """
+    """A block in which meta tensors go through everything below. on_cpu: operators as a CPU has them, else as a GPU."""
     with scratch.own_buffers(), WithoutValues(on_cpu=on_cpu):
         yield
 
@@ -93,11 +88,8 @@ def _whole(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **keys: Any,
 ) -> Tensor:  # fmt: skip
-    """Attention as one operator that keeps its output and a row of sums, as the fused ones of GPUs do.
-
-    On the meta device torch would take it apart, and its scores alone would be gigabytes: as they are where the plain kernel
-    was asked for.
-    """
+    """Attention as one operator that keeps its output and a row of sums, as the fused ones of GPUs do: on the meta device
+    torch would take it apart, with scores of gigabytes, as they are where the plain kernel was asked for."""
     if only_plain():
         plain = torch.ops.aten._scaled_dot_product_attention_math
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=keys.get("scale"))[0]
@@ -106,8 +98,8 @@ def _whole(
 
 
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """RMSNorm as GPUs have it: one operator that keeps its input and a sum for each row. Without values torch would take it
-    apart, and keep two fp32 copies of the input. A layer norm keeps the same, and stands in for it."""
+    """RMSNorm as GPUs have it: one operator that keeps its input and a sum for each row, as a layer norm does, which stands
+    in for it. Without values torch would take it apart, and keep two fp32 copies of the input."""
     return nn.functional.layer_norm(x, shape, weight, None, eps or 0.0)
 
 
@@ -119,18 +111,14 @@ class DryStep(Step):
 
 
 class Unread(Components):
-    """Components whose weights have the form that they would have in memory, and no values: no file of weights is opened.
-
-    on_cpu: whether their operators are a CPU's.
-    """
+    """Components whose weights have no values: no file of weights is opened. on_cpu: whether their operators are a CPU's."""
 
     def __init__(self, *given: Any, on_cpu: bool, **keys: Any) -> None:
         super().__init__(*given, **keys)
         self.on_cpu = on_cpu
 
     def tokenizers(self) -> dict[str, Any]:
-        """The tokenizers that are here. In place of one of a hub id that is not, CLIP's, with room for as many tokens as T5
-        reads: how many are read is all that counts."""
+        """The tokenizers that are here. In place of a hub id's, CLIP's with room for T5's tokens: their count is all."""
         folders = {name: self.source.tokenizer_folder(name) for name in self.family.files.tokenizers}
         configs = {name: self.source.config(encoder) for name, encoder in self.family.files.tokenizers.items()}
         tokenizers = {name: load_tokenizer(at, name, configs[name]) for name, at in folders.items() if at.is_dir()}
@@ -160,8 +148,7 @@ class Unread(Components):
         return wrapped
 
     def let_go(self, names: Collection[str]) -> None:
-        """Empty them: modules know each other in circles, and looking for those in all that the libraries made takes longer
-        than the rest."""
+        """Empty them: to collect the circles in which modules know each other takes longer than the rest."""
         for name in names:
             if name in self.streamers:
                 self.streamers.pop(name).close()
@@ -173,11 +160,8 @@ class Unread(Components):
 
 
 class Rehearsal:
-    """A run's parts, and what it does with them. Everything happens inside `without_values`.
-
-    kernels: those that it would choose. device: where the run computes. on_cpu: whether that stands for a CPU.
-    host: where its data comes from. step: the class of its step.
-    """
+    """A run's parts, and what it does with them, inside `without_values`. kernels: those that it would choose. on_cpu:
+    whether the device stands for a CPU. host: where its data comes from. step: the class of its step."""
 
     def __init__(
         self,
@@ -234,10 +218,7 @@ class Rehearsal:
         return adapter, norms, state.optimizer, state.average, self.step_class(**given)
 
     def batch(self, layout: ReferenceLayout, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
-        """A micro-batch of one layout, once images were encoded.
-
-        conditioning: of as many captions; None where the run encodes them live.
-        """
+        """A micro-batch of one layout, once images were encoded. conditioning: of as many captions; None: encoded live."""
         side, (width, height) = self.plan.model.family.images.latent_side, layout[0]
         with unset_fake_temporarily():
             size = torch.tensor([[height, width]] * count)

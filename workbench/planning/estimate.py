@@ -1,12 +1,13 @@
 """How much memory a run will take, phase by phase, and whether it fits: its own code at full size, on tensors without values.
 
-What the tensors take is counted. What lies below them is estimated, as a margin: the device's context, the workspaces of its
-libraries, and what the allocator loses to rounding.
+What the tensors take is counted; a margin stands for the device's context, its libraries' workspaces and the allocator's
+loss.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import psutil
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from trainer import optim
 from trainer.base.protocols import Kernels
 from trainer.base.types import Conditioning
-from trainer.config import has_graphs
 from trainer.data import buckets
 from trainer.data.buckets import ReferenceLayout, named
 from trainer.data.cache import fill
@@ -27,6 +27,7 @@ from trainer.models.base import ImagePart, SampleRequest
 from trainer.plan import fixed_draws
 from trainer.plan.run_plan import RunPlan
 from trainer.run.setup import written_bytes
+from trainer.runtime.device import without_graphs
 from workbench.planning.dry_run import Rehearsal, without_values
 from workbench.planning.op_trace import Cost, Trace
 
@@ -46,12 +47,8 @@ UPDATE = "the update"
 
 @dataclass(frozen=True)
 class Stage:
-    """What one part of a run takes. parts: bytes by PARTS, those that it has. loaded: weights of the components in memory, by
-    name, in bytes.
-
-    cost: of a step, of one micro-batch. once: of a step, of what is made anew after an update, however many micro-batches it
-    has; the optimizer's own operators are not in it.
-    """
+    """What one part of a run takes. parts: bytes by PARTS. loaded: bytes of the components in memory, by name. cost: of a
+    step's micro-batch. once: what a step makes anew after an update, without the optimizer's own operators."""
 
     name: str
     parts: Mapping[str, int]
@@ -67,8 +64,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Streaming:
-    """How a denoiser's blocks are streamed. blocks: bytes of payload in each of them, streamed or not, in their order.
-    resident: how many stay. copied: bytes that a step copies. about: all of it in words."""
+    """How a denoiser's blocks are streamed. blocks: bytes of payload in each of all. resident: how many stay. copied: bytes
+    that a step copies. about: all of it in words."""
 
     blocks: tuple[int, ...]
     resident: int
@@ -78,11 +75,10 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would take of memory and disk. phases: in the order of a run, each at its largest. cache, checkpoint,
-    adapter: bytes on the disk, of all entries, of one checkpoint, of the trained weights. base: what the process itself takes
-    where it computes on the CPU, 0 of an accelerator. graphs: bytes of the CUDA graphs of the steps, beside the rest; where
-    they are not there, the steps are eager. host: beside an accelerator, bytes of the host's memory by what takes
-    them, at the largest moment. streaming: of the denoiser; None where it is not."""
+    """What a run would take of memory and disk, in bytes. phases: in the order of a run, each at its largest. cache,
+    checkpoint, adapter: on the disk, of all entries, of one checkpoint, of the trained weights. base: of the process itself
+    on a CPU, 0 of an accelerator. graphs: of the steps' CUDA graphs, beside the rest; without them the steps are eager. host:
+    beside an accelerator, by what takes them, at the largest moment. streaming: of the denoiser; None where it is not."""
 
     phases: tuple[Stage, ...]
     cache: int
@@ -115,12 +111,8 @@ class Forecast:
 
 
 def forecast(plan: RunPlan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
-    """What the planned run would take. kernels: of the device that is planned for. base: on a CPU, what the process
-    itself takes; None: an accelerator.
-
-    It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules. So is what the
-    program takes on the host of an accelerator.
-    """
+    """What the planned run would take. kernels: of the device that is planned for. base: on a CPU, what the process itself
+    takes, asked at the end, as the rehearsal loads the run's libraries; None: an accelerator."""
     with without_values(on_cpu=base is not None):
         needs = Forecaster(plan, kernels, on_cpu=base is not None).forecast()
     if base is None:
@@ -154,30 +146,28 @@ class Forecaster:
         training = [self.step(layout, config.data.batch_size) for layout in layouts]
         # What a micro-batch takes stays with its graph, and those of all sizes share it.
         kept = max(phase.parts["saved"] + phase.parts["transient"] for phase in training)
-        graphs = kept if has_graphs(config) and not self.on_cpu else 0
+        graphs = 0 if self.on_cpu or without_graphs(config, torch.device("cuda")) else kept
         if self.on_cpu:
             training += self.update(max(training, key=lambda phase: phase.peak))
         training += [self.held_out_loss(layout) for layout in measured]
         if stay:  # and encode beside what the steps have
             there = {"weights": sum(self.weights.values())} | self.held
-            encoding = [
-                replace(phase, parts=there | {"transient": phase.parts["transient"]}, loaded=dict(self.weights))
-                for phase in encoding
-            ]
+            transient = [{"transient": phase.parts["transient"]} for phase in encoding]
+            loaded = dict(self.weights)
+            encoding = [replace(p, parts=there | part, loaded=loaded) for p, part in zip(encoding, transient, strict=True)]
         if self.plan.data.requests:
-            images = self.plan.model.family.images
-            training.append(self.sample(max(self.plan.data.requests, key=lambda request: _pixels(request, images))))
-        trained, start = self.run.trained, self.start_bytes()
-        checkpoint, adapter = written_bytes(self.plan, trained[0], trained[-1].optimizer)
+            training.append(self.sample(max(self.plan.data.requests, key=partial(_pixels, images=self.family.images))))
+        adapter, *_, step = self.run.trained
+        checkpoint, trained = written_bytes(self.plan, adapter, step.optimizer)
+        start = trained if config.adapter.init_from else 0  # a run keeps the weights of its start
         if self.on_cpu and start:
             training = [replace(phase, parts=phase.parts | {"adapter": phase.parts["adapter"] + start}) for phase in training]
         if self.on_cpu and config.checkpoint.background and self.plan.saves_before_the_end:
             # A copy that is written while the next steps are made.
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
-        cache = self.cache_bytes()
-        host = {} if self.on_cpu else self.host(cache, checkpoint)
-        phases, streaming = (*encoding, *training), self.streaming()
-        return Forecast(phases, cache, checkpoint, adapter, graphs=graphs, host=host, streaming=streaming)
+        cache, phases = self.cache_bytes(), (*encoding, *training)
+        host = {} if self.on_cpu else self.host(cache, checkpoint, start)
+        return Forecast(phases, cache, checkpoint, trained, graphs=graphs, host=host, streaming=self.streaming())
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -248,8 +238,7 @@ class Forecaster:
         return replace(phase, parts=parts, once=once)
 
     def update(self, step: Stage) -> Iterator[Stage]:
-        """The phase of the update by an optimizer that has no kernel for a CPU. The allocator still has what the step
-        freed, in smaller pieces."""
+        """The phase of the update by an optimizer without a kernel for a CPU. The allocator still has what the step freed."""
         name, parameters = self.plan.config.optimizer.name, self.run.trained[-1].parameters
         scratch = optim.OPTIMIZERS[name].cpu_scratch * max(parameter.numel() for parameter in parameters)
         if scratch:
@@ -331,10 +320,6 @@ class Forecaster:
             self.run.components.let_go([name for name in self.family.text_encoders if name not in there])
         return self.family.text.collate([self.told] * count)
 
-    def _caption_bytes(self) -> int:
-        """Of the conditioning of one."""
-        return sum(tensor.nbytes for tensor in self._prompts(1).tensors().values())
-
     def _longest(self) -> str:
         """Of the captions: what is encoded may be the longer for it (data.clip_chunks)."""
         return max((text for example in self.plan.data.encoded for text in example.captions), key=len, default="")
@@ -350,14 +335,14 @@ class Forecaster:
         total = sum(4 * self.run.channels * prod(example.bucket) // self.family.images.latent_side**2 for example, _ in views)
         if self.plan.model.cache_text:
             texts = fill.texts_wanted(captions_of(self.plan), fingerprint="")
-            total += len(texts) * self._caption_bytes()
+            total += len(texts) * sum(tensor.nbytes for tensor in self._prompts(1).tensors().values())
         return total
 
-    def host(self, cache: int, checkpoint: int) -> dict[str, int]:
+    def host(self, cache: int, checkpoint: int, start: int) -> dict[str, int]:
         """What a run takes beside the program itself on an accelerator's host: while it loads and encodes, or in steps."""
         data = self.plan.config.data
         parts = {"the cache": cache} if data.cache == "memory" else {}
-        parts["the weights of adapter.init_from"] = self.start_bytes()
+        parts["the weights of adapter.init_from"] = start
         # Encoders that encode ahead of the steps are gone before the denoiser comes.
         beside = self.masters if data.cache == "none" else self.plan.model.in_steps
         parts["streamed blocks"] = max([sum(self.masters.get(name, 0) for name in beside), *self.masters.values()])
@@ -368,11 +353,6 @@ class Forecaster:
             stepping["pages of the optimizer"] = self.held["optimizer"]
         largest = max(starting, stepping, key=lambda moment: sum(moment.values()))
         return {what: size for what, size in (parts | largest).items() if size}
-
-    def start_bytes(self) -> int:
-        """The bytes of the weights that a run with adapter.init_from keeps of its start."""
-        trained = self.run.trained
-        return written_bytes(self.plan, trained[0], trained[-1].optimizer)[1] if self.plan.config.adapter.init_from else 0
 
 
 def _own(layer: nn.Module) -> Iterator[Tensor]:

@@ -33,8 +33,8 @@ __all__ = ["compiling", "fitted", "what_would_fit"]
 
 
 def cheapest(levels: Sequence[Sequence[Any]], fits: Callable[[Sequence[Any]], bool]) -> list[Any] | None:
-    """A level of each remedy, with which the run fits: the last one is used as little as can be, then the one before it.
-    None where the last levels do not fit. levels: of each the cheapest first; none needs more than the one before it."""
+    """A level of each remedy with which the run fits, the last one used as little as can be, then the one before it; None
+    where the last levels do not fit. levels: of each the cheapest first; none needs more than the one before it."""
     levels_now = [each[0] for each in levels]
     used = -1
     while not fits(levels_now):
@@ -60,22 +60,20 @@ def fitted(
     kept: Collection[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> RunPlan:
-    """The plan with the keys that are chosen by the memory there is, each as cheap as fits.
-
-    memory: bytes of the device; a size in memory.fit goes before. base: what this process takes on a CPU; None: an
-    accelerator. kept: names of memory.fit_by that may not be changed any more. say: told each choice, and its price. Raises
-    UserError where nothing is small enough.
-    """
-    table = plan.config.memory
-    budget = memory if table.fit in (None, "auto") else parse_size(table.fit)
-    if table.fit is not None:
+    """The plan with the keys that are chosen by the memory there is, each as cheap as fits. memory: bytes of the device; a
+    size in memory.fit goes before. base: what this process takes on a CPU; None: an accelerator. kept: names of memory.fit_by
+    that may not be changed any more. say: prints each choice, and its price. Raises UserError where nothing is small
+    enough."""
+    fit = plan.config.memory.fit
+    budget = memory if fit in (None, "auto") else parse_size(fit)
+    if fit is not None:
         plan = _fitted_by_remedies(plan, kernels, budget, base=base, kept=kept, say=say)
-        table = plan.config.memory
-    if table.offload == "blocks" and base is not None:  # what streams lies in the same memory
-        return with_keys(plan, {"memory.resident_blocks": 0}) if table.resident_blocks == "auto" else plan
+    table = plan.config.memory
     if table.offload == "blocks" and table.resident_blocks == "auto":
+        if base is not None:  # what streams lies in the same memory
+            return with_keys(plan, {"memory.resident_blocks": 0})
         return _with_most_resident(plan, kernels, budget)
-    if table.offload == "blocks":
+    if table.offload == "blocks" and base is None:
         _check_slots(plan, kernels, budget)
     return plan
 
@@ -132,7 +130,7 @@ def _fitted_by_remedies(
 
 def compiling(plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
     """The plan with what step.compile = "auto" comes to, alike in all processes: "blocks" where the least time that it saves
-    is more than the most that it takes. say: told the choice, and why."""
+    is more than the most that it takes. say: prints the choice, and why."""
     if plan.config.step.compile != "auto":
         return plan
     choice, why = _worth_compiling(plan, there)
@@ -201,7 +199,7 @@ def _with_most_resident(plan: RunPlan, kernels: Kernels, memory: int) -> RunPlan
 
 
 def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
-    """Raises UserError where the blocks that stay, and room for those that pass, are by themselves more than there is."""
+    """Raises UserError where the blocks that stay, and room for those that pass, are more than there is."""
     name = plan.model.family.denoiser
     with without_values():
         components = Rehearsal(plan, kernels=kernels).components

@@ -1,14 +1,13 @@
 """What the operators of a piece of code cost: memory that is alive, launches, bytes read and written, FLOPs.
 
-It sees each call of an operator, with tensors that have values or not. What it cannot see is what lies below: how an
-allocator rounds and splits, the workspaces of cuBLAS and cuDNN.
+What lies below them is not seen: how an allocator rounds and splits, the workspaces of cuBLAS and cuDNN.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,8 @@ _UNKNOWN = {
 
 
 class Work(NamedTuple):
-    """What one operator does. read, written: bytes. flops: of products, convolutions and attention, 0 of others. width: bytes
-    of an element of what those multiply, 0 of others."""
+    """What one operator does. read, written: bytes. flops, and width, the bytes of an element of what is multiplied: of
+    products, convolutions and attention, 0 of others."""
 
     read: int = 0
     written: int = 0
@@ -57,25 +56,14 @@ class Cost:
         """How many operators there were."""
         return self.works.total()
 
-    @property
-    def read(self) -> int:
-        """The bytes that all of them read."""
-        return sum(count * work.read for work, count in self.works.items())
-
-    @property
-    def written(self) -> int:
-        """The bytes that all of them wrote."""
-        return sum(count * work.written for work, count in self.works.items())
-
-    @property
-    def flops(self) -> int:
-        """The FLOPs of all of them."""
-        return sum(count * work.flops for work, count in self.works.items())
+    def total(self, field: Literal["read", "written", "flops"]) -> int:
+        """The sum of a field of Work over all of them."""
+        return sum(count * getattr(work, field) for work, count in self.works.items())
 
 
 class Remembering(TorchDispatchMode):
     """A block in which an operator on meta tensors is asked of torch once for each form of its arguments: torch works many
-    results out in Python, which takes most of the time of a plan."""
+    results out in Python, which took most of the time of a plan."""
 
     # What operators gave, by them and the forms of their arguments: a form, or the place of the argument that they gave back.
     # It depends on nothing else, so all traces of a process share it.
@@ -99,9 +87,9 @@ class Remembering(TorchDispatchMode):
         except TypeError:  # it has values, or is nothing that can be looked up
             return func(*args, **kwargs)
         if form is not None:
-            return _tensors(args, kwargs)[form] if type(form) is int else _made(form)
+            return tensors_in(args, kwargs)[form] if type(form) is int else _made(form)
         out = func(*args, **kwargs)
-        given = _tensors(args, kwargs)
+        given = tensors_in(args, kwargs)
         if func._schema.is_mutable:
             # Without values an operator has nothing to write. One that changes a form is asked each time.
             place = next((place for place, tensor in enumerate(given) if tensor is out), None)
@@ -116,11 +104,8 @@ class Remembering(TorchDispatchMode):
 
 
 class Trace(Remembering):
-    """A block in which every operator is counted.
-
-    alive: bytes of the tensors that were made inside and still are, and of those that were `enter`ed. peak: the most there
-    were since `reset`. by_name: launches by operator.
-    """
+    """A block in which every operator is counted. alive: bytes of the tensors that were made inside or `enter`ed, and still
+    are. peak: the most there were since `reset`. by_name: launches by operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,18 +121,13 @@ class Trace(Remembering):
     def enter(self, tensors: Iterable[Tensor]) -> int:
         """Count tensors that were made outside. Returns how many bytes that adds."""
         before = self.alive
-        for tensor in tensors:
-            self._enter(tensor)
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._known:
+                self.alive += size
+                self.peak = max(self.peak, self.alive)
+                self._known[key] = weakref.finalize(storage, self._leave, key, size)
         return self.alive - before
-
-    def _enter(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._known:
-            size = storage.nbytes()
-            self.alive += size
-            self.peak = max(self.peak, self.alive)
-            self._known[key] = weakref.finalize(storage, self._leave, key, size)
 
     def _leave(self, key: int, size: int) -> None:
         del self._known[key]
@@ -172,15 +152,14 @@ class Trace(Remembering):
         if func is torch.ops.prim.device.default:
             return out
         launches, changed, formula = self._kind(func)
-        made = [out] if isinstance(out, Tensor) else _tensors(out)
-        for tensor in made:
-            self._enter(tensor)
+        made = [out] if isinstance(out, Tensor) else tensors_in(out)
+        self.enter(made)
         if not launches:
             return out
         self.by_name[func._schema.name] += 1
-        given = _tensors(args, kwargs)
+        given = tensors_in(args, kwargs)
         written = {id(tensor): tensor for tensor in made}
-        written |= {id(tensor): tensor for at in changed if at < len(args) for tensor in _tensors(args[at])}
+        written |= {id(tensor): tensor for at in changed if at < len(args) for tensor in tensors_in(args[at])}
         work = Work(sum(map(_bytes, given)), sum(map(_bytes, written.values())))
         if formula is not None:
             work = work._replace(flops=formula(*args, **kwargs, out_val=out), width=given[0].itemsize)
@@ -198,9 +177,7 @@ def _forms(args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _form(value: Any) -> tuple[Any, ...]:
     """To be looked up: a meta tensor's (shape, stride, dtype), anything else with its type first, so that 1 is not 1.0.
-
-    Raises TypeError for a tensor with values.
-    """
+    Raises TypeError for a tensor with values."""
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter:
         if value.is_meta:
@@ -221,16 +198,16 @@ def _made(form: tuple[Any, ...]) -> Any:
     return None if kind is type(None) else kind(map(_made, values))
 
 
-def _tensors(*values: Any) -> list[Tensor]:
-    """Those in arguments or results, in order."""
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors in arguments or results, in order."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            tensors += _tensors(*value)
+            tensors += tensors_in(*value)
         elif isinstance(value, dict):
-            tensors += _tensors(*value.values())
+            tensors += tensors_in(*value.values())
     return tensors
 
 

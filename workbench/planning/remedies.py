@@ -11,20 +11,17 @@ from trainer.plan import optimizer_rules
 from trainer.plan.changes import Keys, in_words, keeps, never
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as
-from trainer.runtime.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
+from trainer.runtime.precision import COMPUTE_DTYPES, SMALLER_DTYPES, SMALLER_VAE
 
 SMALL = 512  # px: no smaller photos are advised
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What may be changed so that a run takes less memory.
-
-    name: as memory.fit_by has it, where there are levels. price: in words. levels: what memory.fit chooses from, the
-    cheapest first; the first is a run without this remedy. least: the last of them, in words. ways: what is advised; None:
-    the last level. anew: what a new run may have after a step ran out of memory, in words. on_cpu: whether it helps where a
-    CPU computes.
-    """
+    """What may be changed so that a run takes less memory. name: as memory.fit_by has it, where there are levels. price,
+    least (the last level), anew (what a new run may have after a step ran out of memory): in words. levels: what memory.fit
+    chooses from, the cheapest first, beginning without this remedy. ways: what is advised; None: the last level. on_cpu:
+    whether it helps where a CPU computes."""
 
     name: str
     price: str = ""
@@ -88,7 +85,7 @@ def _vae(plan: RunPlan) -> Iterator[Keys]:
     """Its dtype, where it alone computes in fp32."""
     name, storage = plan.model.family.vae, plan.model.storage
     compute = [storage[each].compute for each in (name, plan.model.family.denoiser)]
-    if compute == [compute_dtype("fp32"), compute_dtype(SMALLER_VAE)]:
+    if compute == [COMPUTE_DTYPES["fp32"], COMPUTE_DTYPES[SMALLER_VAE]]:
         yield {f"model.components.{name}.dtype": SMALLER_VAE}
 
 

@@ -2,10 +2,9 @@
 
 For an operator a device takes as long as its products at their rate or its bytes at the memory's, whichever is longer, and a
 launch; the host as long as Python, autograd and the driver need to ask for it. On a card both work at once: at best a step
-takes the longer of the two, at worst their sum. A CPU is both, one after the other.
-
-A CPU is probed, in less than a second. Of a card its maker's data sheet says the rates, and what a step reaches of them was
-measured on one H100 (docs/benchmarks/GPU-2026-11-22.json); the host beside it is probed.
+takes the longer of the two, at worst their sum. A CPU is both, one after the other, and is probed, as every host is. Of a
+card its maker's data sheet says the rates; what a step reaches of them was measured on one H100
+(docs/benchmarks/GPU-2026-11-22.json).
 """
 
 import functools
@@ -57,11 +56,8 @@ COMPILING: Range = (43, 86)
 
 @dataclass(frozen=True)
 class Card:
-    """A card's data sheet: dense products, without sparsity, in TFLOP/s, summed in fp32, and memory in GB/s.
-
-    bits16: of bf16 and fp16. single: of fp32 proper, in which a run computes, not of TF32. bits8: of float8; None where there
-    are no such products.
-    """
+    """A card's data sheet: dense products, without sparsity, in TFLOP/s, summed in fp32, and memory in GB/s. bits16: of bf16
+    and fp16. single: of fp32 proper, not of TF32. bits8: of float8; None where there are no such products."""
 
     bits16: float
     single: float
@@ -79,8 +75,8 @@ CARDS = {name: Card(**sheet) for name, sheet in _SHEETS.items()}
 @dataclass(frozen=True)
 class Speed:
     """What a machine does at one end of its band. products: FLOPs a second, by the bytes of an element of what is multiplied;
-    the entry of 4 stands for missing ones. memory: bytes a second. launch: seconds of the device for an operator,
-    besides. host: seconds of the host to ask for one. bus: bytes a second from the host's memory to the device's."""
+    the entry of 4 stands for missing ones. memory: bytes a second. launch: seconds of the device for an operator, besides.
+    host: seconds to ask for one. bus: bytes a second from the host's memory to the device's."""
 
     products: Mapping[int, float]
     memory: float
@@ -111,23 +107,16 @@ class Machine:
 
     def taking(self, device: float, host: float) -> "Machine":
         """One that takes so large a part of this one's time on the device, and on the host."""
-        best, worst = (
-            Speed(
-                {width: rate / device for width, rate in speed.products.items()},
-                speed.memory / device,
-                speed.launch * device,
-                speed.host * host,
-                speed.bus,
-            )
-            for speed in (self.best, self.worst)
-        )
-        return Machine(best, worst, self.card)
+
+        def taking(speed: Speed) -> Speed:
+            products = {width: rate / device for width, rate in speed.products.items()}
+            return Speed(products, speed.memory / device, speed.launch * device, speed.host * host, speed.bus)
+
+        return Machine(taking(self.best), taking(self.worst), self.card)
 
     def seconds(self, cost: Cost, share: float = 1.0, copied: int = 0) -> Range:
         """The least and the most that these operators take, with so large a share of their tensors (in bytes and FLOPs).
-
-        copied: bytes of streamed blocks, which go over the bus while something computes.
-        """
+        copied: bytes of streamed blocks, which go over the bus while something computes."""
         device, host = self.best.device_seconds(cost, share), self.best.host_seconds(cost)
         at_most = self.worst.device_seconds(cost, share) + self.worst.host_seconds(cost)
         at_least = max(device, host) if self.card else device + host
@@ -136,8 +125,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a CPU does, as if nothing else ran. products, memory: as in Speed, of all threads. operator: seconds of a bare
-    operator, one that computes next to nothing and that autograd does not see."""
+    """What a CPU does, as if nothing else ran. products, memory: of Speed, of all threads. operator: `bare_operator`."""
 
     products: Mapping[int, float]
     memory: float
@@ -145,23 +133,17 @@ class Probe:
 
     @staticmethod
     def of(dtype: torch.dtype) -> "Probe":
-        """This process's CPU, with its products in that dtype and in fp32. One thread's processor time is measured, once in a
-        process; products and copies are counted for all threads."""
+        """This process's CPU, with products in that dtype and in fp32: one thread's, once in a process, counted for all."""
         return Probe({each.itemsize: _products(each) for each in (dtype, torch.float32)}, _memory(), bare_operator())
 
 
 def on_cpu(probe: Probe) -> Machine:
     """The machine that a CPU is."""
-    best, worst = (
-        Speed(
-            {width: reached * rate for width, rate in probe.products.items()},
-            moved * probe.memory,
-            launch * probe.operator,
-            asking * probe.operator,
-        )
-        for reached, moved, launch, asking in zip(CPU_PRODUCTS, CPU_MEMORY, CPU_LAUNCH, ASKING, strict=True)
-    )
-    return Machine(best, worst, card=False)
+    speeds = []
+    for reached, moved, launch, asking in zip(CPU_PRODUCTS, CPU_MEMORY, CPU_LAUNCH, ASKING, strict=True):
+        products = {width: reached * rate for width, rate in probe.products.items()}
+        speeds.append(Speed(products, moved * probe.memory, launch * probe.operator, asking * probe.operator))
+    return Machine(*speeds, card=False)
 
 
 def on_card(name: str, operator: float) -> Machine | None:
@@ -170,24 +152,15 @@ def on_card(name: str, operator: float) -> Machine | None:
     if card is None:
         return None
     tera = {width: rate for width, rate in ((SINGLE, card.single), (2, card.bits16), (1, card.bits8)) if rate is not None}
-    best, worst = (
-        Speed(
-            {width: reached * rate * 1e12 for width, rate in tera.items()},
-            moved * card.memory * 1e9,
-            launch,
-            asking * operator + driver,
-            bus,
-        )
-        for reached, moved, launch, asking, driver, bus in zip(
-            CARD_PRODUCTS, CARD_MEMORY, CARD_LAUNCH, ASKING, DRIVER, BUS, strict=True
-        )
-    )
-    return Machine(best, worst, card=True)
+    speeds, ends = [], zip(CARD_PRODUCTS, CARD_MEMORY, CARD_LAUNCH, ASKING, DRIVER, BUS, strict=True)
+    for reached, moved, launch, asking, driver, bus in ends:
+        products = {width: reached * rate * 1e12 for width, rate in tera.items()}
+        speeds.append(Speed(products, moved * card.memory * 1e9, launch, asking * operator + driver, bus))
+    return Machine(*speeds, card=True)
 
 
 def slow_in(dtype: torch.dtype) -> bool:
-    """Whether this CPU takes more than twice as long for products of that dtype as in fp32: many have no instructions for
-    16 bits."""
+    """Whether this CPU takes more than twice as long for products of that dtype as in fp32: many lack instructions for it."""
     return 2 * _products(dtype) < _products(torch.float32)
 
 

@@ -7,7 +7,7 @@ from math import prod
 
 from trainer.base import tiles
 from trainer.base.protocols import Kernels
-from trainer.config import Config, with_values
+from trainer.config import with_values
 from trainer.data.buckets import Bucket
 from trainer.data.examples import extremes
 from trainer.plan.changes import Keys, in_words
@@ -39,10 +39,7 @@ class Change:
 
 def changes(plan: RunPlan, kernels: Kernels, needs: Forecast, memory: int) -> list[Change]:
     """The cheapest that saves enough to count, again and again, until the run is small enough or nothing does. needs: of the
-    plan as it is.
-
-    Weights, recomputation and the VAE's dtype are counted anew; of fewer images or smaller ones the share is taken.
-    """
+    plan as it is. Only of fewer or smaller images a share is taken."""
     taken, left = [], list(ladder(plan, kernels, needs))
     while not needs.fits(memory):
         # One that saves nothing now may do so later: what was the largest phase is not, once it was made smaller.
@@ -144,18 +141,14 @@ def lowered(needs: Forecast, shares: Shares) -> Forecast:
     return replace(needs, phases=tuple(phases))
 
 
-def _with_config(plan: RunPlan, config: Config) -> RunPlan:
-    """The plan under a config that differs in the optimizer or in the batches. Its photos are not read again."""
-    data, length = plan_data(config, plan.model.family, processes=plan.length.processes, scanned=plan.data.scanned)
-    truths = truths_of(config.validation, data.requests, data.examples)
-    return replace(plan, config=config, data=data, length=length, truths=truths)
-
-
 def with_keys(plan: RunPlan, keys: Keys) -> RunPlan:
     """The plan with keys of remedies, but for its photos' sizes. They are not read again."""
     dtypes = {key: value for key, value in keys.items() if key.startswith("model.components.")}
     config = with_values(plan.config, {key: value for key, value in keys.items() if key not in dtypes})
-    plan = replace(plan, config=config) if config.data == plan.config.data else _with_config(plan, config)
+    if config.data != plan.config.data:
+        data, length = plan_data(config, plan.model.family, processes=plan.length.processes, scanned=plan.data.scanned)
+        plan = replace(plan, data=data, length=length, truths=truths_of(config.validation, data.requests, data.examples))
+    plan = replace(plan, config=config)
     model, storage = plan.model, dict(plan.model.storage)
     for key, dtype in dtypes.items():
         stored = storage[name := key.split(".")[2]].stored_as(dtype)

@@ -1,7 +1,4 @@
-"""The model and its adapter in fp64, written from the formulas: what a step of a run is judged by.
-
-The kernels, the products over a storage format and the backward passes written out by hand (adapters/dora.py) are all left
-aside. A layer decodes its weight from its storage in fp64, multiplies, and lets autograd find the gradient:
+"""The model and its adapter in fp64, written from the formulas, without a kernel or a hand-written backward pass of a run:
 
     y = g * (x W^T + s (x A^T) B^T) + b,   g = m / ||W + s B A||_row with the norm held constant; 1 for a LoRA
 
@@ -31,11 +28,8 @@ from workbench.replay.rounding import SUM_ROUNDOFF, by_row, erring, quietly
 
 @contextmanager
 def computing_exactly(components: Components) -> Iterator[None]:
-    """A context in which the loaded model and the adapter in it compute in fp64; then they are as before, bit by bit.
-
-    What a step reads stays what it is: payloads as they are stored, parameters by their values. A parameter that is changed
-    within it, or given a gradient, has its own again afterwards.
-    """
+    """A context in which the loaded model and the adapter in it compute in fp64, with payloads and parameters as they are;
+    then they are as before, bit by bit. A parameter that is changed within it, or given a gradient, has its own again."""
     from trainer.adapters.layers import AdaptedLayer  # it loads PEFT, which takes a second: not to read a config
 
     with ExitStack() as back:
@@ -86,10 +80,7 @@ def _adapted(kind: type) -> type:
 
 
 def exactly(weight: StoredWeight) -> Tensor:
-    """The weight in fp64, [N, K]: codes, levels, scales and offsets as they are stored, each step in fp64.
-
-    Written from the definition of StoredWeight and for no speed: it shares nothing with the kernels, and so judges them.
-    """
+    """The weight in fp64, [N, K], from the definition of StoredWeight: nothing is shared with the kernels."""
     rows, columns = weight.shape
     if weight.bits is None:
         number = weight.codes.double().flatten()
@@ -112,12 +103,12 @@ def _weight(layer: FrozenLayer) -> Tensor:
     return weight if stored.is_dense(layer.compute_dtype) else erring(weight)
 
 
-def _bias(layer: FrozenLayer) -> Tensor | float:
+def _with_bias(layer: FrozenLayer, y: Tensor) -> Tensor:
     if layer.bias is None:
-        return 0.0
+        return y
     with quietly():
         bias = layer.broadcast(layer.bias.double())
-    return erring(bias)
+    return y + erring(bias)
 
 
 def _product(layer: FrozenLayer, x: Tensor, weight: Tensor) -> Tensor:
@@ -131,8 +122,7 @@ def _product(layer: FrozenLayer, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _plain(layer: FrozenLayer, x: Tensor) -> Tensor:
-    z = _product(layer, x, _weight(layer))
-    return z if layer.bias is None else z + _bias(layer)
+    return _with_bias(layer, _product(layer, x, _weight(layer)))
 
 
 def _with_adapter(
@@ -150,7 +140,7 @@ def _with_adapter(
         y = z + (F.conv2d(t, sb) if t.dim() == 4 and b.dim() == 4 else t @ sb.flatten(1).t())
         if g is not None:
             y = base.broadcast(g) * y
-        y = y + _bias(base)
+        y = _with_bias(base, y)
     return erring(y)
 
 

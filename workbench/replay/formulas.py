@@ -1,9 +1,8 @@
-"""What a step does beside the model, written again from the papers: noising, target and loss; clipping, AdamW, the average.
+"""What a step does beside the model, written again from the papers, without a run's own code: noising, target and loss;
+clipping, AdamW, the average.
 
-`judged.py` and `replay.py` hold a run against it. No code that a run computes these with has a part in it, so that a fault
-there is not in both. Sources: DDPM (arXiv 2006.11239), v (2202.00512), rectified flow (2209.03003), pseudo-Huber loss
-(2403.16728), weights by SNR (2303.09556, 2401.11605, 2310.08442, 2204.00227), AdamW with its decay times the rate
-(1711.05101).
+Sources: DDPM (arXiv 2006.11239), v (2202.00512), rectified flow (2209.03003), pseudo-Huber loss (2403.16728), weights by SNR
+(2303.09556, 2401.11605, 2310.08442, 2204.00227), AdamW with its decay times the rate (1711.05101).
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ def _at_time(objective: Objective, time: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What an update changes, copied. parameters, average: by name; the average is empty where none is kept. state: the
-    optimizer's piece. averaged: the updates that are in the average."""
+    """What an update changes, copied. average: empty: none. state: the optimizer's piece. averaged: updates in the
+    average."""
 
     parameters: Mapping[str, Tensor]
     state: Mapping[str, Any]
@@ -92,8 +91,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Update:
-    """An update of a run, judged. worst: of each kind of number its largest error as a share of the bound, and the parameter
-    with it. unjudged: why the optimizer's part was not judged; "" where it was."""
+    """An update of a run, judged. worst: the largest error as a share of the bound, and its parameter, by kind of number.
+    unjudged: why the optimizer's part was not judged; "" where it was."""
 
     worst: Mapping[str, tuple[float, str]]
     unjudged: str = ""
@@ -106,8 +105,8 @@ class Update:
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of a run, to be judged. adamw: whether they are AdamW's alone, without options and limits of norms; of
-    others the average alone is judged. The other fields as the config has them; average: its decay."""
+    """The updates of a run, to be judged. adamw: whether they are AdamW's, without options and limits of norms; of others the
+    average alone is judged. average: its decay. The other fields are the config's."""
 
     state: TrainState
     adamw: bool
@@ -118,19 +117,16 @@ class Updates:
     average: float
 
     def judge(self, before: Kept, after: Kept, gradients: Mapping[str, Tensor], step: int, result: StepResult) -> Update:
-        """An update held against the formulas in fp64. gradients: before clipping.
-
-        The bound of a number is UNIT times the terms of its sum, each as often as fp32 may round it on its way.
-        """
+        """An update held against the formulas in fp64. gradients: before clipping. The bound of a number is UNIT times the
+        terms of its sum, each as often as fp32 may round it on its way."""
         worst: dict[str, tuple[float, str]] = {}
 
         def hold(what: str, name: str, here: Tensor, exact: Tensor, terms: Tensor) -> None:
             share = float(((here.double() - exact).abs() / (UNIT * terms + LEAST)).nan_to_num(math.inf).max())
             worst[what] = max(worst.get(what, (-1.0, "")), (share, name))
 
-        groups = {
-            _memory(group["params"][0]): index for index, group in enumerate(self.state.optimizer.optimizer.param_groups)
-        }
+        param_groups = self.state.optimizer.optimizer.param_groups
+        groups = {_memory(group["params"][0]): index for index, group in enumerate(param_groups)}
         for name, parameter in self.state.adapter.named_parameters().items() if self.adamw else ():
             group, start = groups[_memory(parameter)], parameter.storage_offset()
             then, now = (_flat(kept, name, group, slice(start, start + parameter.numel())) for kept in (before, after))
@@ -171,12 +167,8 @@ def _flat(held: Kept, name: str, group: int, piece: slice) -> dict[str, Tensor]:
     p = held.parameters[name].flatten()
     moments = [held.state.get(f"group.{group}|{key}") for key in ("exp_avg", "exp_avg_sq")]
     m, v = (torch.zeros_like(p) if each is None else each[piece] for each in moments)
-    return {
-        "weight": p,
-        "first moment": m,
-        "second moment": v,
-        "step": held.state.get(f"group.{group}|step", torch.zeros_like(p[0])),
-    }
+    step = held.state.get(f"group.{group}|step", torch.zeros_like(p[0]))
+    return {"weight": p, "first moment": m, "second moment": v, "step": step}
 
 
 def _memory(tensor: Tensor) -> int:

@@ -35,8 +35,7 @@ LABELS = {A: "A", B: "B", MAGNITUDE: "m"}
 
 @dataclass(kw_only=True)
 class WatchedStep(Step):
-    """A step that keeps its gradients as they are before clipping, without the loss scale. trained: the adapter's parameters
-    by name, whatever the optimizer sees of them. seen: their gradients in the last update."""
+    """A step that keeps its gradients before clipping, without the loss scale, in `seen`. trained: the parameters by name."""
 
     trained: Mapping[str, Tensor]
     seen: dict[str, Tensor] = field(default_factory=dict)
@@ -48,8 +47,8 @@ class WatchedStep(Step):
 
 @dataclass(frozen=True)
 class Made:
-    """A step done again in the run's own precision. number: of the step. before: the adapter's parameters, by name. given,
-    occurrences: what it saw. gradients: by name, before clipping; of an update that was refused perhaps not finite."""
+    """A step done again in the run's own precision. before: the adapter's parameters, by name. given, occurrences: what it
+    saw. gradients: by name, before clipping; of a refused update perhaps not finite."""
 
     number: int
     result: StepResult
@@ -61,8 +60,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Number:
-    """A number of the step. logged: as the run has it, here: done again, both None where it was not finite. exact: in fp64.
-    bound: for |logged - exact|. overflows: whether rounding may have made it infinite."""
+    """A number of the step. logged: the run's, here: done again, both None where it was not finite. exact: in fp64. bound:
+    for |logged - exact|. overflows: whether rounding may have made it infinite."""
 
     logged: float | None
     here: float | None
@@ -81,8 +80,8 @@ class Number:
 @dataclass(frozen=True)
 class LayerGradient:
     """The gradient of a layer's A, B or magnitude: `part`. size: its norm in fp64. error: of the step done again here, as a
-    share of the size. along: the part of it along the gradient, by which it is too long: roundings of many numbers add up to
-    far less there than a wrong factor does. bounds: for error and along."""
+    share of the size. along: the part of it along the gradient, where roundings add up to far less than a wrong factor does.
+    bounds: for error and along."""
 
     name: str
     part: str
@@ -200,11 +199,10 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 def _gradients(here: Mapping[str, Tensor], exact: Passed, rounded: Sequence[Passed]) -> Iterator[LayerGradient]:
     """Each tensor's error and its bounds. Of few repetitions some roots come out far too small: none counts as less than the
     median of its kind, of A, B or magnitudes."""
-    roots: dict[str, tuple[float, float]] = {}
+    roots: dict[str, list[float]] = {}
     for name, gradient in exact.gradients.items():
         off = [_errors(each.gradients[name], gradient) for each in rounded]
-        error, along = (_rms([each for each in part if math.isfinite(each)]) for part in zip(*off, strict=True))
-        roots[name] = error, along
+        roots[name] = [_rms([each for each in part if math.isfinite(each)]) for part in zip(*off, strict=True)]
     for end in dict.fromkeys(end for kind in KINDS.values() for end in kind.ends):
         names = [name for name in roots if name.endswith(f".{end}")]
         least = [median(roots[name][place] for name in names) for place in (0, 1)] if names else []

@@ -1,11 +1,7 @@
-"""Logged steps, done again from a checkpoint: in the run's own precision and in fp64. Nothing of the run is changed.
+"""Logged steps, done again from a checkpoint, one by one: in the run's own precision and in fp64.
 
-    the checkpoint -> the run as it began there -> a step -> the same in fp64 -> its judgement -> the next step
-
-One step is in memory at a time.
-
-The run's files are only read. Its cache is not: photos and captions are encoded anew, in memory, so that a cache which holds
-something else is found out.
+The run's files are only read. Photos and captions are encoded anew, in memory: a cache that holds something else is found
+out.
 """
 
 from __future__ import annotations
@@ -54,8 +50,8 @@ Logged = Mapping[int, tuple[float | None, float | None]]  # step -> (loss, gradi
 
 @dataclass(frozen=True)
 class Span:
-    """The steps that are done again. folder: the checkpoint, at step `first - 1`. last: the last one that is. judged: those
-    that are done in fp64, too. following: the run's next checkpoint; None where there is none. logged: of these steps."""
+    """The steps that are done again, first to last. folder: the checkpoint, at step `first - 1`. judged: those that are done
+    in fp64, too. following: the run's next checkpoint; None where there is none. logged: of these steps."""
 
     folder: Path
     first: int
@@ -68,11 +64,8 @@ class Span:
 @dataclass
 class Replay:
     """What came of it. precision: what the run computes in, in words. environment: what differs from the checkpoint's, in
-    words; "" where nothing does. repeats: whether roundings repeat here bit for bit.
-
-    strangers: tensors of the next checkpoint that are not what these steps make; None where it was not compared. unequal: the
-    steps with other numbers than the log's.
-    """
+    words, or "". repeats: whether roundings repeat here bit for bit. strangers: tensors of the next checkpoint that are not
+    what these steps make; None where it was not compared. unequal: the steps with other numbers than the log's."""
 
     precision: str
     environment: str
@@ -88,13 +81,12 @@ class Replay:
 
     @property
     def broken(self) -> int | None:
-        """The first step whose numbers are not the log's, where roundings repeat: they do not explain it. The steps after it
-        begin elsewhere."""
+        """The first step whose numbers are not the log's, where roundings repeat: they do not explain it."""
         return self.unequal[0] if self.repeats and self.unequal else None
 
     @property
     def forged(self) -> bool:
-        """Whether the next checkpoint holds what no rounding can have left there: here every step has the log's bits."""
+        """Whether the next checkpoint holds other tensors, though every step has the log's bits here."""
         return bool(self.strangers) and self.repeats and not self.unequal
 
     @property
@@ -105,19 +97,15 @@ class Replay:
 
 def span_of(folder: Path, step: int | None, *, every: bool) -> Span:
     """What is to be done again. step: None: the first one after the checkpoint. every: all up to the next one are judged.
-
-    Reads the checkpoint and the log. Raises UserError for a step that is not among those between, or not logged.
-    """
+    Raises UserError for a step that is not among those between, or not logged."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder of a run's checkpoint")
     if (problem := store.problem(folder)) is not None:
         raise UserError(f"{folder} is not a valid checkpoint: {problem}")
     layout = Layout(folder.resolve().parent.parent)
     if layout.checkpoints != folder.resolve().parent or not layout.metrics.is_file():
-        raise UserError(
-            f"{folder} does not lie in its run's folder, so that there is no log to hold its steps against: {layout.metrics} "
-            "is not there; give the checkpoint at its place"
-        )
+        why = f"so that there is no log to hold its steps against: {layout.metrics} is not there"
+        raise UserError(f"{folder} does not lie in its run's folder, {why}; give the checkpoint at its place")
     at = Saved.whatever(folder).values("progress")["step"]
     entries = {entry["step"]: (entry.get("loss"), entry.get("grad_norm")) for entry in metrics.read_lines(layout.metrics)}
     later = [each for each in store.steps(layout.checkpoints) if each > at]
@@ -125,19 +113,16 @@ def span_of(folder: Path, step: int | None, *, every: bool) -> Span:
     end = min([*later[:1], max(entries, default=0)])
     if end <= at:
         raise UserError(f"{folder} is at step {at}, and {layout.metrics} has no later step; give an earlier checkpoint")
-    last = end if every else at + 1 if step is None else step
+    last, one = end if every else at + 1 if step is None else step, f"give one of {at + 1} to {end}"
     if not at < last:
-        raise UserError(f"--step {step}: {folder} is at step {at}; give one of {at + 1} to {end}, or an earlier checkpoint")
+        raise UserError(f"--step {step}: {folder} is at step {at}; {one}, or an earlier checkpoint")
     if later and last > later[0]:
-        raise UserError(
-            f"--step {step} lies beyond the run's next checkpoint, {following}; give one of {at + 1} to {end}, or that "
-            "checkpoint"
-        )
-    if missing := [number for number in range(at + 1, last + 1) if number not in entries]:
-        raise UserError(f"step {missing[0]} is not in {layout.metrics}; give one of {at + 1} to {end}")
-    judged = tuple(range(at + 1, last + 1)) if every else (last,)
-    logged = {number: entries[number] for number in range(at + 1, last + 1)}
-    return Span(folder, at + 1, last, judged, following, logged)
+        raise UserError(f"--step {step} lies beyond the run's next checkpoint, {following}; {one}, or that checkpoint")
+    steps = range(at + 1, last + 1)
+    if missing := [number for number in steps if number not in entries]:
+        raise UserError(f"step {missing[0]} is not in {layout.metrics}; {one}")
+    logged = {number: entries[number] for number in steps}
+    return Span(folder, at + 1, last, tuple(steps) if every else (last,), following, logged)
 
 
 @dataclass(frozen=True)
@@ -154,16 +139,16 @@ class Rebuilt:
 
 
 def replay(span: Span, overrides: Sequence[str] = (), *, phases: Phases) -> Replay:
-    """Do the steps of a span again. overrides: of --set: where photos and model lie now.
-
-    Raises UserError, before a weight is read, where the photos, the config or the model's files are not the checkpoint's.
-    """
+    """The steps of a span, done again. overrides: of --set: where photos and model lie now. Raises UserError, before a weight
+    is read, where the photos, the config or the model's files are not the checkpoint's."""
     with TemporaryDirectory(prefix="replay-") as elsewhere:
         rebuilt = _rebuilt(_config(span, overrides, Path(elsewhere)), span, phases)
         device, deterministic = rebuilt.components.model.device, rebuilt.plan.config.run.deterministic
         repeats = not rebuilt.environment and (device.type == "cpu" or deterministic)
         found = Replay(rebuilt.precision, rebuilt.environment, repeats)
-        judge = _judge(rebuilt)
+        model, step = rebuilt.plan.model, rebuilt.step
+        coarsest = max((model.storage[name].compute for name in model.in_steps), key=lambda dtype: torch.finfo(dtype).eps)
+        judge = Judge(step.losses, rebuilt.state.adapter, step.training, coarsest)
         with phases("steps", span.last - span.first + 1, "step") as phase:
             for number, result, kept in _again(span, rebuilt):
                 if (result.loss, result.grad_norm) != span.logged[number]:
@@ -176,13 +161,6 @@ def replay(span: Span, overrides: Sequence[str] = (), *, phases: Phases) -> Repl
                 phase.advance(1)
         found.strangers = _strangers(span, rebuilt.state)
         return found
-
-
-def _judge(rebuilt: Rebuilt) -> Judge:
-    model = rebuilt.plan.model
-    dtypes = [model.storage[name].compute for name in model.in_steps]
-    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return Judge(rebuilt.step.losses, rebuilt.state.adapter, rebuilt.step.training, coarsest)
 
 
 def _config(span: Span, overrides: Sequence[str], elsewhere: Path) -> Config:
@@ -224,9 +202,8 @@ def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
     state, _, step = build_state(seen, components, begun, allowed)
     pieces.complete()
     stored = plan.model.storage[plan.model.family.denoiser]
-    how = f"{config.precision.compute}, {stored.name} stored as {stored.format.name}"
-    if stored.scaled_matmul:
-        how += ", float8 products"
+    products = ", float8 products" if stored.scaled_matmul else ""
+    how = f"{config.precision.compute}, {stored.name} stored as {stored.format.name}{products}"
     if config.step.compile != "none":
         differs.append("blocks were compiled there, and are not here")
     if span.following is not None:
@@ -256,22 +233,21 @@ def _again(span: Span, rebuilt: Rebuilt) -> Iterator[tuple[int, StepResult, tupl
         max_grad_norm=config.step.max_grad_norm,
         average=config.ema.decay,
     )
-    for number, (update, occurrences) in enumerate(_updates(span, rebuilt.plan), span.first):
-        batches = [rebuilt.reader[micro_batch] for micro_batch in update]
-        before = Kept.of(state) if number in span.judged else None
+    for number, (micro_batches, occurrences) in enumerate(_updates(span, rebuilt.plan), span.first):
+        batches = [rebuilt.reader[micro_batch] for micro_batch in micro_batches]
+        before, judged = Kept.of(state) if number in span.judged else None, None
         result = rebuilt.step.run(number, batches, occurrences)
         progress.step += 1
         progress.images += len(occurrences)
-        if before is None:
-            yield number, result, None
-            continue
-        seen = rebuilt.step.seen
-        update = updates.judge(before, Kept.of(state), seen, number, result)
-        yield number, result, (Made(number, result, before.parameters, batches, occurrences, seen), update)
+        if before is not None:
+            seen = rebuilt.step.seen
+            made = Made(number, result, before.parameters, batches, occurrences, seen)
+            judged = made, updates.judge(before, Kept.of(state), seen, number, result)
+        yield number, result, judged
 
 
 def _strangers(span: Span, state: TrainState) -> list[str] | None:
-    """What the next checkpoint has of adapter, optimizer and average that the steps up to there do not make, bit for bit."""
+    """The tensors of the next checkpoint that the steps up to there do not make, bit for bit; None: it is not reached."""
     if span.following is None or span.following != span.following.with_name(store.folder_name(state.progress.step)):
         return None
     if (problem := store.problem(span.following)) is not None:

@@ -1,9 +1,8 @@
 """What rounding may do to a step, found out by doing it: Monte Carlo arithmetic (Parker 1997; CESTAC, Vignes 1974).
 
-A step that runs in fp64 is run again with an error of random size and sign in each of its results, as large as the rounding
-of the run's compute dtype can be. What comes out of several such repetitions is spread as results of the run may be,
-whatever the order of its sums and whichever kernels compute them: the error is put in below the layers, and passes forward
-and backward as a rounding does.
+A step in fp64 is run again with an error of random size and sign in each of its results, as large as a rounding to the run's
+compute dtype can be. Several such repetitions are spread as results of the run may be, whatever the order of its sums and
+whichever kernels compute them: the error is put in below the layers, and passes forward and backward as a rounding does.
 
 Of an operation with the results r, in the unit roundoff u and the smallest step e of the compute dtype, and xi uniform in
 [-1, 1]:
@@ -19,9 +18,11 @@ Results in fp32 are what they are in the run: there the program says so, and the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import resources
 
 import torch
 from torch import Tensor
@@ -29,35 +30,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from workbench.planning.op_trace import tensors_in
+
 SUM_ROUNDOFF = 2.0**-24  # of a product: cuBLAS, CUTLASS and the CPU's libraries sum 16-bit products in fp32, too
 
-# The operand of a product that errs for its sum, and which dimensions of which operand are summed over.
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "convolution": 0, "convolution_backward": 0}
-
-# Of an operation that is fused: the operands that it casts, or rounds on its way, and how many of its results are
-# activations.
-FUSED = {
-    "native_layer_norm": ((0, 2, 3), 1),
-    "native_group_norm": ((0, 1, 2), 1),
-    "_fused_rms_norm": ((0, 2), 1),
-    "native_layer_norm_backward": ((0,), 3),
-    "native_group_norm_backward": ((0,), 3),
-    "_fused_rms_norm_backward": ((0,), 2),
-    "_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 1),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": ((0, 1, 2, 3), 3),
-    "_scaled_dot_product_efficient_attention": ((0, 1, 2), 1),
-    "_scaled_dot_product_efficient_attention_backward": ((0, 1, 2, 3), 3),
-}
-
-# What gives numbers that were there before.
-MOVES = {
-    "_unsafe_view", "_reshape_alias", "abs", "alias", "as_strided_scatter", "bernoulli", "bernoulli_", "cat", "clone",
-    "constant_pad_nd", "copysign", "detach", "embedding", "empty", "empty_like", "empty_strided", "fill", "fill_", "flip",
-    "gather", "index", "index_select", "lift_fresh", "masked_fill", "masked_fill_", "max_pool2d_with_indices", "neg",
-    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "relu", "repeat",
-    "repeat_interleave", "roll", "select_backward", "slice_backward", "slice_scatter", "stack", "upsample_nearest2d",
-    "where", "zero_", "zeros_like",
-}  # fmt: skip
+# ATen's operators. products: the operand that errs for its sum. fused: the operands that one casts, or rounds on its way, and
+# how many of its results are activations. moves: what gives numbers that were there before.
+_OPERATORS = json.loads((resources.files("workbench.replay") / "operators.json").read_text(encoding="utf-8"))
+PRODUCTS, FUSED, MOVES = _OPERATORS["products"], _OPERATORS["fused"], {*_OPERATORS["moves"]}
 
 
 class InFp64(TorchFunctionMode):
@@ -73,9 +53,7 @@ class InFp64(TorchFunctionMode):
 
 class Rounded(TorchDispatchMode):
     """A block in which every result in fp64 errs as if it were rounded to `dtype`. generator: of the errors, on their device.
-
-    A run's own fp64, as some families make their angles in, is left alone: what no activation entered.
-    """
+    A run's own fp64, which no activation entered, is left alone."""
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
         super().__init__()
@@ -88,7 +66,7 @@ class Rounded(TorchDispatchMode):
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
         if self.quiet:
             return func(*args, **kwargs)
-        entered = [each for each in _tensors(args) if _is_wide(each)]
+        entered = [each for each in tensors_in(args) if _is_wide(each)]
         fused, activations = FUSED.get(name, ((), None))
         args = list(args)
         for place in fused:
@@ -98,9 +76,9 @@ class Rounded(TorchDispatchMode):
             place = PRODUCTS[name]
             args[place] = self._noise(args[place], math.sqrt(_terms(name, args)) * SUM_ROUNDOFF, 0.0).add_(args[place])
         given = func(*args, **kwargs)
-        results = [each for each in _tensors(given if isinstance(given, (tuple, list)) else (given,)) if _is_wide(each)]
+        results = [each for each in tensors_in(given) if _is_wide(each)]
         cast = name in ("_to_copy", "copy_") and any(
-            each.is_floating_point() and not _is_wide(each) for each in _tensors(args)[-1:]
+            each.is_floating_point() and not _is_wide(each) for each in tensors_in(args)[-1:]
         )
         if not cast and all(each in self.own for each in entered):
             self.own.update(dict.fromkeys(results, True))
@@ -111,8 +89,8 @@ class Rounded(TorchDispatchMode):
         return given
 
     def erring(self, tensor: Tensor, unit: float | None = None) -> Tensor:
-        """The tensor, in which each number errs by a rounding, in place; what is too large for the dtype is infinite. unit:
-        another roundoff than the dtype's."""
+        """The tensor, in place, with a rounding of each number; too large ones are infinite. unit: the roundoff; None:
+        dtype's."""
         tensor.add_(self._noise(tensor, self.unit if unit is None else unit, self.floor))
         return tensor.masked_fill_(tensor.abs() > self.largest, math.inf) if self.largest < 1e30 else tensor
 
@@ -150,8 +128,7 @@ def quietly() -> Iterator[None]:
 
 
 def erring(tensor: Tensor, unit: float | None = None) -> Tensor:
-    """The tensor with a rounding of its own, or as it is where nothing is to err. unit: the roundoff; left out: the compute
-    dtype's."""
+    """The tensor with a rounding of its own, or as it is where nothing is to err. unit: another roundoff than the dtype's."""
     if not _now:
         return tensor
     with quietly():
@@ -159,8 +136,7 @@ def erring(tensor: Tensor, unit: float | None = None) -> Tensor:
 
 
 class _ByRow(torch.autograd.Function):
-    """Errors of a float8 product's operands, whose rows have a scale each: of x on the way forward, or of the gradient on the
-    way back. Each is multiplied out as it would be; nothing is saved."""
+    """Errors of a float8 product's operands, whose rows have a scale each: of x on the way forward, or of the gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codes: torch.dtype, backward: bool) -> Tensor:
@@ -205,10 +181,3 @@ def _is_view(func) -> bool:
     """Whether the result is the memory of an argument, unchanged."""
     aliases = [each.alias_info for each in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-def _tensors(values) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    for value in values:
-        tensors += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, (tuple, list)) else []
-    return tensors

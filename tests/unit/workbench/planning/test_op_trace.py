@@ -57,12 +57,12 @@ def test_an_operator_reads_and_writes_what_is_there() -> None:
     row = empty(1, 16).expand(64, 16)
     with Trace() as trace:
         product = a @ b
-        assert (trace.cost.launches, trace.cost.flops) == (1, 2 * 64 * 32 * 16)
+        assert (trace.cost.launches, trace.cost.total("flops")) == (1, 2 * 64 * 32 * 16)
         assert list(trace.cost.works) == [Work(4 * (64 * 32 + 32 * 16), 4 * 64 * 16, 2 * 64 * 32 * 16, 4)]
-        assert (trace.cost.read, trace.cost.written) == (4 * (64 * 32 + 32 * 16), 4 * 64 * 16)
+        assert (trace.cost.total("read"), trace.cost.total("written")) == (4 * (64 * 32 + 32 * 16), 4 * 64 * 16)
         trace.reset()
         product.add_(row)
-        assert (trace.cost.read, trace.cost.written) == (4 * (64 * 16 + 16), 4 * 64 * 16)
+        assert (trace.cost.total("read"), trace.cost.total("written")) == (4 * (64 * 16 + 16), 4 * 64 * 16)
         trace.reset()
         torch.empty_like(product).view(-1)
         assert trace.cost.launches == 0, "nothing is computed"
@@ -74,9 +74,9 @@ def test_attention_multiplies() -> None:
     product = 2 * (2 * 3) * 16 * 24 * 8
     with without_values(), Trace() as trace:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        assert trace.cost.flops == 2 * product
+        assert trace.cost.total("flops") == 2 * product
         out.backward(torch.empty_like(out))
-    assert trace.cost.flops == 7 * product and {work.width for work in trace.cost.works if work.flops} == {4}
+    assert trace.cost.total("flops") == 7 * product and {work.width for work in trace.cost.works if work.flops} == {4}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_product_counts_where_it_is_written_into_a_tensor(multiply: Callable[.
     """In place or into `out`, it multiplies as much as one whose result is new."""
     with Trace() as trace:
         multiply(empty(2, 6, 10), empty(2, 6, 8), empty(2, 8, 10))
-    assert (trace.cost.launches, trace.cost.flops) == (1, 2 * 6 * 8 * 10)
+    assert (trace.cost.launches, trace.cost.total("flops")) == (1, 2 * 6 * 8 * 10)
 
 
 @pytest.mark.parametrize("chosen", ["torch", "triton"])
@@ -129,6 +129,6 @@ def test_every_product_of_an_adapted_layer_is_counted(
     base = sum(4 * rows * n * columns for n in outputs)
     factors = sum(6 * rows * rank * (n + columns) for n in outputs)
     norms = sum(2 * rank * (n * columns + rank * columns + n * rank) for n in outputs) if adapter == "dora" else 0
-    assert trace.cost.flops == base + factors + norms
+    assert trace.cost.total("flops") == base + factors + norms
     by_codes = any("scaled_mm" in name for name in trace.by_name)
     assert by_codes == (storage.endswith("scaled") and chosen == "triton" and not convolution)
