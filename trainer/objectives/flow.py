@@ -3,13 +3,10 @@
 x_t = (1 - t) x_0 + t noise, target = noise - x_0, t in (0, 1). Shift: t' = s t / (1 + (s - 1) t).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from trainer.objectives.base import AtTime, Objective
@@ -47,17 +44,11 @@ class Flow(Objective):
         s = self._shift(tokens)
         return _shifted(self.times.draw(u, *self._range(s)), s).float()
 
-    def time_at(self, share: Tensor) -> Tensor:
-        return share.float()
-
     def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
         return 1 - time, time
 
     def target(self, latents: Tensor, noise: Tensor, at: AtTime) -> Tensor:
         return noise - latents
-
-    def weight(self, time: Tensor) -> Tensor:
-        return torch.ones(len(time), dtype=torch.float32)
 
     def progress(self, time: Tensor) -> Tensor:
         return time.double()

@@ -43,8 +43,8 @@ FAMILY_KEYS = {
 
 # By the key, the timesteps that it belongs to.
 TIMESTEPS_OF = {
-    key: [name for name, reads in objectives.TIMES_READ.items() if key in reads]
-    for key in dict.fromkeys(key for reads in objectives.TIMES_READ.values() for key in reads)
+    key: [name for name, times in objectives.DISTRIBUTIONS.items() if key in times.reads]
+    for key in dict.fromkeys(key for times in objectives.DISTRIBUTIONS.values() for key in times.reads)
 }
 
 
