@@ -18,7 +18,8 @@ from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
 from trainer.models.names import ComponentConfig
-from trainer.models.shared import clip, joint_attention, vae
+from trainer.models.shared import clip, vae
+from trainer.models.shared.attention import JointAttention
 from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
 from trainer.models.shared.vae import encode_images
 from trainer.objectives import Flow
@@ -238,7 +239,7 @@ FAMILY = base.Family(
         editing=KONTEXT, editing_pipeline="FluxKontextPipeline",
     ),
     memory=base.MemoryPart(
-        blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=joint_attention.processor,
+        blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=JointAttention.of,
         unread=("*.ff.net.2", "*.ff_context.net.2", "single_transformer_blocks.*.proj_out"),
         gates=("text_encoder.*", "transformer.time_text_embed.*", "transformer.*.norm*.linear"),
         shared_inputs={

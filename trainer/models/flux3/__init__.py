@@ -17,7 +17,8 @@ from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning, ReferenceRule
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest
-from trainer.models.flux3 import attention, names
+from trainer.models.flux3 import names
+from trainer.models.flux3.attention import PreciseAttention
 from trainer.models.names import ComponentConfig
 from trainer.models.shared import patched_vae, qwen
 from trainer.models.shared.flow import READS, TIMESTEPS, as_scheduled
@@ -228,7 +229,7 @@ FAMILY = base.Family(
     ),
     memory=base.MemoryPart(
         blocks=("txt_mode_blocks.*", "mode_blocks.*", "single_transformer_blocks.*"),
-        block_order=lambda name: ("txt", "mode", "single").index(name.partition("_")[0]), attention=attention.processor,
+        block_order=lambda name: ("txt", "mode", "single").index(name.partition("_")[0]), attention=PreciseAttention.of,
         unread=("*.attn.to_out.0", "*.ff.linear_out"), clips=False,
         gates=("transformer.timestep_embedder.*", "transformer.*_stream_modulations.*.linear"),
         shared_inputs={

@@ -16,7 +16,8 @@ from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
-from trainer.models.sdxl import attention, names
+from trainer.models.sdxl import names
+from trainer.models.sdxl.attention import BlockAttention
 from trainer.models.shared import clip, vae
 from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, from_choices
 
@@ -232,7 +233,7 @@ FAMILY = base.Family(
     memory=base.MemoryPart(
         blocks=("*resnets.*", "*.transformer_blocks.*"), block_order=names.block_order,
         unread=("*.ff.net.2", "*resnets.*.conv2", "*resnets.*.conv_shortcut"), clips=False,
-        skipped=("*resnets.*",), compiled=("*.transformer_blocks.*",), attention=attention.processor,
+        skipped=("*resnets.*",), compiled=("*.transformer_blocks.*",), attention=BlockAttention.of,
         shared_inputs={
             "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
             "text_encoder": clip.SHARED_INPUTS, "text_encoder_2": clip.SHARED_INPUTS,

@@ -25,7 +25,8 @@ from trainer.models.shared import qwen, vae
 from trainer.models.shared.flow import READS, TIMESTEPS, as_scheduled
 from trainer.models.shared.lengths import collate, each_length, in_order
 from trainer.models.shared.vae import encode_images
-from trainer.models.zimage import attention, names
+from trainer.models.zimage import names
+from trainer.models.zimage.attention import Angles, SelfAttention
 from trainer.objectives import Flow
 
 READ = 35  # layers of Qwen3, after which the text is read
@@ -161,7 +162,7 @@ def adjust(component: str, module: nn.Module) -> None:
     if component == "text_encoder":
         module.norm = nn.Identity()
     elif component == "transformer":
-        module.rope_embedder, times = attention.Angles(module.rope_embedder), module.t_embedder
+        module.rope_embedder, times = Angles(module.rope_embedder), module.t_embedder
         times.forward = lambda t: times.mlp(times.timestep_embedding(t, times.frequency_embedding_size))
         prepare = module._prepare_sequence
         module._prepare_sequence = lambda tokens, ids, absent, token, *rest: prepare(
@@ -169,7 +170,7 @@ def adjust(component: str, module: nn.Module) -> None:
         )
         for layer in module.modules():
             if hasattr(layer, "set_processor"):
-                layer.set_processor(attention.processor(layer, scaled_dot_product_attention, dora_torch))
+                layer.set_processor(SelfAttention(scaled_dot_product_attention, dora_torch))
             elif type(layer).__name__ == "RMSNorm":
                 layer.forward = partial(_normed, layer)
 
@@ -223,7 +224,7 @@ FAMILY = base.Family(
     variants=base.VariantPart((BASE, DISTILLED), distillation),
     memory=base.MemoryPart(
         # In the blocks a norm reads what each product gives: none is left out where they are recomputed.
-        blocks=("noise_refiner.*", "context_refiner.*", "layers.*"), compiled=("layers.*",), attention=attention.processor,
+        blocks=("noise_refiner.*", "context_refiner.*", "layers.*"), compiled=("layers.*",), attention=SelfAttention.of,
         shared_inputs={
             "transformer": (
                 ("attention.to_q", "attention.to_k", "attention.to_v"), ("feed_forward.w1", "feed_forward.w3"),
