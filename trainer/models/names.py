@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from trainer.base.errors import UserError
 from trainer.base.types import Link
 
 ComponentConfig = Mapping[str, Any]
@@ -56,8 +57,10 @@ def split_original(link: Link, original: torch.Tensor, rows: Sequence[int]) -> t
 
 @dataclass
 class Names:
-    """Links, and the shape of every module parameter, as they are laid down layer by layer."""
+    """Links, and the shape of every module parameter, as they are laid down layer by layer. bias: whether layers have one,
+    where it is not said."""
 
+    bias: bool = True
     links: list[Link] = field(default_factory=list)
     shapes: dict[str, Shape] = field(default_factory=dict)
 
@@ -66,16 +69,31 @@ class Names:
         self.links.append(Link(original, tuple(parts), op))
         self.shapes |= parts
 
-    def layer(self, original: str, part: str, shape: Shape, bias: bool = True, op: str = "rows") -> None:
+    def layer(self, original: str, part: str, shape: Shape, bias: bool | None = None, op: str = "rows") -> None:
         """A Linear, convolution, norm or embedding: `.weight` of `shape`, `.bias` of its rows."""
         self.add(f"{original}.weight", {f"{part}.weight": shape}, op)
-        if bias:
+        if self.bias if bias is None else bias:
             self.add(f"{original}.bias", {f"{part}.bias": shape[:1]})
+
+    def qk_norm(self, original: str, part: str, size: int, query: str = "norm_q", key: str = "norm_k") -> None:
+        """The norms of query and key of an attention layer, as Flux and its successors name them."""
+        self.add(f"{original}.query_norm.scale", {f"{part}.{query}.weight": (size,)})
+        self.add(f"{original}.key_norm.scale", {f"{part}.{key}.weight": (size,)})
 
     def fused(self, weight: str, bias: str, outputs: Mapping[str, int], inputs: int) -> None:
         """Linears whose rows the original keeps in one tensor; `outputs`: rows by module name."""
         self.add(weight, {f"{part}.weight": (rows, inputs) for part, rows in outputs.items()})
         self.add(bias, {f"{part}.bias": (rows,) for part, rows in outputs.items()})
+
+
+def check_head(size: int, axes: Sequence[int]) -> None:
+    """Refuse a transformer whose heads have another size than the published ones, which a rotary embedding divides into
+    `axes`."""
+    if size != sum(axes):
+        raise UserError(
+            f"the transformer of this file has heads of {size} (the published models: {sum(axes)}), and how its rotary "
+            "embedding divides them is written nowhere in it; give its config with model.config"
+        )
 
 
 def each_level(value: int | Sequence[int], levels: int) -> list[int]:

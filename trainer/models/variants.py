@@ -108,9 +108,9 @@ def check_latents(
     configs: Mapping[str, Mapping[str, Any]],
     inputs: int,
     *,
-    denoiser: str,
+    denoiser: str = "transformer",
     fold: int,
-    kinds: Mapping[int, str],
+    kinds: Mapping[int, str] = {},
     texts: Mapping[str, Collection[tuple[str, str]]],
     shifted: bool = False,
 ) -> None:

@@ -23,11 +23,10 @@ STRONGER = 1.1  # a pair of round brackets
 OPEN_CLIP_DEFAULTS = {**CLIP_DEFAULTS, "projection_dim": 512}
 
 
-def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
-    """int64 [B, L], padded and truncated to the tokenizer's length (77), with its own padding token."""
-    encoded = tokenizer(
-        list(captions), padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
-    )
+def clip_ids(tokenizer: Any, captions: Sequence[str], length: int | None = None) -> torch.Tensor:
+    """int64 [B, L], padded and truncated to `length`, else the tokenizer's (CLIP's: 77), with its own padding token."""
+    length = length or tokenizer.model_max_length
+    encoded = tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
     return encoded.input_ids
 
 
