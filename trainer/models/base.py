@@ -388,8 +388,7 @@ class Family:
         return (*styles, *self.adapters.key_styles)
 
     def flat_prefix(self, component: str, convention: str) -> str:
-        """What stands before a layer's name, with underscores for dots, in files of `convention`; if it has none of its own,
-        in kohya's with the library's names."""
+        """What stands before a layer's name in flat files of `convention`, else in kohya's with the library's names."""
         styles = [s for s in self.adapter_keys if s.component == component and s.flat and not s.original]
         own = [s for s in styles if s.convention == convention]
         return ([*own, *styles])[0].prefix.removesuffix("_")

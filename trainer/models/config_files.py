@@ -58,8 +58,7 @@ def culprit(config: ComponentConfig, library: str, class_name: str, build: Calla
 
 
 def read_json(path: Path, instead: ComponentConfig | None = None) -> dict[str, Any]:
-    """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have. instead: returned where
-    the file is missing; None: raise."""
+    """A JSON object, infinities too, which schedulers' configs have. instead: of a missing file; None: raise."""
     try:
         refuse_irregular(path)
         tree = json.loads(decoded(path.read_bytes()))
@@ -88,8 +87,7 @@ def is_whole(names: Container[str], family: Family) -> bool:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a text encoder, out of that of a whole CLIP or Qwen3-VL; any other as it is. transformers reads
-    both alike."""
+    """The config of a text encoder, out of that of a whole CLIP or Qwen3-VL, which transformers reads alike."""
     text = config.get("text_config")
     return {**text, **{k: config[k] for k in ("projection_dim",) if k in config}} if isinstance(text, dict) else config
 
@@ -102,8 +100,7 @@ def read_of(family: Family, repository: Repository) -> list[str]:
 
 
 def shards(index: Path) -> list[str]:
-    """The files that an index of shards names, which lie beside it. Raises UserError for a name of another folder, and for
-    one that is not there."""
+    """The files that an index of shards names. Raises UserError for one of another folder, or that is not there."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index} has no weight_map from tensors to files; {AGAIN}")
@@ -201,8 +198,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _counts(key: str, value: Any, wanted: Any) -> bool:
-    """Whether whole numbers are below MOST, layers below MOST_LAYERS, and a count that others have is one: a size, not an
-    id."""
+    """Whether whole numbers and lists are below the most, and a count that others have is one: a size, not an id."""
     if isinstance(value, list):
         return bool(value or not wanted) and len(value) < MOST_LAYERS and all(_counts(key, each, wanted) for each in value)
     if isinstance(value, bool) or not isinstance(value, int):

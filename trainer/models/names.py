@@ -87,8 +87,7 @@ class Names:
 
 
 def check_head(size: int, axes: Sequence[int]) -> None:
-    """Refuse a transformer whose heads have another size than the published ones, which a rotary embedding divides into
-    `axes`."""
+    """Refuse heads of another size than the published ones, which a rotary embedding divides into `axes`."""
     if size != sum(axes):
         raise UserError(
             f"the transformer of this file has heads of {size} (the published models: {sum(axes)}), and how its rotary "

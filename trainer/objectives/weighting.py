@@ -19,8 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Formula:
-    """W as a function of the chosen weighting and SNR, float64 [B]. words: for people, of the chosen one. gamma: the paper's,
-    where none is given."""
+    """W of the chosen weighting and SNR, float64 [B]. words: for people. gamma: the paper's, where none is given."""
 
     of_photo: Callable[["Weighting", Tensor], Tensor]
     words: str

@@ -66,8 +66,7 @@ def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.opti
 
 
 def counting(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of pytorch-optimizer. Batched over a group it holds temporaries of all its parameters at once: not on a
-    CPU."""
+    """An optimizer of pytorch-optimizer, not batched over a group on a CPU: it would hold temporaries of all of it."""
     optimizer = library(groups, foreach=groups[0]["params"][0].device.type != "cpu", **keys)
     for group in optimizer.param_groups:
         group.setdefault("step", 0)

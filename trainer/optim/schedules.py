@@ -112,8 +112,7 @@ class ScheduleState:
         return {"last_epoch": self.schedule.last_epoch, "_step_count": self.schedule._step_count, "_last_lr": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the place back, and set the optimizer's rates. Raises ValueError where these are not one rate for each
-        group."""
+        """Take the place back, and set the optimizer's rates. Raises ValueError where these are not one for each group."""
         counts, rates = (state["last_epoch"], state["_step_count"]), list(state["_last_lr"])
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
             raise ValueError(f"counters {counts}")

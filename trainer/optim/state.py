@@ -118,8 +118,7 @@ class OptimizerState:
 
 
 def state_bytes(name: str, optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of what the optimizer of that name keeps after its first update. The parameters may be tensors without
-    values."""
+    """The bytes that the optimizer of that name keeps after its first update. Parameters may have no values."""
     return sum(
         tensor.nbytes
         for group in optimizer.param_groups

@@ -46,8 +46,7 @@ def objective(scheduler: ComponentConfig, markers: Markers, **choices: Any) -> F
 
 
 def distillation(name: str) -> str | None:
-    """The one that a file or repository of this name is, or is made of; None where the name says neither, or both, or
-    Kontext, which index or user say."""
+    """The one that a name says, of itself or of what it is made of; None for neither, both, or Kontext."""
     if "kontext" in name.lower():
         return None
     dev, schnell = NAMED_DEV.search(name.lower()), NAMED_SCHNELL.search(name.lower())
@@ -69,8 +68,7 @@ def published(tensors: set[str], variant: str | None = SCHNELL) -> str:
 
 
 def t5_length(model: Model) -> int:
-    """The tokens that T5 reads of a caption: data.text_length, else 512 (dev) or 256 (schnell). Raises UserError for too
-    many."""
+    """The tokens that T5 reads: data.text_length, else 512 (dev) or 256 (schnell). Raises UserError for too many."""
     chosen, longest = model.options.get("text_length"), model.tokenizers["tokenizer_2"].model_max_length
     if chosen and chosen > longest:
         raise UserError(f"data.text_length = {chosen} is more than the model's T5 tokenizer takes; use at most {longest}")

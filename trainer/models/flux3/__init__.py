@@ -96,8 +96,7 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 def velocity(
     model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, references: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The prediction, as `predict`. references: their latents, the images -1, -2, ..., for whose tokens nothing is predicted.
-    Captions of one window go through the transformer together."""
+    """`predict`, of the references' latents (images -1, -2, ...). Captions of one window go through together."""
     transformer, made = model.modules["transformer"], {}
     at = [positions(each, -place) for place, each in enumerate(references, 1)]
     beside = {"image_cond_ids": torch.cat(at)} if at else {}

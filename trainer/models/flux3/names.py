@@ -59,8 +59,7 @@ def transformer_names(config: ComponentConfig) -> Names:
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the transformer's config that its tensors' shapes tell, by the original names; {} where they are of
-    something else."""
+    """The config values that the tensors' shapes tell, by the original names; {} where they are of something else."""
     norm = "single_blocks.0.norm.query_norm.scale"
     if norm not in shapes or "emb_in.image.weight" not in shapes:
         return {}

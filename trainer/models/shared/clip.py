@@ -166,8 +166,7 @@ def open_clip_names(config: ComponentConfig) -> Names:
 
 
 def infer_clip(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the config that the tensors' shapes tell, under the library's names; {} where they are of something
-    else."""
+    """The config values that the tensors' shapes tell, by the library's names; {} where they are of something else."""
     embeddings = "text_model.embeddings"
     tables = (f"{embeddings}.position_embedding.weight", f"{embeddings}.token_embedding.weight")
     return _inferred(shapes, base, *tables, "text_model.encoder.layers.", "mlp.fc1")

@@ -95,8 +95,7 @@ def metadata(architecture: str, implementation: str, version: str, module: str =
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the transformer's config that its tensors' shapes tell, by Flux's original names; {} where they are of
-    something else."""
+    """The config values that the tensors' shapes tell, by Flux's original names; {} where they are of something else."""
     norm = "double_blocks.0.img_attn.norm.query_norm.scale"
     if norm not in shapes:
         return {}

@@ -104,8 +104,7 @@ def chat_ids(model: Model, captions: Sequence[str], length: int) -> list[torch.T
 
 
 def check_depth(encoder: ComponentConfig, least: int, after: str, name: str = "Qwen3") -> None:
-    """Refuse a text encoder of fewer layers than `least`. after: what the text is read after. A config with `_assumed` stands
-    for one that is not known yet."""
+    """Refuse a text encoder of fewer layers than `least`, if it is known. after: what the text is read after."""
     if encoder["num_hidden_layers"] < least and not encoder.get("_assumed"):
         raise UserError(
             f"the text_encoder has {encoder['num_hidden_layers']} layers, and the text is read after {after}; use the "

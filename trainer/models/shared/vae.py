@@ -118,6 +118,5 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def component(prefix: str, file: str) -> Component:
-    """The VAE as a component of a family. prefix: of its names in a single file. file: the usual name of a file of it
-    alone."""
+    """The VAE as a component of a family. prefix: of its names in a single file. file: what one of it alone is called."""
     return Component("vae", "diffusers", "AutoencoderKL", "vae", ("*",), vae_names, DEFAULTS, infer_vae, (prefix,), file)

@@ -59,8 +59,7 @@ def transformer_names(config: ComponentConfig) -> Names:
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the transformer's config that its tensors' shapes tell, by the original names; {} where they are of
-    something else."""
+    """The config values that the tensors' shapes tell, by the original names; {} where they are of something else."""
     if not {"layers.0.attention.q_norm.weight", "cap_pad_token", "x_embedder.weight"} <= shapes.keys():
         return {}
     (head,), (width, patch) = shapes["layers.0.attention.q_norm.weight"], shapes["x_embedder.weight"]
