@@ -278,7 +278,6 @@ def kohya_tensors(
 
 
 def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], norms: AllNorms) -> dict[str, Any]:
-    """module: its key, and its parts by their full names."""
     key = module.original
     parts = {name: portable.layers.get(name) for name in module.parts}
     if module.swap:

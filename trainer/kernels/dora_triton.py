@@ -182,7 +182,6 @@ def rotate_kernel(
 
 @triton.jit
 def _rotate_tile(x_ptr, cos_ptr, sin_ptr, out_ptr, there, BACK: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Pairs at these addresses, of a tile."""
     x_1 = tl.load(x_ptr, mask=there, other=0.0).to(tl.float32)
     x_2 = tl.load(x_ptr + 1, mask=there, other=0.0).to(tl.float32)
     cos_1, cos_2 = tl.load(cos_ptr, mask=there), tl.load(cos_ptr + 1, mask=there)
@@ -200,7 +199,6 @@ def _rotate_tile(x_ptr, cos_ptr, sin_ptr, out_ptr, there, BACK: tl.constexpr, IN
 
 @triton.jit
 def _as(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """fp32 rounded to `dtype`."""
     return rounded(x, dtype, INTERPRETED).to(tl.float32)
 
 

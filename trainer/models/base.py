@@ -120,17 +120,14 @@ def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: Any
 
 def count_prompt_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
     """(tokens of each caption, special ones counted, before truncation; tokens it may have) of every tokenizer, by name."""
-    counts = {name: _counts(tokenizer, captions) for name, tokenizer in model.tokenizers.items()}
-    return {name: (own, model.tokenizers[name].model_max_length) for name, own in counts.items()}
-
-
-def _counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:
-    """Several at once, which a tokenizer shares out over the cores, and not all, whose ids would fill the memory."""
-    counts: list[int] = []
-    for start in range(0, len(captions), COUNTED_AT_ONCE):
-        some = list(captions[start : start + COUNTED_AT_ONCE])
-        counts += map(len, tokenizer(some, truncation=False, return_attention_mask=False, verbose=False).input_ids)
-    return counts
+    found: dict[str, tuple[list[int], int]] = {}
+    for name, tokenizer in model.tokenizers.items():
+        found[name] = counts, _ = [], tokenizer.model_max_length
+        # Several at once, which a tokenizer shares out over the cores, and not all, whose ids would fill the memory.
+        for start in range(0, len(captions), COUNTED_AT_ONCE):
+            some = list(captions[start : start + COUNTED_AT_ONCE])
+            counts += map(len, tokenizer(some, truncation=False, return_attention_mask=False, verbose=False).input_ids)
+    return found
 
 
 def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:

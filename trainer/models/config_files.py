@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -180,6 +181,11 @@ def check_values(
             raise UserError(f"{where}: {key} = {shown(value)}, where {should}; {RESTORE}")
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value of JSON is of the annotated type. Libraries annotate lists of any length as tuples of one."""
     origin, inner = get_origin(hint), get_args(hint)
@@ -191,7 +197,7 @@ def _fits(value: Any, hint: Any) -> bool:
         among = [each for each in inner if each is not ...]
         return isinstance(value, list) and all(any(_fits(each, one) for one in among) for each in value if among)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        return is_number(value)
     if hint in (int, str, bool):
         return type(value) is hint
     return (value is None) == (hint is NoneType) if hint is NoneType or value is None else True
@@ -210,9 +216,8 @@ def _counts(key: str, value: Any, wanted: Any) -> bool:
 
 
 def _alike(value: Any, wanted: Any) -> bool:
-    """Whether a value is of the kind that others have."""
     if isinstance(wanted, list):
         return isinstance(value, list) and (not wanted or all(_alike(each, wanted[0]) for each in value))
     if isinstance(wanted, float):
-        return _fits(value, float)
+        return is_number(value)
     return type(value) is type(wanted)

@@ -1,8 +1,7 @@
 """Models on the hub: what a repository holds, and its files on this machine, in huggingface_hub's own cache.
 
-Files are fetched here and not by huggingface_hub, whose downloads start over when they were interrupted, and go on after a
-signal until a file ends. A file grows as `blobs/HASH.incomplete`, which the next start goes on from; it gets its name in the
-cache only when its hash is what the hub lists. huggingface_hub then finds it there and links it.
+huggingface_hub's own downloads start over when they were interrupted, and go on after a signal. Here a file grows as
+`blobs/HASH.incomplete`, which the next start goes on from, and gets its name in the cache only with the hash that is listed.
 """
 
 import errno
@@ -77,7 +76,6 @@ class Repository:
         return self.snapshot.parent.parent / "blobs"
 
     def _blobs_missing(self, names: Collection[str]) -> dict[str, HubFile]:
-        """By one of the names of each."""
         wanted = {self.files[name].hash: name for name in self.missing(names)}
         return {
             name: self.files[name]
@@ -240,7 +238,6 @@ class _Blob:
 
     @contextmanager
     def _opened(self):
-        """The rest of the file as a response, refused where its status says so."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -342,7 +339,6 @@ def _refused(hub_id: str, reason: str, kept: str = "") -> UserError:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, for people, with the remedy where there is one."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,19 +1,11 @@
-"""What the tables of names are made of: the original checkpoints' parameter names against the libraries', as data.
-
-Used both ways: single files are read through a table tensor by tensor, and kohya's adapter files take the original module
-names from it. A table follows from a component's config.json, so it holds for any depth and width. It lies with its family.
-A component whose files have the names of diffusers or transformers needs none.
+"""What the families' tables of names are made of: the original checkpoints' names ("original") against those of the
+libraries' modules ("parts"), by which single files are read and kohya's adapter files are named.
 
 Sources of the original names: Stability-AI/generative-models (`sgm/modules`), mlfoundations/open_clip (`model.py`),
 black-forest-labs/flux (`src/flux/model.py`, `modules/layers.py`, `modules/autoencoder.py`).
 
-The names on the library side are those of the *modules* in transformers >= 5.6, where `CLIPTextModel` lost its inner
-`text_model.` and `CLIPTextModelWithProjection` kept it. Files of the diffusers layout follow the version that wrote
-them: published SDXL and Flux folders have `text_model.` for both classes, a `CLIPTextModel` saved by transformers 5.6
-or later has none. A reader of folders must accept both (one leading `text_model.` more or less); original single files
-always have it, and so have kohya's adapter keys.
-
-Legend: an "original" is a name in the original checkpoint, a "part" is a name in the library's module.
+Modules are those of transformers >= 5.6, where `CLIPTextModel` lost its inner `text_model.`. Folders follow the version that
+wrote them, so that one leading `text_model.` more or less is accepted; original files and kohya's keys always have it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

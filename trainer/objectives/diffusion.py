@@ -47,7 +47,6 @@ class Diffusion(Objective):
 
     @property
     def _shares(self) -> tuple[float, float]:
-        """The range as whole timesteps of T."""
         first, last = self._range
         return first / len(self.alphas_cumprod), (last + 1) / len(self.alphas_cumprod)
 

@@ -35,7 +35,6 @@ class Flow(Objective):
         return self.shift(tokens) if callable(self.shift) else self.shift
 
     def _range(self, s: float) -> tuple[float, float]:
-        """The range before the shift."""
         low, high = self.times.t_range
         return (low, high) if self.times.is_whole else (low / (s - (s - 1) * low), min(1.0, high / (s - (s - 1) * high)))
 

@@ -113,8 +113,9 @@ def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torc
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The hidden states of one encoder before its last layer, "sequence" [B, L, D]; of the second one "pooled" [B, P],
     too. A weight multiplies its token's state, as in sd-scripts, and leaves the pooled vector."""
-    rows = [len(own) for own in tokens]
-    ids, weights = clip.ids_and_weights(tokens)
+    rows, ids, weights = [len(own) for own in tokens], torch.cat(list(tokens)), None
+    if ids.dim() > 2:
+        ids, weights = ids[:, 0].long(), ids[:, 1].unsqueeze(2)
     output = model.modules[encoder](ids, output_hidden_states=True)
     states = output.hidden_states[-2] if weights is None else output.hidden_states[-2] * weights
     part = {"sequence": clip.rows_joined(states.to(model.compute[encoder]), rows)}

@@ -108,12 +108,6 @@ def _row(tokenizer: Any, tokens: list[tuple[int, float]], start: int) -> list[li
     return [list(map(float, each)) for each in zip(*row, strict=True)]
 
 
-def ids_and_weights(tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(int64 [N, L], fp32 [N, L, 1]) of all rows; None without weights."""
-    rows = torch.cat(list(tokens))
-    return (rows, None) if rows.dim() == 2 else (rows[:, 0].long(), rows[:, 1].unsqueeze(2))
-
-
 def rows_joined(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """[N, L, D] of all rows -> [B, L * rows, D], each caption's one after the other."""
     if len(rows) == len(hidden):
