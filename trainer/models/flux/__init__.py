@@ -105,7 +105,10 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 
 def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The inverse of `pack` for latents of `height` x `width`."""
-    return torch.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (height // 2, width // 2)), 2)
+    # Not pixel_shuffle, whose result lies channels last: gradients would be summed in another order.
+    batch, _, packed = tokens.shape
+    patches = tokens.view(batch, height // 2, width // 2, packed // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(batch, packed // 4, height, width)
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
