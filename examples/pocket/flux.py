@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, T5Config,
 
 from examples.pocket import CONFIGS, data, icons, training
 from scripts.make_model import t5_tokenizer_files, t5_vocabulary, train_bpe, write_texts
-from trainer.models.flux import image_ids, pack
+from trainer.models.flux import pack
+from trainer.models.shared.flow import positions
 
 BATCH = 64
 EMPTY, STYLELESS = 0.1, 0.1
@@ -76,7 +77,7 @@ class Denoiser(nn.Module):
             pooled_projections=pooled,
             timestep=time,
             guidance=guidance,
-            img_ids=image_ids(*noised.shape[-2:]),
+            img_ids=positions(0, *(side // 2 for side in noised.shape[-2:]), device=noised.device),
             txt_ids=torch.zeros(sequence.shape[1], 3),
             return_dict=False,
         )[0]

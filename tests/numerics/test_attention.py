@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trainer.base.memory import checkpoint_blocks, recomputing
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
-from trainer.models.shared.joint_attention import rotated
+from trainer.models.shared.attention import rotated
 from trainer.runtime import attention
 
 CPU = torch.device("cpu")

@@ -75,8 +75,7 @@ class Adapter:
             layer.mark_stale()
 
     def refresh(self, advance: Advance = unheard) -> None:
-        """Make now what follows from the parameters, DoRA's norms too, where the base weights are resident; the next forward
-        finds it fresh."""
+        """Make now, of resident base weights, what follows from the parameters: the next forward finds it fresh."""
         from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second: not to read a config
 
         for layer in self.layers.values():

@@ -47,8 +47,7 @@ class LayerChange:
 
 @torch.no_grad()
 def change(layer, start: StartFactors | None = None) -> LayerChange:
-    """How far an AdaptedLayer is from its start. start: what it began with; None: g' = 1 and B' = 0, as a fresh adapter has
-    them."""
+    """How far an AdaptedLayer is from its start. start: None: g' = 1 and B' = 0, as a fresh adapter has them."""
     base, scaling, kind = layer.get_base_layer(), layer.scaling[ADAPTER_NAME], layer.kinds[ADAPTER_NAME]
     if start is None and kind.form is not None:
         moved = kind.form.norm({end: held.weight for end, held in layer.trained(ADAPTER_NAME).items()})

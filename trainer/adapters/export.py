@@ -232,10 +232,8 @@ def diffusers_metadata(portable: Portable) -> dict[str, str]:
     if portable.kind.form:  # its loader finds rank and factor in the tensors
         return {"format": "pt", "modelspec.implementation": "diffusers"}
     fields: dict[str, Any] = {}
-    by_name: dict[str, list[Target]] = {}
-    for target in portable.targets:
-        by_name.setdefault(target.component, []).append(target)
-    for component, targets in by_name.items():
+    for component, layers in by_component(portable):
+        targets = [Target(component, name, *factors.ranked) for name, factors in layers.items()]
         config = {"lora_bias": False, "bias": "none"} | lora_config(targets, portable.kind, rslora=portable.rslora)
         fields |= {f"{component}.{key}": value for key, value in config.items()}
     said = json.dumps(fields, indent=2, sort_keys=True)
@@ -280,7 +278,6 @@ def kohya_tensors(
 
 
 def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], norms: AllNorms) -> dict[str, Any]:
-    """module: its key, and its parts by their full names."""
     key = module.original
     parts = {name: portable.layers.get(name) for name in module.parts}
     if module.swap:

@@ -192,8 +192,7 @@ KINDS = {
 
 
 def kind_named(name: str, keys: Mapping[str, Any] | None = None) -> AdapterKind:
-    """The kind; with `keys`, of the config's `adapter`, as these ask for it. Raises UserError, with the name that was
-    probably meant."""
+    """The kind, with the options of `keys`, the config's `adapter`. Raises UserError, with the name probably meant."""
     if name not in KINDS:
         suggestion = other_trainers.why_absent("adapter.type", name) or patterns.suggestion(name, KINDS)
         raise UserError(f"adapter.type = {name!r} is not known; {suggestion}")

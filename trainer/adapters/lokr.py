@@ -57,8 +57,7 @@ def rank_of(sizes: Mapping[str, Sequence[int]]) -> int:
 
 
 def sizes_for(shape: Sequence[int], sizes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]] | None:
-    """The shapes that a file's tensors have here, by theirs: a convolution's may be flat. shape: of W. None: they make no
-    such W."""
+    """A file's shapes as they are here: a convolution's may be flat. shape: of W. None: they make no such W."""
     if any((whole in sizes) == (a in sizes) or (a in sizes) != (b in sizes) for whole, (a, b) in PAIRS.items()):
         return None
     o, i = sizes[W1] if W1 in sizes else (sizes[W1_A][0], sizes[W1_B][-1])
@@ -152,7 +151,7 @@ def order(sizes: tuple[tuple[str, tuple[int, ...]], ...], tokens: int) -> tuple[
     or pixels; a stride is not counted. W1 or W2 of a pair: it is multiplied first."""
     of, best = dict(sizes), (0, ())
     for path in _paths(of):
-        cost, state = 0, {W1: _columns(of, W1), W2: _columns(of, W2)}
+        cost, state = 0, {whole: _side(of, whole, 1) for whole in PAIRS}
         for name in path:
             side, other = (W1, W2) if name.startswith(W1) else (W2, W1)
             rows, *columns = of.get(name, ()) or (of[PAIRS[name][0]][0], *of[PAIRS[name][1]][1:])
@@ -164,8 +163,9 @@ def order(sizes: tuple[tuple[str, tuple[int, ...]], ...], tokens: int) -> tuple[
     return best[1]
 
 
-def _columns(sizes: Mapping[str, tuple[int, ...]], whole: str) -> int:
-    return sizes[whole if whole in sizes else PAIRS[whole][1]][1]
+def _side(sizes: Mapping[str, tuple[int, ...]], whole: str, axis: int) -> int:
+    """The rows (axis 0) or columns (1) of w1 or w2."""
+    return sizes[whole if whole in sizes else PAIRS[whole][axis]][axis]
 
 
 def _paths(sizes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, ...]]:
@@ -179,8 +179,7 @@ def _paths(sizes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 class KronPart:
-    """One adapted layer. trained: fp32, by name; cast: the same in the compute dtype, the first of them times s, made once
-    for an update."""
+    """One adapted layer. trained: fp32, by name; cast: in the compute dtype, the first times s, once for an update."""
 
     def __init__(self, base: BaseLayer, trained: Mapping[str, Tensor], cast: Mapping[str, Tensor], scaling: float) -> None:
         self.base, self.trained, self.cast, self.scaling = base, dict(trained), dict(cast), scaling
@@ -203,7 +202,7 @@ def _computed(part: KronPart, x: Tensor, mask: Tensor | None, *trained: Tensor) 
     x = x if x.dtype == compute else x.to(compute)
     x_c = base.collapsed(x)
     t = x_c if mask is None else base.collapsed(x * mask)
-    t = t.reshape(len(t), _columns(dict(part.sizes), W1), -1, *t.shape[2:])
+    t = t.reshape(len(t), _side(dict(part.sizes), W1, 1), -1, *t.shape[2:])
     path = _path(part, t)
     weights = [part.cast[name] if name in part.cast else _multiplied(part, name) for name in path]
     inputs = [t]
@@ -214,7 +213,7 @@ def _computed(part: KronPart, x: Tensor, mask: Tensor | None, *trained: Tensor) 
         y = torch.full_like(_product(base, *last).flatten(1, 2), torch.nan)
     else:
         y = _added(base, base.matmul(x_c), *last)
-        y = y if (bias := base.bias_N) is None else y.add_(_broadcast(bias.to(compute), y))
+        y = y if (bias := base.bias_N) is None else y.add_(bias.to(compute).view(-1, *(1 for _ in y.shape[2:])))
     return base.expanded(y, x.shape), inputs, weights
 
 
@@ -226,10 +225,6 @@ def _multiplied(part: KronPart, whole: str) -> Tensor:
     """w1, times s, or w2 of its pair: made in fp32, in the compute dtype."""
     a, b = (part.trained[end].detach() for end in PAIRS[whole])
     return ((a * part.scaling if whole == W1 else a) @ b.flatten(1)).to(part.base.compute_dtype).unflatten(1, b.shape[1:])
-
-
-def _broadcast(bias_N: Tensor, y: Tensor) -> Tensor:
-    return bias_N.view(-1, *(1 for _ in y.shape[2:]))
 
 
 def _on_the_left(name: str, t: Tensor) -> bool:
@@ -298,7 +293,7 @@ class _Kron(torch.autograd.Function):
         needs_dx, dx, made = ctx.needs_input_grad[1], None, {}
         dy = base.collapsed(dy)
         inputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        path, d = _path(part, inputs[0]), dy.reshape(len(dy), _rows(part, W1), -1, *dy.shape[2:])
+        path, d = _path(part, inputs[0]), dy.reshape(len(dy), _side(dict(part.sizes), W1, 0), -1, *dy.shape[2:])
         for place in reversed(range(len(path))):
             here = base, path[place], weights[place], inputs[place], d
             made[path[place]] = _weight_gradient(*here)
@@ -322,8 +317,3 @@ class _Kron(torch.autograd.Function):
         if part.scaling != 1 and next(iter(part.trained)) in made:  # the first, which was cast times s
             wanted[0].mul_(part.scaling)
         return None, dx, None, *wanted
-
-
-def _rows(part: KronPart, whole: str) -> int:
-    sizes = dict(part.sizes)
-    return sizes[whole if whole in sizes else PAIRS[whole][0]][0]

@@ -101,8 +101,7 @@ class Norms:
             advance(1)
 
     def now(self, advance: Advance = unheard) -> dict[str, RowNorms]:
-        """Every layer's norms with the present c, by name: computed here where it is stale, and then not again in the next
-        forward."""
+        """Every layer's norms with the present c, by name: a stale one is computed, and the next forward has it."""
         norms = dict(self.frozen)
         for name, layer in self.adapted.items():
             layer.part()
@@ -151,8 +150,7 @@ def read_norms(state: Mapping[str, Any]) -> dict[str, RowNorms]:
 
 
 def made_for(held: Mapping[str, str]) -> str:
-    """The weights that a DoRA's files are made for, in words. held: storage of the components whose files hold them
-    quantised."""
+    """The weights that a DoRA's files are made for. held: storage of the components whose files are quantised."""
     if not held:
         return "the model's weights before they were quantised"
     components = ", ".join(f"{name}: {dtype}" for name, dtype in held.items())

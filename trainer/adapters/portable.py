@@ -26,7 +26,7 @@ from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.adapters.targets import Target
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.files import Advance, unheard
-from trainer.base.tensorfile import Recipe
+from trainer.base.tensorfile import Recipe, count_not_finite
 
 Axis = Literal["output", "input"]
 # ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
@@ -35,8 +35,8 @@ AllNorms = Mapping[str, RowNorms]  # by full name of the layer
 
 
 def recipe(tensor: torch.Tensor) -> Recipe:
-    """A recipe that gives `tensor`."""
-    return Recipe(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+    """A recipe that gives `tensor` on the CPU."""
+    return Recipe(tensor.dtype, tuple(tensor.shape), tensor.cpu)
 
 
 def derived(base: Recipe, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Recipe:
@@ -87,8 +87,7 @@ class Factors:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def named_matrices(self, stem: str, scaled: bool = False) -> dict[str, Recipe]:
-        """`matrices` as files hold them, flat but for a whole w2. stem: before the ends. scaled: with s in the first of them,
-        as PEFT takes them."""
+        """`matrices` as files hold them, flat but for a whole w2. scaled: with s in the first, as PEFT takes them."""
         tensors: dict[str, Recipe] = {}
         for end, tensor in self.matrices.items():
             shape = tensor.shape if end == lokr.W2 else (tensor.shape[0], math.prod(tensor.shape[1:]))
@@ -186,10 +185,6 @@ class Portable:
 
     def distance(self, other: Self) -> tuple[float, str]:
         """The largest ||s B A - s B' A'|| / ||s B A|| of a layer, and its name. other: of the same layers and scales."""
-
-        def squared(a: torch.Tensor, b: torch.Tensor) -> float:
-            return float(((b.T @ b) * (a @ a.T)).sum())  # ||B A||^2 = <B^T B, A A^T>
-
         largest = 0.0, ""
         for name, factors in self.layers.items():
             then = other.layers[name]
@@ -197,20 +192,20 @@ class Portable:
                 whole, left = factors.form.norm(factors.held()), factors.form.norm(factors.held(), then.held())
             else:
                 (a, b), (c, d) = ([each.make().flatten(1).double() for each in (of.a, of.b)] for of in (factors, then))
-                whole = math.sqrt(squared(a, b))
-                left = math.sqrt(max(0.0, squared(torch.cat([a, c]), torch.cat([b, -d], 1))))
+                whole = math.sqrt(squared_norm(a, b))
+                left = math.sqrt(max(0.0, squared_norm(torch.cat([a, c]), torch.cat([b, -d], 1))))
             if whole:
                 largest = max(largest, (left / whole, name))
         return largest
 
     def parted(self, apart: Collection[str]) -> tuple[Self, dict[str, Self]]:
         """(the same without the components `apart`, each of these that it adapts by itself)."""
-        own: dict[str, dict[str, Factors]] = {}
+        own: dict[str, dict[str, Factors]] = {"": {}}
         for name, factors in self.layers.items():
             component = name.partition(".")[0]
             own.setdefault(component if component in apart else "", {})[name] = factors
-        rest = self.with_layers(own.pop("", {}))
-        return rest, {component: self.with_layers(layers) for component, layers in own.items()}
+        parts = {component: self.with_layers(layers) for component, layers in own.items()}
+        return parts.pop(""), parts
 
     def check_finite(self, advance: Advance = unheard) -> None:
         """Raises NonFiniteError, naming the tensor. Reads everything, one tensor after another."""
@@ -223,19 +218,18 @@ class Portable:
             advance(0)
 
 
+def squared_norm(a_RK: torch.Tensor, b_NR: torch.Tensor) -> float:
+    """||B A||^2 = <B^T B, A A^T>, of fp64 matrices."""
+    return float(((b_NR.T @ b_NR) * (a_RK @ a_RK.T)).sum())
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no value of the tensor is NaN or infinite."""
-    # Of the smallest and the largest value, one of which is NaN where any is: isfinite of all bf16 values takes 20 times as
-    # long. Neither knows float8.
-    if tensor.numel() == 0:
-        return True
-    ends = torch.stack(torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor))
-    return bool(torch.isfinite(ends).all())
+    return not count_not_finite(tensor)
 
 
 def of_adapter(adapter: Adapter, norms: AllNorms, meaning: DoraScale, advance: Advance = unheard) -> Portable:
-    """A run's adapter as it is now. norms: of every DoRA layer, by full name. meaning: of the magnitudes. advance: counts
-    layers."""
+    """A run's adapter as it is now. norms: of every DoRA layer, by full name. advance: counts layers."""
     state, targets = adapter.state_dict(), list(adapter.targets.values())
     return of_state(state, targets, norms, meaning, kind=adapter.kind, rslora=adapter.rslora, advance=advance)
 
@@ -258,14 +252,16 @@ def of_state(
         values = kind.values(state, name)
         if kind.form is not None:
             scaling = kind.scaling(values, target.rank, target.alpha, rslora)
-            layers[name] = made_of({end: _on_cpu(value) for end, value in values.items()}, scaling)
-            advance(1)
-            continue
-        a, b, m = kind.effective(values)
-        factors = Factors(_on_cpu(a), _on_cpu(b), target.alpha, rslora)
-        if m is not None:
-            factors = replace(factors, magnitude=recipe(_told(m.cpu(), a, b, factors.scaling, norms[name], meaning)))
-        layers[name] = factors
+            layers[name] = made_of({end: recipe(value) for end, value in values.items()}, scaling)
+        else:
+            a, b, m = (None if each is None else each.cpu() for each in kind.effective(values))
+            layers[name] = factors = Factors(recipe(a), recipe(b), target.alpha, rslora)
+            if m is not None:
+                if meaning == "comfyui_released":
+                    m = released_scale(m, norms[name])
+                else:
+                    m = magnitude(m, a.flatten(1), b.flatten(1), factors.scaling, norms[name])
+                layers[name] = replace(factors, magnitude=recipe(m))
         advance(1)
     return Portable(layers, meaning)
 
@@ -280,19 +276,6 @@ def made_of(matrices: Mapping[str, Recipe], scaling: float) -> Factors:
     a, b, _ = kind.effective({end: torch.empty(tensor.shape, device="meta") for end, tensor in matrices.items()})
     made = [Recipe(torch.float32, tuple(each.shape), factor(place)) for place, each in enumerate((a, b))]
     return Factors(*made, alpha=scaling * len(a), matrices=matrices)
-
-
-def _on_cpu(tensor: torch.Tensor) -> Recipe:
-    return Recipe(tensor.dtype, tuple(tensor.shape), tensor.cpu)
-
-
-def _told(
-    m: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, norms: RowNorms, meaning: DoraScale
-) -> torch.Tensor:
-    """m as a file of that meaning has it: fp32 [N]."""
-    if meaning == "comfyui_released":
-        return released_scale(m, norms)
-    return magnitude(m, a.cpu().flatten(1), b.cpu().flatten(1), scaling, norms)
 
 
 def widest(tensors: Sequence[Recipe]) -> torch.dtype:

@@ -4,7 +4,7 @@ tensors of all others without a word. Which layers these are says the model fami
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from trainer.adapters.portable import Factors, Portable
+from trainer.adapters.portable import Portable, squared_norm
 from trainer.base.console import some
 
 ENTRY = "not_in_sd_scripts"  # of the header, of a LoRA that has such layers
@@ -15,15 +15,12 @@ def left_out(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def squared_norm(factors: Factors) -> float:
-    """||s B A||^2, fp64, from products [R, R]."""
-    a, b = factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
-    return factors.scaling**2 * float(((a @ a.T) * (b.T @ b)).sum())
-
-
 def share(portable: Portable, names: Collection[str]) -> float:
     """||s B A|| over the layers `names` beside that over all, each a root of a sum of squares; 0 where nothing changed."""
-    squares = {name: squared_norm(factors) for name, factors in portable.layers.items()}
+    squares = {}
+    for name, factors in portable.layers.items():
+        a, b = (each.make().double().flatten(1) for each in (factors.a, factors.b))
+        squares[name] = factors.scaling**2 * squared_norm(a, b)
     return (sum(squares[name] for name in names) / (sum(squares.values()) or 1.0)) ** 0.5
 
 

@@ -1,5 +1,4 @@
-"""Modules that hold several layers in the original layout (Flux's qkv, linear1): their rows are their layers' rows, one
-layer after another."""
+"""Modules that hold several layers in the original layout (Flux's qkv, linear1), one layer's rows after another's."""
 
 from collections.abc import Mapping, Sequence
 

@@ -109,15 +109,13 @@ def match_targets(
         known = ", ".join(map(repr, presets))
         raise UserError(f"adapter.targets = {targets!r} is not a preset; use one of {known}, or a list of patterns")
     wanted = presets[targets] if isinstance(targets, str) else targets
-    chosen: dict[tuple[str, str], Target] = {}
-    explicit: dict[tuple[str, str], float | None] = {}
+    chosen: dict[tuple[str, str], tuple[int, float | None]] = {}  # rank and alpha; None: it follows the rank
     for pattern in wanted:
         names = [name for name in layers[denoiser] if fnmatchcase(name, pattern)]
         # A preset is written for the family: single patterns may have no layer in a small variant of the model.
         if not names and not isinstance(targets, str):
             raise _no_match("adapter.targets", pattern, denoiser, layers[denoiser])
-        for name in names:
-            chosen[denoiser, name] = Target(denoiser, name, rank, rank if alpha is None else alpha)
+        chosen |= {(denoiser, name): (rank, alpha) for name in names}
     for index, rule in enumerate(rules):
         if rule.component not in layers:
             raise UserError(
@@ -127,17 +125,14 @@ def match_targets(
         names = [name for name in layers[rule.component] if fnmatchcase(name, rule.match)]
         if not names:
             raise _no_match(f"adapter.rules[{index}].match", rule.match, rule.component, layers[rule.component])
-        for name in names:
-            key = rule.component, name
-            before = chosen.get(key) or Target(*key, rank, rank)
-            # Where neither a rule nor the adapter names an alpha, it follows the rank.
-            explicit[key] = rule.alpha or explicit.get(key, alpha)
-            new_rank = rule.rank or before.rank
-            chosen[key] = replace(before, rank=new_rank, alpha=explicit[key] or new_rank)
+        for key in ((rule.component, name) for name in names):
+            before_rank, before_alpha = chosen.get(key, (rank, alpha))
+            chosen[key] = rule.rank or before_rank, rule.alpha or before_alpha
     if not chosen:
         raise UserError(f"adapter.targets = {targets!r} matches no layer of {denoiser}")
     in_order = ((component, name) for component, names in layers.items() for name in names)
-    return with_rates([chosen[key] for key in in_order if key in chosen], rules)
+    resolved = ((key, *chosen[key]) for key in in_order if key in chosen)
+    return with_rates([Target(*key, size, strength or size) for key, size, strength in resolved], rules)
 
 
 def with_rates(targets: Iterable[Target], rules: Sequence[Rule]) -> tuple[Target, ...]:

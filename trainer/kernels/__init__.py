@@ -5,6 +5,7 @@ import torch
 from trainer.base.errors import UserError
 from trainer.base.protocols import Kernels
 from trainer.base.types import StoredWeight
+from trainer.kernels import dora_torch
 
 # Of the cards that the Triton kernels are compiled for (Ampere and newer), and of those that multiply float8 (Ada and newer).
 CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
@@ -21,8 +22,6 @@ def choose(name: str, device: torch.device) -> Kernels:
 
     Never falls back by itself: raises UserError where Triton was chosen and cannot run.
     """
-    from trainer.kernels import dora_torch
-
     if name == "torch" or (name == "auto" and not _is_cuda(device, CAPABILITY)):
         return dora_torch
     if not _is_cuda(device, CAPABILITY):
@@ -43,8 +42,6 @@ def choose(name: str, device: torch.device) -> Kernels:
 
 def planned(name: str) -> Kernels:
     """The kernels of that name on a CUDA device that is not here: "auto" is Triton where it is installed."""
-    from trainer.kernels import dora_torch
-
     if name == "torch":
         return dora_torch
     try:

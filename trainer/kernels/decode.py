@@ -36,8 +36,10 @@ FLOAT8_FIELDS = {torch.float8_e4m3fn: (20, 0x87F00000 - 2**32, 120), torch.float
 
 def has_plain_codes(weight: StoredWeight) -> bool:
     """Whether FLOAT8_FIELDS decodes the weight: float8 codes, all finite, with scales that stay finite when enlarged."""
-    if weight.codes.dtype not in FLOAT8_FIELDS or weight.scale is None or _flushes_denormals(weight.device):
+    if weight.codes.dtype not in FLOAT8_FIELDS or weight.scale is None:
         return False
+    if torch.tensor(2.0**-127, device=weight.device) * 2.0**120 == 0:
+        return False  # torch.set_flush_denormal: fp32's subnormal numbers count as zero, and so would float8's
     largest = torch.finfo(weight.codes.dtype).max
     last = torch.tensor(largest, dtype=weight.codes.dtype).view(torch.uint8).item()
     bits_NK, finite = weight.codes.view(torch.uint8), True
@@ -45,11 +47,6 @@ def has_plain_codes(weight: StoredWeight) -> bool:
         finite = finite and bool(bits_NK[rows].bitwise_and(0x7F).amax() <= last)
     enlarged = weight.scale * 2.0 ** FLOAT8_FIELDS[weight.codes.dtype][2]
     return finite and bool(torch.isfinite(enlarged).all())
-
-
-def _flushes_denormals(device: torch.device) -> bool:
-    """Whether fp32's subnormal numbers count as zero (torch.set_flush_denormal): so would float8's."""
-    return bool(torch.tensor(2.0**-127, device=device) * 2.0**120 == 0)
 
 
 def values(weight: StoredWeight, rows: slice, out: Tensor | None = None) -> Tensor:

@@ -65,18 +65,11 @@ def adapted_norms(
         places = [place for place, a in enumerate(a_RK) if len(a) == rank]
         added = [_added(weights[place], a_RK[place], b_NR[place], scalings[place]) for place in places]
         w_sq_all, b_all = (torch.cat([given[place] for place in places]) for given in (w_sq_N, b_NR))
-        c_all = adapted_norm_of(w_sq_all, torch.cat(added), b_all)
+        # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B), at least NORM_FLOOR ||W||^2.
+        c_sq_all = torch.cat(added).mul_(b_all).sum(1).add_(w_sq_all)
+        c_all = torch.maximum(c_sq_all, w_sq_all.mul_(NORM_FLOOR)).sqrt_()
         norms |= zip(places, c_all.split([len(each) for each in added]), strict=True)
     return [norms[place] for place in range(len(weights))]
-
-
-def adapted_norm_of(w_sq_N: Tensor, added_NR: Tensor, b_NR: Tensor) -> Tensor:
-    """c [N]: c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B), at least NORM_FLOOR ||W||^2.
-
-    added: 2 s W A^T + s^2 B (A A^T). It and w_sq are overwritten.
-    """
-    c_sq_N = added_NR.mul_(b_NR).sum(1).add_(w_sq_N)
-    return torch.maximum(c_sq_N, w_sq_N.mul_(NORM_FLOOR)).sqrt_()
 
 
 def _added(weight: StoredWeight, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:

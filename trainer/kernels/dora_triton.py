@@ -182,7 +182,6 @@ def rotate_kernel(
 
 @triton.jit
 def _rotate_tile(x_ptr, cos_ptr, sin_ptr, out_ptr, there, BACK: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Pairs at these addresses, of a tile."""
     x_1 = tl.load(x_ptr, mask=there, other=0.0).to(tl.float32)
     x_2 = tl.load(x_ptr + 1, mask=there, other=0.0).to(tl.float32)
     cos_1, cos_2 = tl.load(cos_ptr, mask=there), tl.load(cos_ptr + 1, mask=there)
@@ -200,7 +199,6 @@ def _rotate_tile(x_ptr, cos_ptr, sin_ptr, out_ptr, there, BACK: tl.constexpr, IN
 
 @triton.jit
 def _as(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """fp32 rounded to `dtype`."""
     return rounded(x, dtype, INTERPRETED).to(tl.float32)
 
 
@@ -285,8 +283,8 @@ def _adapter_gradients(
 
 
 def has_plain_codes(weight: StoredWeight) -> bool:
-    """No weight's codes are plain here: every code is decoded alike."""
-    return False  # every code is decoded alike here, and to look would be a wait for each layer
+    """No weight's codes are plain here: every code is decoded alike, and to look would be a wait for each layer."""
+    return False
 
 
 def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
@@ -297,8 +295,7 @@ def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_
 
 
 def rotate(q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned pair by pair; with back, the gradients of what was turned. Raises ValueError for angles that
-    are not fp32."""
+    """Queries and keys turned pair by pair; with back, gradients. Raises ValueError for angles that are not fp32."""
     q_BSHD, k_BSHD = q_BSHD.contiguous(), k_BSHD.contiguous()
     q_out, k_out = torch.empty_like(q_BSHD), torch.empty_like(k_BSHD)
     if q_BSHD.numel():

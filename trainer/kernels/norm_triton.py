@@ -207,14 +207,11 @@ def adapted_norms(
                 torch.empty(len(some), *shape, dtype=torch.float32, device=like.codes.device)
                 for shape in ((like.rows,), (splits, like.rows, rank), (gram_splits, rank, rank))
             )
-            fields = map(_given, zip(*(stored[place][:4] for place in some), strict=True))
+            stacked = zip(*(stored[place][:4] for place in some), strict=True)
+            fields = ([tensor for tensor in tensors if tensor is not None] for tensors in stacked)
             factors = ([each[place].contiguous() for place in some] for each in (w_sq_N, a_RK, b_NR))
             _adapted_norms(
                 c_LN, wa_LSNR, gram_LSRR, *fields, like.columns, like.bits, like.block, *factors, scalings[some[0]]
             )
             norms |= zip(some, c_LN.unbind(), strict=True)
     return [norms[place] for place in range(len(weights))]
-
-
-def _given(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]

@@ -45,8 +45,7 @@ def operator(*written: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 class LaunchConfig(NamedTuple):
-    """How a kernel is launched. constants: by name; a kernel names them last. contracted: whether a product and a sum may
-    be rounded as one."""
+    """How a kernel is launched. constants: named last. contracted: whether a product and a sum may be rounded as one."""
 
     grid: tuple[int, ...]
     constants: dict[str, Any]

@@ -1,8 +1,5 @@
-"""The protocol every model family stands behind: data and functions, in parts.
-
-A family is one folder here and one line in FAMILIES. It gives what has no default below: a name, its components, `TextPart`,
-`ImagePart`, `AdapterPart`. A field with a default is given where the family differs.
-"""
+"""The protocol every model family stands behind: data and functions, in parts. A field with a default is given where the
+family differs."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,11 +31,9 @@ class Component:
     sensitive: tuple[str, ...] = ()  # fnmatch patterns of layers that stay in 16 bit when the component is quantised
     # (config) -> the names of the original (single-file) layout; None where files have those of the library's module.
     names: Callable[[ComponentConfig], Names] | None = None
-    # Of config.json, what the family reads and a file may leave out, as the library's class takes it.
-    defaults: ComponentConfig = field(default_factory=dict)
-    # (shapes, config) -> what the shapes of a single file, by its names without prefix, say instead of the published config.
-    # What they cannot say (activations, head counts, norm groups) is left out, and all of it where the names are others.
-    # Raises UserError for a shape that no config can be read from.
+    defaults: ComponentConfig = field(default_factory=dict)  # what the family reads of config.json, and a file may leave out
+    # (shapes, config) -> what the shapes of a single file, by its names without prefix, say instead of the published config:
+    # no activations, head counts or norm groups; {} where the names are others. Raises UserError for an impossible shape.
     infer: Callable[[Mapping[str, Shape], dict], dict] = lambda shapes, config: {}
     prefixes: tuple[str, ...] = ()  # what stands before those names in a single file; without any of these, they stand alone
     file: str = "FILE.safetensors"  # what a file of this component alone is usually called
@@ -53,8 +48,8 @@ class Component:
         return self.infer(under_original_names(shapes, self.names, {**self.defaults, **config}), config)
 
     def prefix_in(self, names: Collection[str]) -> str | None:
-        """What stands before the component's names in a single file with these; None where none of its prefixes does. A file
-        may also name it by its folder in diffusers, and wrap a denoiser in `model.`."""
+        """What stands before the component's names in a single file with these: a prefix, its folder's name, a denoiser's
+        wrapping; None where none does."""
         wrapped = ("diffusion_model.", "model.") if self.role == "denoiser" else ()
         prefixes = (*self.prefixes, f"{self.name}.", *wrapped)
         return next((p for p in prefixes if any(name.startswith(p) for name in names)), None)
@@ -62,10 +57,8 @@ class Component:
 
 @dataclass(frozen=True)
 class Markers:
-    """What a checkpoint's files themselves say of its objective: tensors that are no weights, by name.
-
-    edm: the tensor that says EDM, its model and its file, for a message. distillation: of `VariantPart.names`.
-    """
+    """What a checkpoint's files themselves say of its objective, by tensors that are no weights. edm: such a tensor, its
+    model and its file, for a message. distillation: of `VariantPart.names`."""
 
     v_prediction: bool = False
     zero_terminal_snr: bool = False
@@ -75,10 +68,8 @@ class Markers:
 
 @dataclass
 class Model:
-    """The loaded parts of one model. Components that left memory are absent from `modules`.
-
-    options: "objective", "distillation" as Markers, and the values of the config keys in `Family.reads`, by their last names.
-    """
+    """The loaded parts of one model; what left memory is absent from `modules`. options: "objective", "distillation" as
+    Markers, and the values of the config keys in `Family.reads`, by their last names."""
 
     modules: dict[str, nn.Module]
     configs: dict[str, dict[str, Any]]
@@ -91,10 +82,8 @@ class Model:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One image to draw: sizes in pixels, `guidance` None for the family's default, strength of the adapter.
-
-    references: the files of the images that the model is shown; images: these, PIL images in RGB. cfg: None: no second pass.
-    """
+    """One image to draw: sizes in pixels, `guidance` None for the family's default, strength of the adapter. references: the
+    files of the images that the model is shown; images: these, PIL images in RGB. cfg: None: no second pass."""
 
     prompt: str
     negative: str
@@ -120,17 +109,14 @@ def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: Any
 
 def count_prompt_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
     """(tokens of each caption, special ones counted, before truncation; tokens it may have) of every tokenizer, by name."""
-    counts = {name: _counts(tokenizer, captions) for name, tokenizer in model.tokenizers.items()}
-    return {name: (own, model.tokenizers[name].model_max_length) for name, own in counts.items()}
-
-
-def _counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:
-    """Several at once, which a tokenizer shares out over the cores, and not all, whose ids would fill the memory."""
-    counts: list[int] = []
-    for start in range(0, len(captions), COUNTED_AT_ONCE):
-        some = list(captions[start : start + COUNTED_AT_ONCE])
-        counts += map(len, tokenizer(some, truncation=False, return_attention_mask=False, verbose=False).input_ids)
-    return counts
+    found: dict[str, tuple[list[int], int]] = {}
+    for name, tokenizer in model.tokenizers.items():
+        found[name] = counts, _ = [], tokenizer.model_max_length
+        # Several at once, which a tokenizer shares out over the cores, and not all, whose ids would fill the memory.
+        for start in range(0, len(captions), COUNTED_AT_ONCE):
+            some = list(captions[start : start + COUNTED_AT_ONCE])
+            counts += map(len, tokenizer(some, truncation=False, return_attention_mask=False, verbose=False).input_ids)
+    return found
 
 
 def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:
@@ -156,8 +142,8 @@ class TextPart:
 
     # (model, text encoder, captions) -> of each caption what that encoder reads: int64 [rows, L], on the CPU.
     tokens: Callable[[Model, str, Sequence[str]], Sequence[torch.Tensor]]
-    # (model, text encoder, these, on its device) -> what it gives of their conditioning: tensors [B, ...] by their names
-    # there, with gradients where the encoder has any. What it computes follows from the shapes alone.
+    # (model, text encoder, these, on its device) -> its tensors [B, ...] of their conditioning, by name, with gradients where
+    # the encoder has any. What it computes follows from the shapes alone.
     encode: Callable[[Model, str, Sequence[torch.Tensor]], dict[str, torch.Tensor]]
     # (model, captions) -> for every tokenizer (tokens of each caption, tokens it may have).
     count: Callable[[Model, Sequence[str]], dict[str, tuple[list[int], int]]] = count_prompt_tokens
@@ -176,8 +162,8 @@ class ImagePart:
     objective: Callable[..., Objective]
     # (model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
     encode: Callable[[Model, torch.Tensor], torch.Tensor]
-    # (model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w]. All tensors
-    # are on the model's device, the batch's too, of which nothing else is there.
+    # (model, noised fp32 [B, C, h, w], time [B], conditioning, batch: of which tensors alone are there) -> the objective's
+    # prediction [B, C, h, w], all on the model's device.
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     draw: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]  # (..., negative) -> PIL image
     timesteps: tuple[str, ...] = ()  # what objective.timesteps may be, where it is read; the first is what "auto" is
@@ -203,8 +189,7 @@ class AdapterPart:
     presets: Mapping[str, tuple[str, ...]]  # of adapter.targets, by name: fnmatch patterns of the denoiser's layers
     # (component, config, whether photos have references) -> fnmatch patterns of layers whose output never reaches the loss.
     no_gradient: Callable[[str, dict, bool], tuple[str, ...]] = lambda component, config, references: ()
-    # Component -> prefix of its keys in kohya files, where it is not the usual one, or a function of its config that gives
-    # it. Behind one that ends in a dot, names keep their dots.
+    # Component -> its unusual prefix in kohya files, or that as a function of its config; names behind a dot keep their dots.
     kohya: Mapping[str, str | Callable[[ComponentConfig], str]] = field(default_factory=dict)
     # Text encoder that diffusers' loader of adapters does not take, so a folder of PEFT's holds its adapter -> what stands
     # before its layers' names in the pipeline's module.
@@ -258,8 +243,8 @@ class MemoryPart:
 
     blocks: tuple[str, ...] = ()  # fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing
     block_order: Callable[[str], Any] = lambda name: 0  # what sorts them as a forward pass has them, where modules do not
-    # fnmatch patterns of layers in them whose output is only added, or multiplied by what needs no gradient. Nothing needs
-    # its value in a backward pass, so a block that is recomputed leaves out these products.
+    # fnmatch patterns of layers in them whose output is only added, or multiplied by what needs no gradient: no backward pass
+    # needs its value, and a block that is recomputed leaves out these products.
     unread: tuple[str, ...] = ()
     # fnmatch patterns of layers, by full name, that those multipliers come from: adapted, they need a gradient.
     gates: tuple[str, ...] = ()
@@ -274,10 +259,8 @@ class MemoryPart:
     no_fp16: Mapping[str, str] = field(default_factory=dict)  # component that does not compute in fp16 -> why
 
     def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
-        """`unread`, as far as it holds where these layers are adapted.
-
-        half: whether gradients pass through fp16. Of NaN a clip's backward makes a gradient of zero, without a word.
-        """
+        """`unread`, as far as it holds where these layers are adapted. half: whether gradients pass through fp16, where a
+        clip's backward makes of NaN a gradient of zero, without a word."""
         gated = any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
         return () if gated or (half and self.clips) else self.unread
 
@@ -360,12 +343,9 @@ class Family:
 
     @property
     def adapter_keys(self) -> tuple[KeyStyle, ...]:
-        """Every way in which adapter files write the names of this family's layers.
-
-        The usual ones, of the denoiser, are those of diffusers and PEFT, kohya (names of the original layout, or diffusers'
-        as LyCORIS and OneTrainer take them from a diffusers model), SimpleTuner and ComfyUI (comfy/lora.py, "generic lora
-        format"); of the text encoders those of diffusers, PEFT and kohya.
-        """
+        """Every way in which adapter files write the names of this family's layers: the usual ones (of kohya's with the names
+        of the original layout, or diffusers' as LyCORIS and OneTrainer take them; ComfyUI's is "generic lora format" in
+        comfy/lora.py), and its own."""
         denoiser = self.denoiser
         styles = [
             KeyStyle("diffusers", denoiser, f"{denoiser}."),
@@ -388,8 +368,7 @@ class Family:
         return (*styles, *self.adapters.key_styles)
 
     def flat_prefix(self, component: str, convention: str) -> str:
-        """What stands before a layer's name, with underscores for dots, in files of `convention`; if it has none of its own,
-        in kohya's with the library's names."""
+        """What stands before a layer's name in flat files of `convention`, else in kohya's with the library's names."""
         styles = [s for s in self.adapter_keys if s.component == component and s.flat and not s.original]
         own = [s for s in styles if s.convention == convention]
         return ([*own, *styles])[0].prefix.removesuffix("_")

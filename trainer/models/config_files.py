@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -58,8 +59,7 @@ def culprit(config: ComponentConfig, library: str, class_name: str, build: Calla
 
 
 def read_json(path: Path, instead: ComponentConfig | None = None) -> dict[str, Any]:
-    """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have. instead: returned where
-    the file is missing; None: raise."""
+    """A JSON object, infinities too, which schedulers' configs have. instead: of a missing file; None: raise."""
     try:
         refuse_irregular(path)
         tree = json.loads(decoded(path.read_bytes()))
@@ -88,8 +88,7 @@ def is_whole(names: Container[str], family: Family) -> bool:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a text encoder, out of that of a whole CLIP or Qwen3-VL; any other as it is. transformers reads
-    both alike."""
+    """The config of a text encoder, out of that of a whole CLIP or Qwen3-VL, which transformers reads alike."""
     text = config.get("text_config")
     return {**text, **{k: config[k] for k in ("projection_dim",) if k in config}} if isinstance(text, dict) else config
 
@@ -102,8 +101,7 @@ def read_of(family: Family, repository: Repository) -> list[str]:
 
 
 def shards(index: Path) -> list[str]:
-    """The files that an index of shards names, which lie beside it. Raises UserError for a name of another folder, and for
-    one that is not there."""
+    """The files that an index of shards names. Raises UserError for one of another folder, or that is not there."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index} has no weight_map from tensors to files; {AGAIN}")
@@ -183,6 +181,11 @@ def check_values(
             raise UserError(f"{where}: {key} = {shown(value)}, where {should}; {RESTORE}")
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value of JSON is of the annotated type. Libraries annotate lists of any length as tuples of one."""
     origin, inner = get_origin(hint), get_args(hint)
@@ -194,15 +197,14 @@ def _fits(value: Any, hint: Any) -> bool:
         among = [each for each in inner if each is not ...]
         return isinstance(value, list) and all(any(_fits(each, one) for one in among) for each in value if among)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        return is_number(value)
     if hint in (int, str, bool):
         return type(value) is hint
     return (value is None) == (hint is NoneType) if hint is NoneType or value is None else True
 
 
 def _counts(key: str, value: Any, wanted: Any) -> bool:
-    """Whether whole numbers are below MOST, layers below MOST_LAYERS, and a count that others have is one: a size, not an
-    id."""
+    """Whether whole numbers and lists are below the most, and a count that others have is one: a size, not an id."""
     if isinstance(value, list):
         return bool(value or not wanted) and len(value) < MOST_LAYERS and all(_counts(key, each, wanted) for each in value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -214,9 +216,8 @@ def _counts(key: str, value: Any, wanted: Any) -> bool:
 
 
 def _alike(value: Any, wanted: Any) -> bool:
-    """Whether a value is of the kind that others have."""
     if isinstance(wanted, list):
         return isinstance(value, list) and (not wanted or all(_alike(each, wanted[0]) for each in value))
     if isinstance(wanted, float):
-        return _fits(value, float)
+        return is_number(value)
     return type(value) is type(wanted)

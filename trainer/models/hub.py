@@ -1,8 +1,7 @@
 """Models on the hub: what a repository holds, and its files on this machine, in huggingface_hub's own cache.
 
-Files are fetched here and not by huggingface_hub, whose downloads start over when they were interrupted, and go on after a
-signal until a file ends. A file grows as `blobs/HASH.incomplete`, which the next start goes on from; it gets its name in the
-cache only when its hash is what the hub lists. huggingface_hub then finds it there and links it.
+huggingface_hub's own downloads start over when they were interrupted, and go on after a signal. Here a file grows as
+`blobs/HASH.incomplete`, which the next start goes on from, and gets its name in the cache only with the hash that is listed.
 """
 
 import errno
@@ -13,11 +12,10 @@ import shutil
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from trainer.base import files
@@ -37,8 +35,7 @@ PATIENCE = 1.0  # seconds for the threads to end after a signal
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file that the hub lists. hash: SHA-256 of a large file, git's SHA-1 of a small one; also its name in the cache.
-    None: not listed."""
+    """A file that the hub lists. hash: SHA-256 of a large file, git's SHA-1 of a small one: its name in the cache."""
 
     bytes: int | None
     hash: str | None
@@ -77,7 +74,6 @@ class Repository:
         return self.snapshot.parent.parent / "blobs"
 
     def _blobs_missing(self, names: Collection[str]) -> dict[str, HubFile]:
-        """By one of the names of each."""
         wanted = {self.files[name].hash: name for name in self.missing(names)}
         return {
             name: self.files[name]
@@ -123,20 +119,16 @@ class Repository:
         total = sum(file.bytes for file in wanted.values())
         blobs = [_Blob(self, name, file) for name, file in wanted.items()]
         began = sum(blob.done for blob in blobs)
-        waiting: SimpleQueue[_Blob] = SimpleQueue()
-        for blob in blobs:
-            waiting.put(blob)
+        waiting = iter(blobs)  # of a list: two threads get no element twice
         stop, failures = threading.Event(), []
 
         def work() -> None:
-            with suppress(Empty):
-                while not stop.is_set():
-                    blob = waiting.get_nowait()
-                    try:
-                        blob.fetch(stop)
-                    except Exception as error:  # raised again by the thread that waits
-                        failures.append(error)
-                        stop.set()
+            while not stop.is_set() and (blob := next(waiting, None)):
+                try:
+                    blob.fetch(stop)
+                except Exception as error:  # raised again by the thread that waits
+                    failures.append(error)
+                    stop.set()
 
         # Daemons: a connection that hangs must not hold up the end of the process.
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(AT_ONCE, len(blobs)))]
@@ -240,7 +232,6 @@ class _Blob:
 
     @contextmanager
     def _opened(self):
-        """The rest of the file as a response, refused where its status says so."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -290,15 +281,12 @@ def look(hub_id: str, revision: str | None = None) -> Repository:
         folder = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=hub_id, repo_type="model")
         info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
     except RevisionNotFoundError as error:
+        said = f"model.revision = {revision!r}: {hub_id} has no such branch, tag or commit; its page on the hub lists them "
+        said += "(Files, then the name of the branch)"
         if revision is None:
-            raise UserError(
-                f"model.path = {hub_id!r}: the hub has no default branch ({MAIN}) of it; name one of its branches, tags or "
-                "commits with model.revision"
-            ) from error
-        raise UserError(
-            f"model.revision = {revision!r}: {hub_id} has no such branch, tag or commit; its page on the hub lists them "
-            "(Files, then the name of the branch)"
-        ) from error
+            said = f"model.path = {hub_id!r}: the hub has no default branch ({MAIN}) of it; name one of its branches, tags "
+            said += "or commits with model.revision"
+        raise UserError(said) from error
     except HFValidationError as error:
         raise _refused(hub_id, _reason(error)) from error
     except (OSError, transport_error()) as error:
@@ -342,7 +330,6 @@ def _refused(hub_id: str, reason: str, kept: str = "") -> UserError:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, for people, with the remedy where there is one."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -2,6 +2,7 @@
 
 A file is told by the names and shapes of the tensors in its header, a folder by the classes in its model_index.json and
 config.json. catalogue.json has the kinds that are known, each a name for people or a family that is trained here:
+trained, pipelines: by family, its name for people and its usual pipeline.
 classes: by the beginning of a class's name; the longest counts.
 tensors: by patterns of the names, all of which a file has, or lacks behind a "!"; the first kind that fits counts.
 unets: by the channels of what the cross attention of a UNet reads.
@@ -24,16 +25,6 @@ from trainer.models.base import Component
 from trainer.models.config_files import index_of, read_json
 from trainer.models.names import Shape
 
-SDXL, FLUX, FLUX2, FLUX3, ZIMAGE = "sdxl", "flux", "flux2", "flux3", "zimage"  # families by name, as in FAMILIES
-TRAINED = {
-    SDXL: "an SDXL model", FLUX: "a Flux model", FLUX2: "FLUX.2 [klein]", FLUX3: "FLUX.3 [klein]", ZIMAGE: "Z-Image",
-}  # fmt: skip
-PIPELINES = {  # their usual ones
-    SDXL: "StableDiffusionXLPipeline", FLUX: "FluxPipeline", FLUX2: "Flux2KleinPipeline",
-    FLUX3: "Flux3ModularPipeline", ZIMAGE: "ZImagePipeline",
-}  # fmt: skip
-ANY_TRAINED = " or ".join([", ".join(list(TRAINED.values())[:-1]), list(TRAINED.values())[-1]])
-
 
 @dataclass(frozen=True)
 class ModelKind:
@@ -46,6 +37,9 @@ class ModelKind:
 
 
 _CATALOGUE = json.loads(Path(__file__).with_name("catalogue.json").read_text(encoding="utf-8"))
+TRAINED: Mapping[str, str] = _CATALOGUE["trained"]
+PIPELINES: Mapping[str, str] = _CATALOGUE["pipelines"]
+ANY_TRAINED = " or ".join([", ".join([*TRAINED.values()][:-1]), [*TRAINED.values()][-1]])
 CLASSES: Mapping[str, str] = _CATALOGUE["classes"]
 TENSORS: Sequence[Sequence[str]] = _CATALOGUE["tensors"]
 PARTS: Sequence[Sequence[str]] = _CATALOGUE["parts"]
@@ -73,7 +67,7 @@ def kind_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
         if all(map(has, parts)):
             return _named(kind)
     if (context := columns(CROSS, 2)) is not None:
-        kind = UNETS.get(context) or (_named(SDXL) if has("label_emb.|add_embedding.") else None)
+        kind = UNETS.get(context) or (_named("sdxl") if has("label_emb.|add_embedding.") else None)
         return ModelKind(f"{kind.name}, for inpainting") if kind and kind.family is None and columns(INPUT, 4) == 9 else kind
     return next((ModelKind(name, part=part) for name, part, pattern in PARTS if has(pattern)), None)
 
@@ -102,7 +96,7 @@ def kind_of_folder(folder: Path) -> ModelKind | None:
         denoiser = denoiser or (kind_of_class(named) if named else None)
     if kind is None:
         return denoiser or (ModelKind(f"a model of {pipeline} (model_index.json: _class_name)") if pipeline else None)
-    if kind.family == SDXL and index.get("text_encoder") == [None, None]:
+    if kind.family == "sdxl" and index.get("text_encoder") == [None, None]:
         return UNETS[1280]
     if kind.name == CLASSES["StableDiffusion"]:
         context = config.get("cross_attention_dim")

@@ -1,8 +1,6 @@
-"""Where a model's weights come from (hub id, diffusers folder, single file, a component's own path) and how they stream in.
-
-One tensor at a time: the component is built on the meta device, its layers are swapped, memory for the final form is
-allocated, and each tensor is read, converted and placed. Files are read, never mapped, so the peak stays below the final
-size plus the largest tensor.
+"""Where a model's weights come from (hub id, diffusers folder, single file, a component's own path) and how they stream in:
+each tensor is read, converted and placed in memory for the final form. Files are never mapped, so the peak stays below the
+final size plus the largest tensor.
 """
 
 import hashlib

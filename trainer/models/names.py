@@ -1,19 +1,11 @@
-"""What the tables of names are made of: the original checkpoints' parameter names against the libraries', as data.
-
-Used both ways: single files are read through a table tensor by tensor, and kohya's adapter files take the original module
-names from it. A table follows from a component's config.json, so it holds for any depth and width. It lies with its family.
-A component whose files have the names of diffusers or transformers needs none.
+"""What the families' tables of names are made of: the original checkpoints' names ("original") against those of the
+libraries' modules ("parts"), by which single files are read and kohya's adapter files are named.
 
 Sources of the original names: Stability-AI/generative-models (`sgm/modules`), mlfoundations/open_clip (`model.py`),
 black-forest-labs/flux (`src/flux/model.py`, `modules/layers.py`, `modules/autoencoder.py`).
 
-The names on the library side are those of the *modules* in transformers >= 5.6, where `CLIPTextModel` lost its inner
-`text_model.` and `CLIPTextModelWithProjection` kept it. Files of the diffusers layout follow the version that wrote
-them: published SDXL and Flux folders have `text_model.` for both classes, a `CLIPTextModel` saved by transformers 5.6
-or later has none. A reader of folders must accept both (one leading `text_model.` more or less); original single files
-always have it, and so have kohya's adapter keys.
-
-Legend: an "original" is a name in the original checkpoint, a "part" is a name in the library's module.
+Modules are those of transformers >= 5.6, where `CLIPTextModel` lost its inner `text_model.`. Folders follow the version that
+wrote them, so that one leading `text_model.` more or less is accepted; original files and kohya's keys always have it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainer.base.errors import UserError
 from trainer.base.types import Link
 
 ComponentConfig = Mapping[str, Any]
@@ -56,8 +49,10 @@ def split_original(link: Link, original: torch.Tensor, rows: Sequence[int]) -> t
 
 @dataclass
 class Names:
-    """Links, and the shape of every module parameter, as they are laid down layer by layer."""
+    """Links, and the shape of every module parameter, as they are laid down layer by layer. bias: whether layers have one,
+    where it is not said."""
 
+    bias: bool = True
     links: list[Link] = field(default_factory=list)
     shapes: dict[str, Shape] = field(default_factory=dict)
 
@@ -66,16 +61,30 @@ class Names:
         self.links.append(Link(original, tuple(parts), op))
         self.shapes |= parts
 
-    def layer(self, original: str, part: str, shape: Shape, bias: bool = True, op: str = "rows") -> None:
+    def layer(self, original: str, part: str, shape: Shape, bias: bool | None = None, op: str = "rows") -> None:
         """A Linear, convolution, norm or embedding: `.weight` of `shape`, `.bias` of its rows."""
         self.add(f"{original}.weight", {f"{part}.weight": shape}, op)
-        if bias:
+        if self.bias if bias is None else bias:
             self.add(f"{original}.bias", {f"{part}.bias": shape[:1]})
+
+    def qk_norm(self, original: str, part: str, size: int, query: str = "norm_q", key: str = "norm_k") -> None:
+        """The norms of query and key of an attention layer, as Flux and its successors name them."""
+        self.add(f"{original}.query_norm.scale", {f"{part}.{query}.weight": (size,)})
+        self.add(f"{original}.key_norm.scale", {f"{part}.{key}.weight": (size,)})
 
     def fused(self, weight: str, bias: str, outputs: Mapping[str, int], inputs: int) -> None:
         """Linears whose rows the original keeps in one tensor; `outputs`: rows by module name."""
         self.add(weight, {f"{part}.weight": (rows, inputs) for part, rows in outputs.items()})
         self.add(bias, {f"{part}.bias": (rows,) for part, rows in outputs.items()})
+
+
+def check_head(size: int, axes: Sequence[int]) -> None:
+    """Refuse heads of another size than the published ones, which a rotary embedding divides into `axes`."""
+    if size != sum(axes):
+        raise UserError(
+            f"the transformer of this file has heads of {size} (the published models: {sum(axes)}), and how its rotary "
+            "embedding divides them is written nowhere in it; give its config with model.config"
+        )
 
 
 def each_level(value: int | Sequence[int], levels: int) -> list[int]:

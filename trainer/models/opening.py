@@ -126,7 +126,6 @@ def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str
 
 
 def _check_variant(source: ModelSource, path: str) -> None:
-    """Refuse a `model.variant` that no component has."""
     asked = source.wanted.variant
     if asked is None:
         return

@@ -71,12 +71,8 @@ def _config(folder: Path) -> dict[str, Any]:
     return read_json(settings) if settings.is_file() else {}
 
 
-def _class_of(config: dict[str, Any]) -> str:
-    return str(config.get("tokenizer_class", ""))
-
-
-def _is_clip(config: dict[str, Any]) -> bool:
-    return _class_of(config).startswith("CLIPTokenizer")
+def _is_a(name: str, config: dict[str, Any]) -> bool:
+    return str(config.get("tokenizer_class", "")).startswith(name)
 
 
 def _padding(config: dict[str, Any]) -> str:
@@ -91,7 +87,8 @@ def padding_rule(folder: Path) -> bytes:
     cached before stays valid.
     """
     config = _config(folder)
-    return b"the padding token is a word of the text" if _is_clip(config) and _padding(config) != END else b""
+    odd = _is_a("CLIPTokenizer", config) and _padding(config) != END
+    return b"the padding token is a word of the text" if odd else b""
 
 
 def _is_whole(folder: Path) -> bool:
@@ -99,11 +96,10 @@ def _is_whole(folder: Path) -> bool:
 
 
 def is_usable(folder: Path, *, chat: bool = False) -> bool:
-    """Whether a tokenizer can be made of it. CLIP's vocabulary is embedded; T5's sentencepiece model is not. chat: whether it
-    needs a chat template."""
+    """Whether a tokenizer can be made of it: CLIP's vocabulary is embedded. chat: whether it needs a chat template."""
     if chat:
         return _is_whole(folder) and has_template(folder)
-    return _is_whole(folder) or _is_clip(_config(folder))
+    return _is_whole(folder) or _is_a("CLIPTokenizer", _config(folder))
 
 
 def has_template(folder: Path) -> bool:
@@ -183,10 +179,10 @@ def _fit(tokenizer: Any, folder: Path, encoder: Mapping[str, Any]) -> None:
 
 
 def _made(folder: Path, config: dict[str, Any], whole: bool) -> Any:
-    if _is_clip(config):
+    if _is_a("CLIPTokenizer", config):
         return build_clip_tokenizer(folder) if whole else build_clip_tokenizer(None, _padding(config))
     from transformers import AutoTokenizer, T5TokenizerFast
 
-    chosen = T5TokenizerFast if _class_of(config).startswith("T5Tokenizer") else AutoTokenizer
+    chosen = T5TokenizerFast if _is_a("T5Tokenizer", config) else AutoTokenizer
     # Said in so many words: left out, transformers asks at the terminal whether it may run the folder's own code.
     return chosen.from_pretrained(folder, trust_remote_code=False)

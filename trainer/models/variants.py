@@ -10,7 +10,7 @@ from typing import Any
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.base import LATENT_SIDE, Family
-from trainer.models.config_files import RESTORE, index_of, read_json
+from trainer.models.config_files import RESTORE, index_of, is_number, read_json
 from trainer.models.kinds import SCHEDULERS, class_in
 
 # Keys of a file's metadata. Not read of FLUX.2, where "klein-4b" is what all of that size are called there.
@@ -108,9 +108,9 @@ def check_latents(
     configs: Mapping[str, Mapping[str, Any]],
     inputs: int,
     *,
-    denoiser: str,
+    denoiser: str = "transformer",
     fold: int,
-    kinds: Mapping[int, str],
+    kinds: Mapping[int, str] = {},
     texts: Mapping[str, Collection[tuple[str, str]]],
     shifted: bool = False,
 ) -> None:
@@ -154,8 +154,7 @@ def _check_vae(vae: Mapping[str, Any], shifted: bool) -> None:
     numbers = {"scaling_factor": (1.0, "a number above 0", 0.0), "shift_factor": (None, "a number", -math.inf)}
     for key, (usual, what, least) in list(numbers.items())[: 1 + shifted]:
         value = vae.get(key, usual)
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not usable or value <= least:
+        if not is_number(value) or value <= least:
             made = f"latents are made with it, so it is {what}; {RESTORE}"
             raise UserError(f"the vae's config.json has {key} = {value!r:.80}: {made}")
     channels, wanted = vae["block_out_channels"], LATENT_SIDE

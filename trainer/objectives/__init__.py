@@ -12,8 +12,7 @@ from trainer.objectives.flow import Flow
 from trainer.objectives.losses import Loss, OwnLoss, sample_losses
 from trainer.objectives.noise import Noise
 from trainer.objectives.strata import stratified
-from trainer.objectives.times import READS as TIMES_READ
-from trainer.objectives.times import Times
+from trainer.objectives.times import DISTRIBUTIONS, Times
 from trainer.objectives.weighting import Weighting
 
 # The config keys of what every objective here has. Each has further keys: its own.
@@ -26,6 +25,6 @@ KEYS = tuple(
 )  # fmt: skip
 
 __all__ = [
-    "KEYS", "TIMES_READ", "AtTime", "Diffusion", "Flow", "Loss", "Noise", "Objective", "OwnLoss", "Times", "Weighting",
+    "DISTRIBUTIONS", "KEYS", "AtTime", "Diffusion", "Flow", "Loss", "Noise", "Objective", "OwnLoss", "Times", "Weighting",
     "from_choices", "sample_losses", "stratified",
 ]  # fmt: skip

@@ -1,11 +1,10 @@
 """What the step asks of an objective, and what all objectives have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from trainer.objectives.losses import Loss, sample_losses
@@ -50,7 +49,7 @@ class Objective:
 
     def time_at(self, share: Tensor) -> Tensor:
         """[B]: the time at each share, in (0, 1), of the whole range, whatever `time` draws."""
-        raise NotImplementedError
+        return share.float()
 
     def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """(signal, sigma) of each time, fp32 [B]: what photo and noise are multiplied by."""
@@ -62,7 +61,7 @@ class Objective:
 
     def weight(self, time: Tensor) -> Tensor:
         """fp32 [B]: what the loss of each sample is multiplied by."""
-        raise NotImplementedError
+        return torch.ones(len(time), dtype=torch.float32)
 
     def describe(self) -> str:
         """The objective in words, for the start of a run."""
@@ -86,8 +85,9 @@ class Objective:
 
     def at(self, time: Tensor) -> AtTime:
         """What follows from the times, which stand on the CPU."""
-        scheduled = self.loss.needs_threshold
-        threshold = self.loss.threshold(self.progress(time), self.noise_to_signal(time)) if scheduled else None
+        threshold = None
+        if self.loss.needs_threshold:
+            threshold = self.loss.threshold(self.progress(time), self.noise_to_signal(time))
         return AtTime(*self.path(time), self.weight(time), threshold)
 
     def noised(self, latents: Tensor, noise: Tensor, at: AtTime) -> Tensor:

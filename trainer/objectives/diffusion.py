@@ -4,14 +4,11 @@ x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, integer t in [0, T).
   epsilon: target = noise.   v (Salimans and Ho 2022, arXiv 2202.00512): target = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor
 
 from trainer.base.errors import UserError
@@ -50,19 +47,19 @@ class Diffusion(Objective):
 
     @property
     def _shares(self) -> tuple[float, float]:
-        """The range as whole timesteps of T."""
         first, last = self._range
         return first / len(self.alphas_cumprod), (last + 1) / len(self.alphas_cumprod)
 
-    @staticmethod
+    @classmethod
     def from_scheduler(
+        cls,
         scheduler: Mapping[str, Any],
         *,
         prediction: Literal["epsilon", "v"],
         zero_terminal_snr: bool,
         published: Mapping[str, Any],
         **others: Any,
-    ) -> Diffusion:
+    ) -> Self:
         """The objective for the noise schedule of a diffusers scheduler config. others: of this class's fields."""
         if zero_terminal_snr and prediction == "epsilon":
             raise UserError(
@@ -70,7 +67,7 @@ class Diffusion(Objective):
                 "set model.prediction = 'v' or model.zero_terminal_snr = false"
             )
         alphas_cumprod = noise_schedule(scheduler, published=published, zero_terminal_snr=zero_terminal_snr)
-        return Diffusion(alphas_cumprod, prediction, **others)
+        return cls(alphas_cumprod, prediction, **others)
 
     def time(self, u: Tensor, tokens: int) -> Tensor:
         """int64 [B]."""
@@ -89,7 +86,7 @@ class Diffusion(Objective):
 
     def weight(self, time: Tensor) -> Tensor:
         if self.weighting.name == "none":
-            return torch.ones(len(time), dtype=torch.float32)
+            return super().weight(time)
         abar = self.alphas_cumprod[time]
         return self.weighting.weight(abar / (1 - abar), self.prediction)
 

@@ -3,13 +3,10 @@
 x_t = (1 - t) x_0 + t noise, target = noise - x_0, t in (0, 1). Shift: t' = s t / (1 + (s - 1) t).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from trainer.objectives.base import AtTime, Objective
@@ -38,7 +35,6 @@ class Flow(Objective):
         return self.shift(tokens) if callable(self.shift) else self.shift
 
     def _range(self, s: float) -> tuple[float, float]:
-        """The range before the shift."""
         low, high = self.times.t_range
         return (low, high) if self.times.is_whole else (low / (s - (s - 1) * low), min(1.0, high / (s - (s - 1) * high)))
 
@@ -47,17 +43,11 @@ class Flow(Objective):
         s = self._shift(tokens)
         return _shifted(self.times.draw(u, *self._range(s)), s).float()
 
-    def time_at(self, share: Tensor) -> Tensor:
-        return share.float()
-
     def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
         return 1 - time, time
 
     def target(self, latents: Tensor, noise: Tensor, at: AtTime) -> Tensor:
         return noise - latents
-
-    def weight(self, time: Tensor) -> Tensor:
-        return torch.ones(len(time), dtype=torch.float32)
 
     def progress(self, time: Tensor) -> Tensor:
         return time.double()

@@ -10,8 +10,6 @@ The threshold by the time, c the value at pure noise: constant: c; exponential: 
 These are the formulas, and the names, of sd-scripts. torch's huber_loss and smooth_l1_loss are others: made of two pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -37,12 +35,10 @@ class Loss:
         """fp32 [B], of float64 [B]."""
         c = self.huber_c
         if self.huber_schedule == "exponential":
-            threshold = c**progress
-        elif self.huber_schedule == "snr":
-            threshold = (1 - c) / (1 + noise_to_signal).square() + c
-        else:
-            threshold = torch.full_like(progress, c)
-        return threshold.float()
+            return (c**progress).float()
+        if self.huber_schedule == "snr":
+            return ((1 - c) / (1 + noise_to_signal).square() + c).float()
+        return torch.full_like(progress, c).float()
 
     def of_squares(self, squares: Tensor, threshold: Tensor | None) -> Tensor:
         """[B, C, H, W], of d^2 [B, C, H, W] and the threshold [B]."""
@@ -59,9 +55,7 @@ class Loss:
 
     def describe(self) -> str:
         """The loss in words, where it is not mse; begins with a comma."""
-        if not self.needs_threshold:
-            return ""
-        return f", {self.loss} loss (c {self.huber_c:g}, {self.huber_schedule})"
+        return f", {self.loss} loss (c {self.huber_c:g}, {self.huber_schedule})" if self.needs_threshold else ""
 
 
 @dataclass(frozen=True, kw_only=True)

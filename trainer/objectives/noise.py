@@ -8,8 +8,6 @@ Both are noise like any other: the target is made of it.
 input_perturbation (Ning et al. 2023, arXiv 2301.11706): the model sees noise + gamma * z; the target stays that of the noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ As the low-discrepancy sampler of Kingma et al. 2021, arXiv 2107.00630, but with
 and with the strata dealt out by chance: neighbours in the update have neither neighbouring nor opposite times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -10,8 +10,6 @@
 A range narrows a distribution to the times in it, and keeps their proportions: u goes to F(low) + u (F(high) - F(low)).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,11 +25,6 @@ LEAST = 1e-6
 # Their middle half must be this far from the photo and from noise. Beyond it fp32 cannot tell many of them apart.
 MARGIN = 1e-4
 QUARTILES = torch.tensor([0.25, 0.75], dtype=torch.float64)
-# The fields that each distribution reads.
-READS = {
-    "uniform": (), "logit_normal": ("logit_mean", "logit_std"), "sigmoid": ("logit_mean", "logit_std"),
-    "mode": ("mode_scale",), "cosmap": (), "power": ("power",),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,11 +49,11 @@ class Times:
         if (low, high) != (0.0, 1.0):
             first, last = self.share_below(low), self.share_below(high)
             u = first + (last - first) * u
-        return _QUANTILE[self.timesteps](self, u)
+        return DISTRIBUTIONS[self.timesteps].quantile(self, u)
 
     def share_below(self, t: float) -> float:
         """The share of times below t, of all that the whole distribution draws."""
-        return t if t in (0.0, 1.0) else _SHARE_BELOW[self.timesteps](self, t)
+        return t if t in (0.0, 1.0) else DISTRIBUTIONS[self.timesteps].share_below(self, t)
 
     def check(self, low: float, high: float, seen: Callable[[Tensor], Tensor] = lambda t: t, **more: float) -> None:
         """Raises UserError where the range leaves next to no time, or nearly all times are those of photos or of plain noise.
@@ -76,26 +69,26 @@ class Times:
             )
         first, last = seen(self.draw(QUARTILES, low, high)).tolist()
         if first < MARGIN or last > 1 - MARGIN:
-            values = {key: getattr(self, key) for key in READS[self.timesteps]} | more
+            values = {key: getattr(self, key) for key in DISTRIBUTIONS[self.timesteps].reads} | more
             usual = {key: getattr(Times, key, 1.0) for key in values}
-            odd = [key for key in values if values[key] != usual[key]]
-            odd_ones = [f"objective.{key} = {values[key]:g}" for key in odd]
-            remedies = [f"bring objective.{key} nearer to {usual[key]:g}" for key in odd]
+            remedies = {
+                f"objective.{key} = {value:g}": f"bring objective.{key} nearer to {usual[key]:g}"
+                for key, value in values.items()
+                if value != usual[key]
+            }
             if not self.is_whole:
-                odd_ones.append(f"objective.t_range = {list(self.t_range)}")
-                remedies.append("widen objective.t_range")
+                remedies[f"objective.t_range = {list(self.t_range)}"] = "widen objective.t_range"
             raise UserError(
-                f"{', '.join(odd_ones)}: the middle half of the {self.timesteps} times is from {first:.3g} to {last:.6g}; it "
+                f"{', '.join(remedies)}: the middle half of the {self.timesteps} times is from {first:.3g} to {last:.6g}; it "
                 f"must be within {MARGIN:g} and {1 - MARGIN:g}, or the model sees little but photos or plain noise; "
-                + " or ".join(remedies)
+                + " or ".join(remedies.values())
             )
 
     def describe(self) -> str:
         """The distribution in words."""
-        values = ", ".join(f"{getattr(self, key):g}" for key in READS[self.timesteps])
-        text = f"({values})" if values else ""
+        values = ", ".join(f"{getattr(self, key):g}" for key in DISTRIBUTIONS[self.timesteps].reads)
         within = "" if self.is_whole else " from {:g} to {:g}".format(*self.t_range)
-        return f"{self.timesteps}{text} timesteps{within}"
+        return self.timesteps + (f"({values})" if values else "") + f" timesteps{within}"
 
 
 def _mode(times: Times, u: Tensor) -> Tensor:
@@ -119,20 +112,23 @@ def _share_below_logit_normal(times: Times, t: float) -> float:
     return NormalDist(times.logit_mean, times.logit_std).cdf(math.log(t) - math.log1p(-t))
 
 
-_QUANTILE: dict[str, Callable[[Times, Tensor], Tensor]] = {
-    "uniform": lambda chosen, u: u,
-    "logit_normal": _logit_normal,
-    "sigmoid": _logit_normal,
-    "mode": _mode,
-    "cosmap": lambda chosen, u: 1 - 1 / (torch.tan(math.pi / 2 * u) + 1),
-    "power": lambda chosen, u: u ** (1 / chosen.power),
-}
-# Distribution functions: the inverses.
-_SHARE_BELOW: dict[str, Callable[[Times, float], float]] = {
-    "uniform": lambda chosen, t: t,
-    "logit_normal": _share_below_logit_normal,
-    "sigmoid": _share_below_logit_normal,
-    "mode": _share_below_mode,
-    "cosmap": lambda chosen, t: 2 / math.pi * math.atan(t / (1 - t)),
-    "power": lambda chosen, t: t**chosen.power,
+@dataclass(frozen=True)
+class Distribution:
+    """A distribution of times. quantile: u -> t. share_below: t -> u, its inverse. reads: the fields that both read."""
+
+    quantile: Callable[[Times, Tensor], Tensor]
+    share_below: Callable[[Times, float], float]
+    reads: tuple[str, ...] = ()
+
+
+_LOGIT_NORMAL = Distribution(_logit_normal, _share_below_logit_normal, ("logit_mean", "logit_std"))
+DISTRIBUTIONS = {
+    "uniform": Distribution(lambda times, u: u, lambda times, t: t),
+    "logit_normal": _LOGIT_NORMAL,
+    "sigmoid": _LOGIT_NORMAL,
+    "mode": Distribution(_mode, _share_below_mode, ("mode_scale",)),
+    "cosmap": Distribution(
+        lambda times, u: 1 - 1 / (torch.tan(math.pi / 2 * u) + 1), lambda times, t: 2 / math.pi * math.atan(t / (1 - t))
+    ),
+    "power": Distribution(lambda times, u: u ** (1 / times.power), lambda times, t: t**times.power, ("power",)),
 }

@@ -10,8 +10,6 @@ x_t = sqrt(abar) x_0 + sqrt(1 - abar) epsilon, the squared error of epsilon is S
   p2 (Choi et al. 2022, arXiv 2204.00227): 1 / (k + SNR)^gamma on epsilon, so W = SNR / (k + SNR)^gamma.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -21,10 +19,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Formula:
-    """W as a function of the chosen weighting and SNR, float64 [B]. words: for people, of the chosen one. gamma: the paper's,
-    where none is given."""
+    """W of the chosen weighting and SNR, float64 [B]. words: for people. gamma: the paper's, where none is given."""
 
-    of_photo: Callable[[Weighting, Tensor], Tensor]
+    of_photo: Callable[["Weighting", Tensor], Tensor]
     words: str
     gamma: float | None = None
 
@@ -55,8 +52,7 @@ class Weighting:
     @property
     def gamma(self) -> float:
         """gamma of the two weightings that have one beside p2."""
-        given = self.min_snr_gamma
-        return (FORMULAS[self.name].gamma or 1.0) if given is None else given
+        return (FORMULAS[self.name].gamma or 1.0) if self.min_snr_gamma is None else self.min_snr_gamma
 
     def weight(self, snr: Tensor, prediction: Literal["epsilon", "v"]) -> Tensor:
         """fp32 [B], of float64 [B], by any name but "none". At zero SNR, where only v is defined, 0: the limit."""

@@ -66,8 +66,7 @@ def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.opti
 
 
 def counting(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of pytorch-optimizer. Batched over a group it holds temporaries of all its parameters at once: not on a
-    CPU."""
+    """An optimizer of pytorch-optimizer, not batched over a group on a CPU: it would hold temporaries of all of it."""
     optimizer = library(groups, foreach=groups[0]["params"][0].device.type != "cpu", **keys)
     for group in optimizer.param_groups:
         group.setdefault("step", 0)
@@ -111,16 +110,8 @@ def muon(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Opt
     return MuonAdamW(groups, **keys | adamw)
 
 
-# --- how a state that was read is held: (optimizer, parameter, state) -> state ----------------------------------------
-
-
-def as_it_is(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The state, unchanged."""
-    return state
-
-
 def paged(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """bitsandbytes' state, in memory that a GPU pages."""
+    """bitsandbytes' state, as it was read, in memory that a GPU pages."""
     if not parameter.is_cuda:
         return state
     return {
@@ -161,19 +152,19 @@ def _factors(shape: torch.Size, name: str) -> StateLayout:
     return {f"{name}_row": like(*shape[:-1]), f"{name}_col": like(*shape[:-2], shape[-1])}
 
 
+def _squares(shape: torch.Size) -> StateLayout:
+    return _factors(shape, "exp_avg_sq") if len(shape) > 1 else {"exp_avg_sq": like(*shape)}
+
+
 def adafactor_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
     """The layout of Adafactor's state."""
-    of_square = _factors(shape, "exp_avg_sq") if len(shape) > 1 else {"exp_avg_sq": like(*shape)}
     momentum = {} if group["beta1"] is None else {"exp_avg": like(*shape)}
-    return [{"step": 1, "RMS": like()} | of_square | momentum]
+    return [{"step": 1, "RMS": like()} | _squares(shape) | momentum]
 
 
 def came_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
     """The layout of CAME's state."""
-    if len(shape) > 1:
-        squares = _factors(shape, "exp_avg_sq") | _factors(shape, "exp_avg_res")
-    else:
-        squares = {"exp_avg_sq": like(*shape)}
+    squares = _squares(shape) | (_factors(shape, "exp_avg_res") if len(shape) > 1 else {})
     more = {"exp_avg_sq_hat": like(*shape)} if group["ams_bound"] else {}
     return [{"RMS": like(), "exp_avg": like(*shape)} | squares | more]
 

@@ -1,7 +1,7 @@
 """What a config asks of an optimizer beyond its name, against what its library takes."""
 
 import inspect
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.base import patterns
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, shown
 from trainer.optim.table import build_optimizer, optimizer_named
 
 # Keywords of the libraries that are no options: what says them instead, or "" where the trainer does.
@@ -52,10 +52,12 @@ def check(name: str, *, betas: Sequence[float] | None, eps: float | None, option
     given |= {f"optimizer.options.{key}": value for key, value in options.items()}
     if not given:
         return
+    defaults = {"optimizer.betas": entry.betas, "optimizer.eps": entry.eps}
+    defaults |= {f"optimizer.options.{key}": value for key, value in entry.presets.items()}
     taken = options_of(name) if options else {}
     for key, value in options.items():
         _check_option(f"optimizer.options.{key} = {_shown(value)}", key, value, taken, name)
-    text = ", ".join(f"{key} = {_shown(value)}" for key, value in given.items() if value != _default(name, key))
+    text = ", ".join(f"{key} = {_shown(value)}" for key, value in given.items() if value != defaults.get(key))
     try:
         finite = _tries(name, betas=betas, eps=eps, options=options)
     except (ValueError, TypeError, RuntimeError, NotImplementedError, ArithmeticError) as error:
@@ -86,12 +88,6 @@ def _tries(name: str, *, betas: Sequence[float] | None, eps: float | None, optio
     return all(bool(p.isfinite().all()) for group in toy.param_groups for p in group["params"])
 
 
-def _default(name: str, key: str) -> Any:
-    """The one that stands in the resolved config, by the key's full name."""
-    entry, last = optimizer_named(name), key.rpartition(".")[2]
-    return entry.presets.get(last) if ".options." in key else getattr(entry, last)
-
-
 def _check_option(given: str, key: str, value: Any, taken: Mapping[str, inspect.Parameter], name: str) -> None:
     if key in ("betas", "eps") and key not in taken:
         raise UserError(f"{given}: write it as optimizer.{key}")
@@ -119,8 +115,8 @@ def _kinds(parameter: inspect.Parameter) -> list[type]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:
-    return repr(list(value) if isinstance(value, tuple) else value)
+    return shown(list(value) if isinstance(value, tuple) else value)

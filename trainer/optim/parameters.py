@@ -19,18 +19,13 @@ def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     An adapter is hundreds of small tensors. Flat, they take one kernel each for the update, the norm, the clipping and the
     reduction over processes.
     """
-    starts, total = [], 0
-    for parameter in parameters:
-        starts.append(total)
-        total += padded(parameter.numel())
-    flat = nn.Parameter(torch.zeros(total, dtype=torch.float32, device=parameters[0].device))
+    sizes = [padded(parameter.numel()) for parameter in parameters]
+    flat = nn.Parameter(torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device))
     flat.grad = torch.zeros_like(flat)
-    for parameter, start in zip(parameters, starts, strict=True):
+    for parameter, *pieces in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
         assert parameter.dtype == torch.float32
-        piece = slice(start, start + parameter.numel())
-        flat.data[piece].copy_(parameter.data.reshape(-1))
-        parameter.data = flat.data[piece].view(parameter.shape)
-        parameter.grad = flat.grad[piece].view(parameter.shape)
+        data, grad = (piece[: parameter.numel()].view(parameter.shape) for piece in pieces)
+        parameter.data, parameter.grad = data.copy_(parameter.data), grad
     return [flat]
 
 

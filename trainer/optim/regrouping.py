@@ -34,14 +34,12 @@ class Regrouping:
         for index, names in enumerate(self.then):
             group = {f"param_groups|{key}": value for key, value in left.pop(f"param_groups.{index}", {}).items()}
             if entry.flat:
-                held = left.pop(f"group.{index}", {})
-                group |= {f"group|{key}": value for key, value in held.items() if key in entry.shared}
-                sizes = [padded(self.sizes[name]) for name in names]
-                pieces = {
-                    key: _split(value, sizes, f"group.{index}|{key}")
-                    for key, value in held.items()
-                    if key not in entry.shared
-                }
+                sizes, pieces = [padded(self.sizes[name]) for name in names], {}
+                for key, value in left.pop(f"group.{index}", {}).items():
+                    if key in entry.shared:
+                        group[f"group|{key}"] = value
+                    else:
+                        pieces[key] = _split(value, sizes, f"group.{index}|{key}")
                 each |= {name: {key: parts[place] for key, parts in pieces.items()} for place, name in enumerate(names)}
             else:
                 each |= {name: left.pop(f"group.{index}.{place}", {}) for place, name in enumerate(names)}
@@ -74,8 +72,8 @@ def _split(value: Any, sizes: Sequence[int], name: str) -> list[torch.Tensor]:
 
 
 def _require_one_kind(parts: Sequence[tuple[Held, Held]]) -> None:
-    (first, once), *others = parts
-    for other, others_once in others:
+    first, once = parts[0]
+    for other, others_once in parts[1:]:
         if other.keys() != first.keys() or not _equal(once, others_once):
             raise UserError(
                 "with these rates groups of the optimizer become one that keep their state in different ways (in 8 and in "

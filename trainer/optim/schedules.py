@@ -31,15 +31,9 @@ def _linear(done: int, length: int) -> float:
     return max(0.0, float(length - done) / float(max(1, length)))
 
 
-def _cosine(done: int, length: int) -> float:
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(done) / float(length))))) if done < length else 0.0
-
-
-def _cosine_restarts(done: int, length: int, cycles: int) -> float:
+def _cosine(done: int, length: int, cycles: int = 1) -> float:
     """`cycles` half waves; each but the first begins with a jump back to the base rate."""
-    if done >= length:
-        return 0.0
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(cycles) * done / length % 1.0))))
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(cycles) * done / length % 1.0)))) if done < length else 0.0
 
 
 def _rex(done: int, length: int) -> float:
@@ -57,7 +51,7 @@ SCHEDULES = {
     "linear": Descent(_linear, "a line (diffusers, get_linear_schedule_with_warmup)"),
     "cosine": Descent(_cosine, "half a cosine wave (Loshchilov and Hutter, SGDR, 2017, eq. 5, without restarts)"),
     "cosine_restarts": Descent(
-        _cosine_restarts, "`cycles` half waves of equal length (SGDR, eq. 5, T_mult = 1)", ("end", "cycles")
+        _cosine, "`cycles` half waves of equal length (SGDR, eq. 5, T_mult = 1)", ("end", "cycles")
     ),
     "polynomial": Descent(
         lambda done, length, power: _linear(done, length) ** power,
@@ -118,14 +112,12 @@ class ScheduleState:
         return {"last_epoch": self.schedule.last_epoch, "_step_count": self.schedule._step_count, "_last_lr": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the place back, and set the optimizer's rates. Raises ValueError where these are not one rate for each
-        group."""
+        """Take the place back, and set the optimizer's rates. Raises ValueError where these are not one for each group."""
         counts, rates = (state["last_epoch"], state["_step_count"]), list(state["_last_lr"])
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
             raise ValueError(f"counters {counts}")
-        rates_are_rates = all(type(rate) is float and rate >= 0 and math.isfinite(rate) for rate in rates)
         fits = self.anew or len(rates) == len(self.schedule.optimizer.param_groups)
-        if not fits or not rates_are_rates:
+        if not fits or not all(type(rate) is float and 0 <= rate < math.inf for rate in rates):
             raise ValueError(f"rates {rates}")
         self.schedule.last_epoch, self.schedule._step_count = counts
         if self.anew:

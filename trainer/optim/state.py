@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.base.errors import UserError
 from trainer.base.memory import put_back
+from trainer.optim.libraries import paged
 from trainer.optim.parameters import padded
 from trainer.optim.regrouping import Regrouping
 from trainer.optim.table import OPTIMIZERS
@@ -52,18 +53,17 @@ class OptimizerState:
             saved = by_name.pop(name, {})
             _check(saved, [_kinds(now)], name, "this run's optimizer keeps there")
             group.update(_to(saved, group["params"][0].device))
-        in_group = dict(
-            zip(parameters, (group for group in self.optimizer.param_groups for _ in group["params"]), strict=True)
-        )
-        for name, parameter in parameters.items():
+        owners = (group for group in self.optimizer.param_groups for _ in group["params"])
+        for (name, parameter), group in zip(parameters.items(), owners, strict=True):
             saved = by_name.get(name, {})
             # A group with a stop_step may have been left alone before its first update: all its steps were skipped.
-            if by_name and not saved and "stop_step" not in in_group[name]:
+            if by_name and not saved and "stop_step" not in group:
                 raise UserError(f"the checkpoint has no optimizer state for {name}, which this run trains")
             if saved:
                 what = f"the {parameter.numel()} parameters there need"
-                _check(saved, [_kinds(layout) for layout in self.entry.layouts(parameter.shape, in_group[name])], name, what)
-            self.optimizer.state[parameter] = self.entry.hold(self.optimizer, parameter, _to(saved, parameter.device))
+                _check(saved, [_kinds(layout) for layout in self.entry.layouts(parameter.shape, group)], name, what)
+            saved = _to(saved, parameter.device)
+            self.optimizer.state[parameter] = paged(self.optimizer, parameter, saved) if self.entry.paged else saved
 
     def log_fields(self) -> dict[str, float | None]:
         """Numbers for the log: the estimate of an optimizer that finds its rate; None where it is not finite."""
@@ -118,8 +118,7 @@ class OptimizerState:
 
 
 def state_bytes(name: str, optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of what the optimizer of that name keeps after its first update. The parameters may be tensors without
-    values."""
+    """The bytes that the optimizer of that name keeps after its first update. Parameters may have no values."""
     return sum(
         tensor.nbytes
         for group in optimizer.param_groups
@@ -141,17 +140,13 @@ def weights_for_use(
     for index, names in enumerate(groups):
         if (z := state.get(f"group.{index}|z")) is None:
             continue  # before the first update
-        y, place = torch.zeros_like(z), 0
-        for name in names:
-            y[place : place + trained[name].numel()] = trained[name].reshape(-1)
-            place += padded(trained[name].numel())
-        if place != len(z):
-            raise ValueError(f"optimizer state of {len(z)} elements for {place}")
+        sizes = [padded(trained[name].numel()) for name in names]
+        if sum(sizes) != len(z):
+            raise ValueError(f"optimizer state of {len(z)} elements for {sum(sizes)}")
+        y = torch.zeros_like(z)
+        for name, piece in zip(names, y.split(sizes), strict=True):
+            used[name] = piece[: trained[name].numel()].view(trained[name].shape).copy_(trained[name])
         y.lerp_(z, 1 - 1 / beta1)
-        place = 0
-        for name in names:
-            used[name] = y[place : place + trained[name].numel()].view(trained[name].shape)
-            place += padded(trained[name].numel())
     return used
 
 

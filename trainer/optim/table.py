@@ -27,9 +27,7 @@ class OptimizerKind:
     shared: of a flat parameter's state, what is there once and not for each of its blocks of ALIGNMENT elements.
     group_keys: what an update changes in its groups and a later one reads, for example Prodigy's "d". Not "lr": the schedule
     sets it after every update. derived: what it changes there and no later one reads.
-    eight_bit: its state has 8 bits, in groups of MIN_8BIT_SIZE elements or more. paged: CUDA may move it out.
-    apart: betas and eps are of a part that trains the magnitudes alone.
-    hold: (optimizer, parameter, state) -> the state as the library holds it, of one that was read.
+    paged: CUDA may move its state out. apart: betas and eps are of a part that trains the magnitudes alone.
     cpu_scratch: bytes that an update takes for a moment on a CPU, for each element of its largest parameter.
     modes: it has train() and eval(), as schedule-free optimizers: gradients are taken at other weights than those that are
     used. Both change parameters, and no state.
@@ -48,10 +46,8 @@ class OptimizerKind:
     shared: tuple[str, ...] = ("step",)
     group_keys: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
-    eight_bit: bool = False
     paged: bool = False
     apart: bool = False
-    hold: Callable[[Any, torch.Tensor, dict[str, Any]], dict[str, Any]] = libraries.as_it_is
     cpu_scratch: int = 0
     modes: bool = False
     finds: Finds | None = None
@@ -62,13 +58,13 @@ def _blockwise(name: str, states: int, **more: Any) -> OptimizerKind:
     """bitsandbytes decodes and encodes the whole state on a CPU."""
     shared = ("step", *(f"qmap{i + 1}" for i in range(states)))
     library, keeps = imported("bitsandbytes.optim", name), libraries.blockwise_keeps(states)
-    return OptimizerKind(library, keeps, libraries.blockwise, eight_bit=True, shared=shared, **more)
+    return OptimizerKind(library, keeps, libraries.blockwise, shared=shared, **more)
 
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(lambda: torch.optim.AdamW, libraries.adamw_keeps, fixed={"fused": True}),
     "adamw8bit": _blockwise("AdamW8bit", 2, cpu_scratch=20),
-    "paged_adamw8bit": _blockwise("PagedAdamW8bit", 2, hold=libraries.paged, paged=True, cpu_scratch=20),
+    "paged_adamw8bit": _blockwise("PagedAdamW8bit", 2, paged=True, cpu_scratch=20),
     "lion": OptimizerKind(
         imported("pytorch_optimizer", "Lion"), libraries.keeps("exp_avg"), libraries.counting, betas=(0.9, 0.99), eps=None,
         group_keys=("step",), cpu_scratch=4,
@@ -112,7 +108,7 @@ def optimizer_named(name: str) -> OptimizerKind:
 def in_8_bits(name: str) -> str | None:
     """The name of an optimizer whose state has 8 bits in place of 32; None where there is none."""
     smaller = f"{name}8bit"
-    return smaller if smaller in OPTIMIZERS and not optimizer_named(name).eight_bit else None
+    return smaller if smaller in OPTIMIZERS else None
 
 
 def levers(name: str) -> str:
@@ -136,15 +132,12 @@ def build_optimizer(
     """
     entry = optimizer_named(name)
     keys = {**entry.presets, **options, **entry.fixed}
-    if betas is not None:
-        keys["betas"] = tuple(betas)
-    if eps is not None:
-        keys["eps"] = eps
-    laid_out = [
-        {**group, "params": flatten(params) if entry.flat else matrices(params, magnitudes=group["magnitudes"])}
-        for group in groups
-        for params in [group["params"]]
-    ]
+    keys |= {} if betas is None else {"betas": tuple(betas)}
+    keys |= {} if eps is None else {"eps": eps}
+    laid_out = []
+    for group in groups:
+        params, magnitudes = group["params"], group["magnitudes"]
+        laid_out.append({**group, "params": flatten(params) if entry.flat else matrices(params, magnitudes=magnitudes)})
     optimizer = entry.make(entry.library(), laid_out, keys)
     if entry.modes:
         optimizer.train()  # type: ignore[attr-defined]

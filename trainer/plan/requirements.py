@@ -137,10 +137,11 @@ def _unread_of_optimizer(config: Config) -> dict[str, str]:
 def _unread_of_objective(objective: ObjectiveTable, family: Family) -> dict[str, str]:
     choices, unread = family.images.timesteps, {}
     timesteps = choices[0] if objective.timesteps == "auto" and choices else objective.timesteps
-    for name, reads in objectives.TIMES_READ.items():  # the first that reads a key is the one that is named
+    reads = {name: times.reads for name, times in objectives.DISTRIBUTIONS.items()}
+    for name, keys in reads.items():  # the first that reads a key is the one that is named
         lack = f"with {timesteps} timesteps; leave it out, or set objective.timesteps = {name!r}"
-        unread = {f"objective.{key}": lack for key in reads} | unread
-    read = {f"objective.{key}" for key in objectives.TIMES_READ.get(timesteps, ())}
+        unread = {f"objective.{key}": lack for key in keys} | unread
+    read = {f"objective.{key}" for key in reads.get(timesteps, ())}
     return {key: lack for key, lack in unread.items() if key not in read}
 
 

@@ -78,28 +78,20 @@ class ConvertedWeights:
         remove_leftovers(self.folder.glob(".*.tmp"), idle=600)
         layers = _converted(module)
         payloads = {name: layer.payload() | {NORMS: layer.original_norms} for name, layer in layers.items()}
-        tensors: dict[str, torch.Tensor | Recipe] = {
-            f"{name}.{key}": tensor for name, some in payloads.items() for key, tensor in some.items()
-        }
         size = sum(tensor.nbytes for some in payloads.values() for tensor in some.values())
-        for name, layer in layers.items():
-            for key in layer.digests:  # it is not here whole
-                form = payloads[name][key]
-                make = partial(lambda layer, key: layer.whole_payload()[key], layer, key)
-                tensors[f"{name}.{key}"] = Recipe(form.dtype, tuple(form.shape), make)
+        tensors, about = dict[str, torch.Tensor | Recipe](), {}
         # Twice through the bytes: the digests stand in the header, in front of what they are of.
         with phases("storing converted weights", 2 * size, "B") as phase:
-            about = {
-                name: {
-                    "sha256": {
-                        key: layer.digests.get(key) or tensor_sha256(tensor, phase.advance)
-                        for key, tensor in payloads[name].items()
-                    },
-                    "bytes_before": layer.bytes_before,
-                    "relative_error": layer.relative_error,
-                }
-                for name, layer in layers.items()
-            }
+            for name, layer in layers.items():
+                digests = {}
+                for key, tensor in payloads[name].items():
+                    place = f"{name}.{key}"
+                    if key in layer.digests:  # it is not here whole
+                        make = partial(lambda layer, key: layer.whole_payload()[key], layer, key)
+                        digests[key], tensors[place] = layer.digests[key], Recipe(tensor.dtype, tuple(tensor.shape), make)
+                    else:
+                        digests[key], tensors[place] = tensor_sha256(tensor, phase.advance), tensor
+                about[name] = {"sha256": digests, "bytes_before": layer.bytes_before, "relative_error": layer.relative_error}
             write_tensors(self.path(module), tensors, {"layers": json.dumps(about, sort_keys=True)}, phase.advance)
 
 

@@ -100,7 +100,6 @@ def recognise(entries: Entries) -> Recognised:
 
 
 def _scaled(entries: Entries) -> Iterator[tuple[str, HeldWeight]]:
-    """Every weight with scales, by its name."""
     for name in entries:
         for ending, (start, read) in CONVENTIONS.items():
             if name.endswith(ending):

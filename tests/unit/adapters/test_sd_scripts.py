@@ -11,7 +11,7 @@ import torch
 
 from scripts import adapter as script
 from trainer.adapters import export, sd_scripts
-from trainer.adapters.portable import Factors, Portable, recipe
+from trainer.adapters.portable import Factors, Portable, recipe, squared_norm
 from trainer.artifacts.exports import Artifacts
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.models.building import build
@@ -70,7 +70,8 @@ def test_the_share_is_that_of_the_norms() -> None:
     a, b = torch.randn(3, 5, 3, 3, generator=g), torch.randn(7, 3, 1, 1, generator=g)
     made = Factors(recipe(a), recipe(b), 2.0, rslora=True)
     dense = 2 / math.sqrt(3) * b.double().flatten(1) @ a.double().flatten(1)
-    assert math.isclose(sd_scripts.squared_norm(made), float(dense.square().sum()), rel_tol=1e-12)
+    found = made.scaling**2 * squared_norm(*(each.make().double().flatten(1) for each in (made.a, made.b)))
+    assert math.isclose(found, float(dense.square().sum()), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize(("layers", "dora"), [("all", False), ("all", True), ("default", False)])

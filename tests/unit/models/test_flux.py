@@ -24,10 +24,11 @@ from trainer.base.types import Conditioning
 from trainer.data import buckets
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model, SampleRequest
-from trainer.models.flux import REFERENCE_SIZES, encode_images, image_ids, metadata, pack, sample, t5_length, unpack
+from trainer.models.flux import REFERENCE_SIZES, metadata, pack, sample, t5_length, unpack
 from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
-from trainer.models.shared.flow import keep_time_exact, resolution_shift
+from trainer.models.shared.flow import keep_time_exact, positions, resolution_shift
+from trainer.models.shared.vae import encode_images
 from trainer.models.weight_sets import Wanted
 
 FLUX, CPU = FAMILIES["flux"], torch.device("cpu")
@@ -42,7 +43,7 @@ def test_tokens_are_two_by_two_patches_row_by_row() -> None:
     latents = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(0))
     assert torch.equal(pack(latents), FluxPipeline._pack_latents(latents, 2, 3, 4, 6))
     assert torch.equal(unpack(pack(latents), 4, 6), latents)
-    assert image_ids(4, 6).tolist() == [[0.0, row, column] for row in range(2) for column in range(3)]
+    assert positions(0, 2, 3, device="cpu").tolist() == [[0.0, row, column] for row in range(2) for column in range(3)]
 
 
 def test_times_are_shifted_but_under_the_name_that_says_not() -> None:

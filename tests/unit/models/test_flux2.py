@@ -23,11 +23,11 @@ from trainer.data import buckets
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model, SampleRequest
-from trainer.models.flux2 import distillation, encode_images, positions, sample
+from trainer.models.flux2 import distillation, sample
 from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
-from trainer.models.shared.flow import resolution_shift
-from trainer.models.shared.patched_vae import patches
+from trainer.models.shared.flow import positions, resolution_shift
+from trainer.models.shared.patched_vae import encode_images, patches
 from trainer.models.weight_sets import Wanted
 
 FAMILY, CPU = FAMILIES["flux2"], torch.device("cpu")
@@ -108,7 +108,7 @@ def test_captions_are_read_as_the_stock_pipeline_reads_them(model: Model, stock,
         theirs, ids = stock.encode_prompt(CAPTIONS)
     assert torch.equal(encoded.sequence, theirs) and encoded.mask is None and encoded.pooled is None
     assert encoded.sequence.shape == (3, 512, 3 * 32) and bool(encoded.sequence[1].any(1).all())
-    assert torch.equal(positions(0, 1, 1, 512, CPU), ids[0].float())
+    assert torch.equal(positions(0, 1, 1, 512, device=CPU), ids[0].float())
     counts, most = FAMILY.text.count(model, CAPTIONS)["tokenizer"]
     assert most == 512 and counts[1] < counts[0] < 512 < counts[2]
 

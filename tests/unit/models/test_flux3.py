@@ -24,9 +24,10 @@ from trainer.data import buckets
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model, SampleRequest
-from trainer.models.flux3 import encode_images, positions, rows, sample, text_length, text_positions
+from trainer.models.flux3 import positions, rows, sample, text_length, text_positions
 from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
+from trainer.models.shared.patched_vae import encode_images
 
 FAMILY, CPU = FAMILIES["flux3"], torch.device("cpu")
 # 24, 13, 113 and 80 tokens, in windows of 80, 80, 160 and 80.

@@ -25,7 +25,8 @@ from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model, SampleRequest
 from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
-from trainer.models.zimage import distillation, encode_images, rows, sample
+from trainer.models.shared.vae import encode_images
+from trainer.models.zimage import distillation, rows, sample
 
 FAMILY, CPU = FAMILIES["zimage"], torch.device("cpu")
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 6.0}

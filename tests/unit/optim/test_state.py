@@ -291,10 +291,10 @@ def test_a_paged_state_is_read_into_paged_memory(monkeypatch) -> None:
     monkeypatch.setattr(state.optimizer, "get_state_buffer", buffer)
     on_gpu = SimpleNamespace(is_cuda=True, shape=parameter.shape)
     monkeypatch.setattr(torch, "empty_like", lambda p, dtype: torch.empty(p.shape, dtype=dtype))
-    held = state.entry.hold(state.optimizer, on_gpu, saved)
+    held = optim.libraries.paged(state.optimizer, on_gpu, saved)
     assert [held["state1"] is given[0], held["state2"] is given[1]] == [True, True] and len(given) == 2
     assert held.keys() == saved.keys() and all(torch.equal(held[key], saved[key]) for key in ("state1", "state2", "qmap1"))
-    assert state.entry.hold(state.optimizer, parameter, saved) is saved, "on a CPU nothing is paged"
+    assert optim.libraries.paged(state.optimizer, parameter, saved) is saved, "on a CPU nothing is paged"
 
 
 def test_before_the_first_update_there_is_nothing_to_regroup() -> None:

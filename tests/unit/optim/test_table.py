@@ -133,7 +133,7 @@ def test_prodigy_decays_as_the_formula_has_it(decay: float, tolerance: float) ->
 def test_five_updates_are_those_of_the_library(name: str, monkeypatch) -> None:
     """With the adapter's own shapes, or with matrices where it needs matrices."""
     monkeypatch.setattr(libraries, "MIN_8BIT_SIZE", 1)
-    if OPTIMIZERS[name].eight_bit:  # the library remembers ids of parameters that are gone, which come again
+    if OPTIMIZERS[name].make is libraries.blockwise:  # it remembers ids of parameters that are gone, which come again
         from bitsandbytes.optim import GlobalOptimManager
 
         monkeypatch.setattr(GlobalOptimManager.get_instance(), "pid2config", {})

@@ -72,6 +72,7 @@ REFUSED = [
     (PRODIGY | {"options": {"d0": -1e-6}}, "optimizer.options.d0 = -1e-06: give a number above 0"),
     (PRODIGY | {"options": {"d_coef": 0.0}}, "optimizer.options.d_coef = 0.0: give a number above 0"),
     (PRODIGY | {"options": {"d0": float("nan")}}, "optimizer.options.d0 = nan: give a number"),
+    (PRODIGY | {"options": {"d0": 10**400}}, "optimizer.options.d0 = 10000"),
     (
         {"name": "schedulefree_adamw", "betas": [0.0, 0.9]},
         "optimizer.betas = [0.0, 0.9]: schedulefree.AdamWScheduleFree refuses",

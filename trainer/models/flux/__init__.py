@@ -18,9 +18,8 @@ from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
 from trainer.models.names import ComponentConfig
-from trainer.models.shared import clip, joint_attention, vae
-from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
-from trainer.models.shared.vae import encode_images
+from trainer.models.shared import clip, flow, vae
+from trainer.models.shared.attention import JointAttention
 from trainer.objectives import Flow
 
 DEFAULT_GUIDANCE, KONTEXT_GUIDANCE = 3.5, 2.5  # the latter as in the examples of its pipeline
@@ -41,14 +40,13 @@ INPUTS = {
 TEXTS = {"pooled_projection_dim": [("text_encoder", "hidden_size")], "joint_attention_dim": [("text_encoder_2", "d_model")]}
 
 
-def objective(scheduler: ComponentConfig, markers: Markers, *, timesteps: str = "auto", **choices: Any) -> Flow:
+def objective(scheduler: ComponentConfig, markers: Markers, **choices: Any) -> Flow:
     """Shifted by the resolution, if not asked otherwise; "sigmoid" is the name of times that are not."""
-    return flow(scheduler, "flux", timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps, **choices)
+    return flow.objective(scheduler, "flux", "logit_normal", **choices)
 
 
 def distillation(name: str) -> str | None:
-    """The one that a file or repository of this name is, or is made of; None where the name says neither, or both, or
-    Kontext, which index or user say."""
+    """The one that a name says, of itself or of what it is made of; None for neither, both, or Kontext."""
     if "kontext" in name.lower():
         return None
     dev, schnell = NAMED_DEV.search(name.lower()), NAMED_SCHNELL.search(name.lower())
@@ -70,8 +68,7 @@ def published(tensors: set[str], variant: str | None = SCHNELL) -> str:
 
 
 def t5_length(model: Model) -> int:
-    """The tokens that T5 reads of a caption: data.text_length, else 512 (dev) or 256 (schnell). Raises UserError for too
-    many."""
+    """The tokens that T5 reads: data.text_length, else 512 (dev) or 256 (schnell). Raises UserError for too many."""
     chosen, longest = model.options.get("text_length"), model.tokenizers["tokenizer_2"].model_max_length
     if chosen and chosen > longest:
         raise UserError(f"data.text_length = {chosen} is more than the model's T5 tokenizer takes; use at most {longest}")
@@ -84,10 +81,7 @@ def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torc
     """The ids of each caption, int64 [1, L]."""
     if encoder == "text_encoder":
         return clip.clip_ids(model.tokenizers["tokenizer"], captions).split(1)
-    ids = model.tokenizers["tokenizer_2"](
-        list(captions), padding="max_length", max_length=t5_length(model), truncation=True, return_tensors="pt"
-    ).input_ids
-    return ids.split(1)
+    return clip.clip_ids(model.tokenizers["tokenizer_2"], captions, t5_length(model)).split(1)
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,24 +100,15 @@ def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
     """[B, C, H, W] -> [B, (H/2)(W/2), 4C], each token a 2 x 2 patch, channel-major."""
-    batch, channels, height, width = latents.shape
-    patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
+    return torch.pixel_unshuffle(latents, 2).flatten(2).transpose(1, 2).contiguous()
 
 
 def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The inverse of `pack` for latents of `height` x `width`."""
+    # Not pixel_shuffle, whose result lies channels last: gradients would be summed in another order.
     batch, _, packed = tokens.shape
     patches = tokens.view(batch, height // 2, width // 2, packed // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(batch, packed // 4, height, width)
-
-
-def image_ids(height: int, width: int, device: torch.device | str = "cpu", image: int = 0) -> torch.Tensor:
-    """fp32 [(H/2)(W/2), 3]: (image, row, column) of every token."""
-    ids = torch.full((height // 2, width // 2, 3), float(image), device=device)
-    ids[..., 1] = torch.arange(height // 2, device=device)[:, None]
-    ids[..., 2] = torch.arange(width // 2, device=device)[None, :]
-    return ids.view(-1, 3)
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
@@ -133,17 +118,16 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.full((noised.shape[0],), float(model.options["guidance"]), device=noised.device)
-    shown, ids = pack(noised), image_ids(height, width, noised.device)
-    for index, each in enumerate(batch.references, 1):
-        shown = torch.cat([shown, pack(each.to(noised))], dim=1)
-        ids = torch.cat([ids, image_ids(*each.shape[-2:], noised.device, index)])
+    shown = (noised, *batch.references)
+    sizes = [(each.shape[-2] // 2, each.shape[-1] // 2) for each in shown]
+    ids = [flow.positions(index, *size, device=noised.device) for index, size in enumerate(sizes)]
     tokens = transformer(
-        hidden_states=shown,
+        hidden_states=torch.cat([pack(each.to(noised)) for each in shown], dim=1),
         encoder_hidden_states=conditioning.sequence,
         pooled_projections=conditioning.pooled,
         timestep=time,
         guidance=guidance,
-        img_ids=ids,
+        img_ids=torch.cat(ids),
         txt_ids=torch.zeros(conditioning.sequence.shape[1], 3, device=noised.device),
         return_dict=False,
     )[0]
@@ -161,35 +145,23 @@ def arguments(variant: str | None, request: SampleRequest) -> dict[str, Any]:
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     """An image by diffusers' own pipeline."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxPipeline
-
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler))
-    whole_or_tiled = vae.for_size(model.modules["vae"], request.width, request.height)
-    parts = {"transformer": model.modules["transformer"], "vae": whole_or_tiled}
-    absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
     variant = model.options.get("distillation")
-    given = arguments(variant, request) | {
-        "prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled,
-    }  # fmt: skip
+    given = arguments(variant, request)
+    given |= {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
     if request.cfg is not None:
         given |= {"negative_prompt_embeds": negative.sequence, "negative_pooled_prompt_embeds": negative.pooled}
     if variant == KONTEXT:
         given["image"] = list(request.images) or None
-    made = FluxKontextPipeline if variant == KONTEXT else FluxPipeline
-    return draw(made(scheduler=scheduler, **parts, **absent), request, given.pop("guidance_scale", DEFAULT_GUIDANCE), **given)
+    name = "FluxKontextPipeline" if variant == KONTEXT else "FluxPipeline"
+    drawing = flow.pipeline(model, request, name, text_encoder_2=None, tokenizer_2=None)
+    return draw(drawing, request, given.pop("guidance_scale", DEFAULT_GUIDANCE), **given)
 
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
     """What adapter files say of the family."""
     variant = config.get("_variant") or SCHNELL
     variant = DEV if config.get("guidance_embeds") and variant != KONTEXT else variant
-    return {
-        "modelspec.architecture": f"flux-1-{variant}/lora",
-        "modelspec.implementation": "https://github.com/black-forest-labs/flux",
-        "modelspec.prediction_type": "velocity",
-        "ss_base_model_version": "flux1",
-        "ss_network_module": "networks.lora_flux",
-    }
+    return flow.metadata(f"flux-1-{variant}", "black-forest-labs/flux", "flux1", "networks.lora_flux")
 
 
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out")
@@ -219,18 +191,18 @@ FAMILY = base.Family(
         ),
         vae.component("vae.", "ae.safetensors"),
     ),
-    reads=(*READS, "objective.guidance", "data.text_length", "data.sources.*.references", "validation.samples.*.references",
-           "validation.samples.*.negative", "validation.samples.*.cfg"),
+    reads=(*flow.READS, "objective.guidance", "data.text_length", "data.sources.*.references",
+           "validation.samples.*.references", "validation.samples.*.negative", "validation.samples.*.cfg"),
     text=base.TextPart(tokens, encode_text, count_tokens),
     images=base.ImagePart(
-        objective, encode_images, predict, sample, TIMESTEPS, arguments=arguments,
+        objective, vae.encode_images, predict, sample, flow.TIMESTEPS, arguments=arguments,
         references=ReferenceRule(REFERENCE_SIZES, most=1),
-        adjust=lambda name, module: keep_time_exact(module, module.time_text_embed) if name == "transformer" else None,
+        adjust=lambda name, module: flow.keep_time_exact(module, module.time_text_embed) if name == "transformer" else None,
     ),
     files=base.FilePart(
         tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
         input_layer="x_embedder.weight", harmless=names.HARMLESS, published=published,
-        check=partial(variants.check_latents, denoiser="transformer", fold=4, kinds=INPUTS, texts=TEXTS, shifted=True),
+        check=partial(variants.check_latents, fold=4, kinds=INPUTS, texts=TEXTS, shifted=True),
         hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
     ),
     variants=base.VariantPart(
@@ -238,7 +210,7 @@ FAMILY = base.Family(
         editing=KONTEXT, editing_pipeline="FluxKontextPipeline",
     ),
     memory=base.MemoryPart(
-        blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=joint_attention.processor,
+        blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=JointAttention.of,
         unread=("*.ff.net.2", "*.ff_context.net.2", "single_transformer_blocks.*.proj_out"),
         gates=("text_encoder.*", "transformer.time_text_embed.*", "transformer.*.norm*.linear"),
         shared_inputs={

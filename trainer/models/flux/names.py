@@ -67,10 +67,6 @@ def transformer_names(config: ComponentConfig) -> Names:
         names.layer(f"{original}.in_layer", f"time_text_embed.{part}.linear_1", (width, inputs))
         names.layer(f"{original}.out_layer", f"time_text_embed.{part}.linear_2", (width, width))
 
-    def qk_norm(original: str, query: str, key: str) -> None:
-        names.add(f"{original}.query_norm.scale", {f"{query}.weight": (head,)})
-        names.add(f"{original}.key_norm.scale", {f"{key}.weight": (head,)})
-
     embedder("time_in", "timestep_embedder", 256)  # width of the sinusoidal embedding, fixed in both codes
     if config["guidance_embeds"]:
         embedder("guidance_in", "guidance_embedder", 256)
@@ -78,29 +74,23 @@ def transformer_names(config: ComponentConfig) -> Names:
     names.layer("txt_in", "context_embedder", (width, config["joint_attention_dim"]))
     names.layer("img_in", "x_embedder", (width, inputs))
 
-    streams = (
-        # original stream, modulation, feed-forward, q/k/v, output, norms of q and k
-        ("img", "norm1", "ff", ("to_q", "to_k", "to_v"), "to_out.0", ("norm_q", "norm_k")),
-        ("txt", "norm1_context", "ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out",
-         ("norm_added_q", "norm_added_k")),
-    )  # fmt: skip
     for i in range(config["num_layers"]):
-        for stream, modulation, feed, qkv, output, norms in streams:
+        for stream, suffix, qkv, output, norms in flow.STREAMS:
             original, part = f"double_blocks.{i}.{stream}", f"transformer_blocks.{i}"
-            names.layer(f"{original}_mod.lin", f"{part}.{modulation}.linear", (6 * width, width))
+            names.layer(f"{original}_mod.lin", f"{part}.norm1{suffix}.linear", (6 * width, width))
             outputs = {f"{part}.attn.{name}": width for name in qkv}
             names.fused(f"{original}_attn.qkv.weight", f"{original}_attn.qkv.bias", outputs, width)
-            qk_norm(f"{original}_attn.norm", *(f"{part}.attn.{norm}" for norm in norms))
+            names.qk_norm(f"{original}_attn.norm", f"{part}.attn", head, *norms)
             names.layer(f"{original}_attn.proj", f"{part}.attn.{output}", (width, width))
-            names.layer(f"{original}_mlp.0", f"{part}.{feed}.net.0.proj", (4 * width, width))
-            names.layer(f"{original}_mlp.2", f"{part}.{feed}.net.2", (width, 4 * width))
+            names.layer(f"{original}_mlp.0", f"{part}.ff{suffix}.net.0.proj", (4 * width, width))
+            names.layer(f"{original}_mlp.2", f"{part}.ff{suffix}.net.2", (width, 4 * width))
 
     for i in range(config["num_single_layers"]):
         original, part = f"single_blocks.{i}", f"single_transformer_blocks.{i}"
         names.layer(f"{original}.modulation.lin", f"{part}.norm.linear", (3 * width, width))
         outputs = {f"{part}.attn.{name}": width for name in ("to_q", "to_k", "to_v")} | {f"{part}.proj_mlp": 4 * width}
         names.fused(f"{original}.linear1.weight", f"{original}.linear1.bias", outputs, width)
-        qk_norm(f"{original}.norm", f"{part}.attn.norm_q", f"{part}.attn.norm_k")
+        names.qk_norm(f"{original}.norm", f"{part}.attn", head)
         names.layer(f"{original}.linear2", f"{part}.proj_out", (width, 5 * width))
 
     # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).

@@ -18,9 +18,7 @@ from trainer.base.types import Batch, Conditioning
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, draw
 from trainer.models.flux2 import attention, names
-from trainer.models.shared import patched_vae, qwen, vae
-from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
-from trainer.models.shared.patched_vae import encode_images
+from trainer.models.shared import flow, patched_vae, qwen
 from trainer.objectives import Flow
 
 BASE, DISTILLED = "base", "distilled"
@@ -29,9 +27,7 @@ APART = 10  # between the numbers of two images, on the first axis of positions
 SIZES = {3072: "4b", 4096: "9b"}  # by the transformer's width
 
 
-def objective(
-    scheduler: Mapping[str, Any], markers: Markers, *, timesteps: str = "auto", allow_distilled: bool = False, **choices: Any
-) -> Flow:
+def objective(scheduler: Mapping[str, Any], markers: Markers, *, allow_distilled: bool = False, **choices: Any) -> Flow:
     """Uniform times without a shift, if not asked otherwise; all others but "sigmoid" are shifted by the resolution."""
     if markers.distillation is None:
         raise UserError(
@@ -44,11 +40,7 @@ def objective(
             "alike. Train on FLUX.2-klein-base. Where its name is wrong, set model.variant = 'base'; "
             "model.allow_distilled = true trains it all the same"
         )
-    timesteps = CHOICES[0] if timesteps == "auto" else timesteps
-    return flow(scheduler, "flux2", timesteps=timesteps, unshifted=("uniform", "sigmoid"), **choices)
-
-
-CHOICES = ("uniform", *(name for name in TIMESTEPS if name != "uniform"))
+    return flow.objective(scheduler, "flux2", "uniform", unshifted=("uniform", "sigmoid"), **choices)
 
 
 def distillation(name: str) -> str | None:
@@ -74,22 +66,17 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
     return {"sequence": sequence.to(model.compute[encoder])}
 
 
-def positions(image: int, height: int, width: int, texts: int, device: torch.device) -> torch.Tensor:
-    """fp32 [height * width * texts, 4] of the given counts: (image, row, column, text) of every token of one image."""
-    counts = (torch.arange(count, device=device) for count in (height, width, texts))
-    return torch.cartesian_prod(torch.full((1,), image, device=device), *counts).float()
-
-
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
     """The predicted velocity, noise - latents: [B, 128, h, w]. References follow the noised tokens, as images 10, 20, ..."""
-    height, width = noised.shape[-2:]
+    (height, width), device = noised.shape[-2:], noised.device
     shown = (noised, *batch.references)
+    ids = [flow.positions(APART * index, *each.shape[-2:], 1, device=device) for index, each in enumerate(shown)]
     tokens = model.modules["transformer"](
         hidden_states=torch.cat([each.to(noised).flatten(2).transpose(1, 2) for each in shown], dim=1),
         encoder_hidden_states=conditioning.sequence,
         timestep=time,
-        img_ids=torch.cat([positions(APART * index, *each.shape[-2:], 1, noised.device) for index, each in enumerate(shown)]),
-        txt_ids=positions(0, 1, 1, conditioning.sequence.shape[1], noised.device),
+        img_ids=torch.cat(ids),
+        txt_ids=flow.positions(0, 1, 1, conditioning.sequence.shape[1], device=device),
         return_dict=False,
     )[0]
     return tokens[:, : height * width].transpose(1, 2).unflatten(2, (height, width))
@@ -97,41 +84,28 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     """An image by diffusers' own pipeline."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline
-
     kind = model.options.get("distillation") or BASE
-    pipeline = Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler)),
-        vae=vae.for_size(model.modules["vae"], request.width, request.height),
-        text_encoder=None, tokenizer=None, transformer=model.modules["transformer"], is_distilled=kind == DISTILLED,
-    )  # fmt: skip
+    drawing = flow.pipeline(model, request, "Flux2KleinPipeline", is_distilled=kind == DISTILLED)
     embedded = {"prompt_embeds": conditioning.sequence, "negative_prompt_embeds": negative.sequence}
-    return draw(pipeline, request, GUIDANCE[kind], image=list(request.images) or None, **embedded)
+    return draw(drawing, request, GUIDANCE[kind], image=list(request.images) or None, **embedded)
 
 
 def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
     """Refuse FLUX.2 [dev], a text encoder that is too short, and parts that do not belong together."""
-    transformer, encoder = configs["transformer"], configs["text_encoder"]
-    if transformer.get("guidance_embeds"):
+    if configs["transformer"].get("guidance_embeds"):
         raise UserError(
             "the transformer's config.json has guidance_embeds = true: it is FLUX.2 [dev], which is not trained here; use "
             "FLUX.2 [klein]"
         )
-    if not encoder.get("_assumed") and encoder["num_hidden_layers"] < names.LAYERS[-1]:
-        raise UserError(
-            f"the text_encoder has {encoder['num_hidden_layers']} layers, and the text is read after layers "
-            f"{', '.join(map(str, names.LAYERS))}; use the Qwen3 of this model"
-        )
-    variants.check_latents(
-        configs, inputs, denoiser="transformer", fold=4, kinds={},
-        texts={"joint_attention_dim": [("text_encoder", "hidden_size")] * len(names.LAYERS)},
-    )  # fmt: skip
+    qwen.check_depth(configs["text_encoder"], names.LAYERS[-1], f"layers {str(names.LAYERS)[1:-1]}")
+    texts = {"joint_attention_dim": [("text_encoder", "hidden_size")] * len(names.LAYERS)}
+    variants.check_latents(configs, inputs, fold=4, texts=texts)
 
 
 def adjust(component: str, module: nn.Module) -> None:
     """Keep the transformer's times exact, and Qwen3's last layer that is read without the norm that follows all of them."""
     if component == "transformer":
-        keep_time_exact(module, module.time_guidance_embed)
+        flow.keep_time_exact(module, module.time_guidance_embed)
     elif component == "text_encoder":
         module.norm = nn.Identity()
 
@@ -145,13 +119,7 @@ def published(tensors: set[str], variant: str | None = None) -> str:
 def metadata(config: dict, prediction: str) -> dict[str, str]:
     """What adapter files say of the family."""
     size = SIZES.get(config["num_attention_heads"] * config["attention_head_dim"], "4b")
-    return {
-        "modelspec.architecture": f"flux-2-klein-{size}/lora",
-        "modelspec.implementation": "https://github.com/black-forest-labs/flux2",
-        "modelspec.prediction_type": "velocity",
-        "ss_base_model_version": "flux2",
-        "ss_network_module": "networks.lora_flux_2",
-    }
+    return flow.metadata(f"flux-2-klein-{size}", "black-forest-labs/flux2", "flux2", "networks.lora_flux_2")
 
 
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out",
@@ -173,11 +141,12 @@ FAMILY = base.Family(
         ),
         patched_vae.COMPONENT,
     ),
-    reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative",
+    reads=(*flow.READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative",
            "data.sources.*.references", "validation.samples.*.references"),
     text=base.TextPart(tokens, encode_text, partial(qwen.count_tokens, thinking=False)),
     images=base.ImagePart(
-        objective, encode_images, predict, sample, CHOICES, latent_side=16, adjust=adjust, negative_text=False,
+        objective, patched_vae.encode_images, predict, sample, flow.beginning_with("uniform"), latent_side=16, adjust=adjust,
+        negative_text=False,
     ),
     files=base.FilePart(
         chat_templates=("tokenizer",), input_layer="x_embedder.weight", check=check,

@@ -1,4 +1,4 @@
-"""Attention of the transformer's blocks, as processors of diffusers that take any function of query, key and value."""
+"""Attention of the transformer's blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,12 @@ import torch
 from torch import nn
 
 from trainer.base.protocols import Kernels
-from trainer.models.shared.joint_attention import JointAttention, rotated
+from trainer.models.shared.attention import JointAttention, Processor, rotated
 
 
-class ParallelAttention:
+class ParallelAttention(Processor):
     """A processor for diffusers' `Flux2ParallelSelfAttention`, whose one projection gives query, key, value and both halves
-    of the feed-forward. attend: as torch's scaled_dot_product_attention."""
-
-    def __init__(self, attend: Callable[..., torch.Tensor], kernels: Kernels) -> None:
-        self.attend, self.kernels = attend, kernels
+    of the feed-forward."""
 
     def __call__(
         self,
@@ -28,13 +25,11 @@ class ParallelAttention:
         parts = [3 * attn.inner_dim, attn.mlp_mult_factor * attn.mlp_hidden_dim]
         attended, feed = attn.to_qkv_mlp_proj(hidden_states).split(parts, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, attn.head_dim)) for part in attended.chunk(3, dim=-1))
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if image_rotary_emb is not None:
-            query, key = rotated(query, key, image_rotary_emb, self.kernels)
-        out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), attention_mask)
-        return attn.to_out(torch.cat([out.transpose(1, 2).flatten(2), attn.mlp_act_fn(feed)], dim=-1))
+        query, key = rotated(attn.norm_q(query), attn.norm_k(key), image_rotary_emb, self.kernels)
+        out = self.attended(query, key, value, attention_mask)
+        return attn.to_out(torch.cat([out, attn.mlp_act_fn(feed)], dim=-1))
 
 
-def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> JointAttention | ParallelAttention:
+def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> Processor:
     """A processor for this layer."""
     return (ParallelAttention if hasattr(layer, "to_qkv_mlp_proj") else JointAttention)(attend, kernels)

@@ -25,52 +25,40 @@ HARMLESS = (
 
 def transformer_names(config: ComponentConfig) -> Names:
     """Flux2Transformer2DModel."""
-    names = Names()
+    names = Names(bias=False)
     head, times = config["attention_head_dim"], config["timestep_guidance_channels"]
     width = config["num_attention_heads"] * head
     feed = int(width * config["mlp_ratio"])
 
-    def linear(original: str, part: str, outputs: int, inputs: int) -> None:
-        names.layer(original, part, (outputs, inputs), bias=False)
-
-    def qk_norm(original: str, query: str, key: str) -> None:
-        names.add(f"{original}.query_norm.scale", {f"{query}.weight": (head,)})
-        names.add(f"{original}.key_norm.scale", {f"{key}.weight": (head,)})
-
     for original, part in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder")):
         if original == "time_in" or config["guidance_embeds"]:
-            linear(f"{original}.in_layer", f"time_guidance_embed.{part}.linear_1", width, times)
-            linear(f"{original}.out_layer", f"time_guidance_embed.{part}.linear_2", width, width)
+            names.layer(f"{original}.in_layer", f"time_guidance_embed.{part}.linear_1", (width, times))
+            names.layer(f"{original}.out_layer", f"time_guidance_embed.{part}.linear_2", (width, width))
     for modulation, count in (("double_stream_modulation_img", 6), ("double_stream_modulation_txt", 6),
                               ("single_stream_modulation", 3)):  # fmt: skip
-        linear(f"{modulation}.lin", f"{modulation}.linear", count * width, width)
-    linear("img_in", "x_embedder", width, config["in_channels"])
-    linear("txt_in", "context_embedder", width, config["joint_attention_dim"])
+        names.layer(f"{modulation}.lin", f"{modulation}.linear", (count * width, width))
+    names.layer("img_in", "x_embedder", (width, config["in_channels"]))
+    names.layer("txt_in", "context_embedder", (width, config["joint_attention_dim"]))
 
-    streams = (
-        # original stream, feed-forward, q/k/v, output, norms of q and k
-        ("img", "ff", ("to_q", "to_k", "to_v"), "to_out.0", ("norm_q", "norm_k")),
-        ("txt", "ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", ("norm_added_q", "norm_added_k")),
-    )
     for i in range(config["num_layers"]):
-        for stream, ff, qkv, output, norms in streams:
+        for stream, suffix, qkv, output, norms in flow.STREAMS:
             original, part = f"double_blocks.{i}.{stream}", f"transformer_blocks.{i}"
             names.add(f"{original}_attn.qkv.weight", {f"{part}.attn.{name}.weight": (width, width) for name in qkv})
-            qk_norm(f"{original}_attn.norm", *(f"{part}.attn.{norm}" for norm in norms))
-            linear(f"{original}_attn.proj", f"{part}.attn.{output}", width, width)
-            linear(f"{original}_mlp.0", f"{part}.{ff}.linear_in", 2 * feed, width)
-            linear(f"{original}_mlp.2", f"{part}.{ff}.linear_out", width, feed)
+            names.qk_norm(f"{original}_attn.norm", f"{part}.attn", head, *norms)
+            names.layer(f"{original}_attn.proj", f"{part}.attn.{output}", (width, width))
+            names.layer(f"{original}_mlp.0", f"{part}.ff{suffix}.linear_in", (2 * feed, width))
+            names.layer(f"{original}_mlp.2", f"{part}.ff{suffix}.linear_out", (width, feed))
 
     for i in range(config["num_single_layers"]):
         original, part = f"single_blocks.{i}", f"single_transformer_blocks.{i}.attn"
-        linear(f"{original}.linear1", f"{part}.to_qkv_mlp_proj", 3 * width + 2 * feed, width)
-        qk_norm(f"{original}.norm", f"{part}.norm_q", f"{part}.norm_k")
-        linear(f"{original}.linear2", f"{part}.to_out", width, width + feed)
+        names.layer(f"{original}.linear1", f"{part}.to_qkv_mlp_proj", (3 * width + 2 * feed, width))
+        names.qk_norm(f"{original}.norm", part, head)
+        names.layer(f"{original}.linear2", f"{part}.to_out", (width, width + feed))
 
     # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
     names.add("final_layer.adaLN_modulation.1.weight", {"norm_out.linear.weight": (2 * width, width)}, "swap_halves")
     outputs = (config.get("patch_size") or 1) ** 2 * (config.get("out_channels") or config["in_channels"])
-    linear("final_layer.linear", "proj_out", outputs, width)
+    names.layer("final_layer.linear", "proj_out", (outputs, width))
     return names
 
 

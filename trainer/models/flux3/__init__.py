@@ -7,6 +7,7 @@ references are at time 0; the transformer takes t in [0, 1], and no guidance.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,11 @@ from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning, ReferenceRule
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest
-from trainer.models.flux3 import attention, names
+from trainer.models.flux3 import names
+from trainer.models.flux3.attention import PreciseAttention
 from trainer.models.names import ComponentConfig
-from trainer.models.shared import patched_vae, qwen
-from trainer.models.shared.flow import READS, TIMESTEPS, as_scheduled
+from trainer.models.shared import flow, patched_vae, qwen
 from trainer.models.shared.lengths import collate, each_length, in_order
-from trainer.models.shared.patched_vae import encode_images
 from trainer.objectives import Flow
 
 GUIDANCE = 3.5
@@ -30,14 +30,13 @@ HALF = 0.5  # what rows and columns of latents are multiplied by, for their posi
 WINDOW, LONGEST = 80, 8192  # a caption is padded to a multiple of so many tokens; the most that are read
 PADDING_AT = 1  # the position of padding in Qwen3-VL: transformers 4.57 gave it this one when the model was trained
 MOST_REFERENCES = 10
-CHOICES = ("sigmoid", *(name for name in TIMESTEPS if name != "sigmoid"))
 # The pipeline makes its scheduler itself, so that a folder need not have one.
 SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 6.93}
 
 
-def objective(scheduler: Mapping[str, Any], markers: Markers, *, timesteps: str = "auto", **choices: Any) -> Flow:
+def objective(scheduler: Mapping[str, Any], markers: Markers, **choices: Any) -> Flow:
     """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
-    return as_scheduled(scheduler, "flux3", timesteps=CHOICES[0] if timesteps == "auto" else timesteps, **choices)
+    return flow.as_scheduled(scheduler, "flux3", **choices)
 
 
 def rows(count: int) -> int:
@@ -54,15 +53,7 @@ def text_length(model: Model) -> int:
 
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
     """The ids of each caption, without padding: int64 [L]."""
-    tokenizer = model.tokenizers["tokenizer"]
-    texts = [qwen.chat(tokenizer, caption, thinking=True) for caption in captions]
-    return [torch.tensor(ids) for ids in tokenizer(texts, max_length=text_length(model), truncation=True).input_ids]
-
-
-def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
-    """(tokens of each caption in its chat message, tokens that are read)."""
-    ((counts, _),) = qwen.count_tokens(model, captions, thinking=True).values()
-    return {"tokenizer": (counts, text_length(model))}
+    return qwen.chat_ids(model, captions, text_length(model))
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -86,10 +77,9 @@ def _window(model: Model, encoder: str, ids: torch.Tensor) -> torch.Tensor:
 
 def positions(latents: torch.Tensor, at: int) -> torch.Tensor:
     """fp32 [h * w, 4] of latents [B, C, h, w]: (0, row / 2, column / 2, at) of every token of an image."""
-    ranges = (torch.arange(count, device=latents.device) for count in latents.shape[-2:])
-    at_all = torch.full((1,), at, device=latents.device)
-    ids = torch.cartesian_prod(torch.zeros_like(at_all), *ranges, at_all).float()
+    ids = flow.positions(0, *latents.shape[-2:], 1, device=latents.device)
     ids[:, 1:3] *= HALF
+    ids[:, 3] = at
     return ids
 
 
@@ -106,8 +96,7 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 def velocity(
     model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, references: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The prediction, as `predict`. references: their latents, the images -1, -2, ..., for whose tokens nothing is predicted.
-    Captions of one window go through the transformer together."""
+    """`predict`, of the references' latents (images -1, -2, ...). Captions of one window go through together."""
     transformer, made = model.modules["transformer"], {}
     at = [positions(each, -place) for place, each in enumerate(references, 1)]
     beside = {"image_cond_ids": torch.cat(at)} if at else {}
@@ -141,7 +130,8 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
 
     processor, scheduler = Flux3ImageProcessor(), FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler))
     whole = "fill" if len(request.images) == 1 else "crop"
-    references = [encode_images(model, processor.preprocess(image, resize_mode=whole)[0]) for image in request.images]
+    images = (processor.preprocess(image, resize_mode=whole)[0] for image in request.images)
+    references = [patched_vae.encode_images(model, image) for image in images]
     size = (model.configs["transformer"]["in_channels"], request.height // 16, request.width // 16)
     latents = torch.randn(1, *size, generator=torch.Generator("cpu").manual_seed(request.seed)).to(model.device)
     guidance = GUIDANCE if request.guidance is None else request.guidance
@@ -159,21 +149,14 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
 
 def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
     """Refuse the distilled model, a text encoder that is too short, and parts that do not belong together."""
-    transformer, encoder = configs["transformer"], configs["text_encoder"]
-    if transformer.get("flow_map"):
+    if configs["transformer"].get("flow_map"):
         raise UserError(
             "the transformer is that of the distilled FLUX.3 klein (flow_map = true): it learned where each step lands "
             "(target_timestep), for which there is no objective here; train on flux-3-image-klein-base"
         )
-    if not encoder.get("_assumed") and encoder["num_hidden_layers"] < names.LAYERS[-1]:
-        raise UserError(
-            f"the text_encoder has {encoder['num_hidden_layers']} layers, and the text is read after layers "
-            f"{', '.join(map(str, names.LAYERS))}; use the Qwen3-VL of this model"
-        )
-    variants.check_latents(
-        configs, inputs, denoiser="transformer", fold=4, kinds={},
-        texts={"joint_attention_dim": [("text_encoder", "hidden_size")] * len(names.LAYERS)},
-    )  # fmt: skip
+    qwen.check_depth(configs["text_encoder"], names.LAYERS[-1], f"layers {str(names.LAYERS)[1:-1]}", "Qwen3-VL")
+    texts = {"joint_attention_dim": [("text_encoder", "hidden_size")] * len(names.LAYERS)}
+    variants.check_latents(configs, inputs, fold=4, texts=texts)
 
 
 def adjust(component: str, module: nn.Module) -> None:
@@ -189,12 +172,7 @@ def no_gradient(component: str, config: ComponentConfig, references: bool) -> tu
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
     """What adapter files say of the family."""
-    return {
-        "modelspec.architecture": "flux-3-image-klein/lora",
-        "modelspec.implementation": "https://github.com/black-forest-labs/flux-3-image-klein",
-        "modelspec.prediction_type": "velocity",
-        "ss_base_model_version": "flux3",
-    }
+    return flow.metadata("flux-3-image-klein", "black-forest-labs/flux-3-image-klein", "flux3")
 
 
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0")
@@ -214,11 +192,11 @@ FAMILY = base.Family(
         ),
         patched_vae.COMPONENT,
     ),
-    reads=(*READS, "data.text_length", "validation.samples.*.negative",
+    reads=(*flow.READS, "data.text_length", "validation.samples.*.negative",
            "data.sources.*.references", "validation.samples.*.references"),
-    text=base.TextPart(tokens, encode_text, count_tokens, collate=collate, rows=rows),
+    text=base.TextPart(tokens, encode_text, partial(qwen.count_tokens, length=text_length), collate=collate, rows=rows),
     images=base.ImagePart(
-        objective, encode_images, predict, sample, CHOICES, latent_side=16, adjust=adjust,
+        objective, patched_vae.encode_images, predict, sample, flow.beginning_with("sigmoid"), latent_side=16, adjust=adjust,
         references=ReferenceRule(most=MOST_REFERENCES, whole=True), modular="Flux3AutoBlocks",
     ),
     files=base.FilePart(
@@ -228,7 +206,7 @@ FAMILY = base.Family(
     ),
     memory=base.MemoryPart(
         blocks=("txt_mode_blocks.*", "mode_blocks.*", "single_transformer_blocks.*"),
-        block_order=lambda name: ("txt", "mode", "single").index(name.partition("_")[0]), attention=attention.processor,
+        block_order=lambda name: ("txt", "mode", "single").index(name.partition("_")[0]), attention=PreciseAttention.of,
         unread=("*.attn.to_out.0", "*.ff.linear_out"), clips=False,
         gates=("transformer.timestep_embedder.*", "transformer.*_stream_modulations.*.linear"),
         shared_inputs={
@@ -237,9 +215,10 @@ FAMILY = base.Family(
     ),
     adapters=base.AdapterPart(
         presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
-        no_gradient=no_gradient, kohya={"text_encoder": qwen.vision_prefix}, peft={"text_encoder": "model.language_model."},
+        no_gradient=no_gradient, kohya={"text_encoder": lambda config: qwen.VISION_PREFIX},
+        peft={"text_encoder": "model.language_model."},
         key_styles=(
-            base.KeyStyle("ComfyUI generic", "text_encoder", qwen.vision_prefix({})),
+            base.KeyStyle("ComfyUI generic", "text_encoder", qwen.VISION_PREFIX),
             base.KeyStyle("PEFT of a whole Qwen3-VL", "text_encoder", "base_model.model.model.language_model."),
         ),
         metadata=metadata,

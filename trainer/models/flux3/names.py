@@ -6,8 +6,7 @@ diffusers reads them. No layer has a bias.
 
 from collections.abc import Mapping
 
-from trainer.base.errors import UserError
-from trainer.models.names import ComponentConfig, Names, Shape, how_many
+from trainer.models.names import ComponentConfig, Names, Shape, check_head, how_many
 from trainer.models.shared import patched_vae
 
 # Defaults of the class for keys missing from config.json.
@@ -26,55 +25,46 @@ HARMLESS = (
 
 def transformer_names(config: ComponentConfig) -> Names:
     """Flux3Transformer2DModel."""
-    names = Names()
+    names = Names(bias=False)
     head, times = config["attention_head_dim"], config["timestep_channels"]
     width = config["num_attention_heads"] * head
     feed = int(width * config["mlp_ratio"])
 
-    def linear(original: str, part: str, outputs: int, inputs: int) -> None:
-        names.layer(original, part, (outputs, inputs), bias=False)
-
     def blocks(original: str, part: str, count: int) -> None:
         for i in range(count):
             for theirs, ours in (("q_proj", "to_q"), ("k_proj", "to_k"), ("v_proj", "to_v"), ("attn_out", "to_out.0")):
-                linear(f"{original}.{i}.{theirs}", f"{part}.{i}.attn.{ours}", width, width)
-            for theirs, ours in (("query_norm", "norm_q"), ("key_norm", "norm_k")):
-                names.add(f"{original}.{i}.norm.{theirs}.scale", {f"{part}.{i}.attn.{ours}.weight": (head,)})
-            linear(f"{original}.{i}.mlp_in", f"{part}.{i}.ff.linear_in", 2 * feed, width)
-            linear(f"{original}.{i}.mlp_out", f"{part}.{i}.ff.linear_out", width, feed)
+                names.layer(f"{original}.{i}.{theirs}", f"{part}.{i}.attn.{ours}", (width, width))
+            names.qk_norm(f"{original}.{i}.norm", f"{part}.{i}.attn", head)
+            names.layer(f"{original}.{i}.mlp_in", f"{part}.{i}.ff.linear_in", (2 * feed, width))
+            names.layer(f"{original}.{i}.mlp_out", f"{part}.{i}.ff.linear_out", (width, feed))
 
     for original, part in (("time_in", "timestep_embedder"), ("ref_time_in", "target_timestep_embedder")):
         if original == "time_in" or config["flow_map"]:
-            linear(f"{original}.in_layer", f"{part}.linear_1", width, times)
-            linear(f"{original}.out_layer", f"{part}.linear_2", width, width)
+            names.layer(f"{original}.in_layer", f"{part}.linear_1", (width, times))
+            names.layer(f"{original}.out_layer", f"{part}.linear_2", (width, width))
     for modulation in ("early_stream_modulations", "single_stream_modulations"):
         for kind in (IMAGE, REFERENCES, TEXT):
-            linear(f"{modulation}.{kind}.lin", f"{modulation}.{kind}.linear", 3 * width, width)
+            names.layer(f"{modulation}.{kind}.lin", f"{modulation}.{kind}.linear", (3 * width, width))
     for kind, key in ((IMAGE, "in_channels"), (REFERENCES, "cond_in_channels")):
-        linear(f"emb_in.{kind}", f"x_embedders.{kind}", width, config[key])
+        names.layer(f"emb_in.{kind}", f"x_embedders.{kind}", (width, config[key]))
         blocks(f"content_mode_blocks.{kind}", f"mode_blocks.{kind}", config["num_layers"])
-    linear("txt_in", "context_embedder", width, config["joint_attention_dim"])
+    names.layer("txt_in", "context_embedder", (width, config["joint_attention_dim"]))
     blocks("txt_mode_blocks", "txt_mode_blocks", config["num_layers"])
     blocks("single_blocks", "single_transformer_blocks", config["num_single_layers"])
     # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
     last = "final_layer.image"
     names.add(f"{last}.adaLN_modulation.1.weight", {"norm_out.linear.weight": (2 * width, width)}, "swap_halves")
-    linear(f"{last}.linear", "proj_out", config["in_channels"], width)
+    names.layer(f"{last}.linear", "proj_out", (config["in_channels"], width))
     return names
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the transformer's config that its tensors' shapes tell, by the original names; {} where they are of
-    something else."""
+    """The config values that the tensors' shapes tell, by the original names; {} where they are of something else."""
     norm = "single_blocks.0.norm.query_norm.scale"
     if norm not in shapes or "emb_in.image.weight" not in shapes:
         return {}
     (head,), (width, channels) = shapes[norm], shapes["emb_in.image.weight"]
-    if head != sum(base["axes_dims_rope"]):
-        raise UserError(
-            f"the transformer of this file has heads of {head} (the published model: {sum(base['axes_dims_rope'])}), and how "
-            "its rotary embedding divides them is written nowhere in it; give its config with model.config"
-        )
+    check_head(head, base["axes_dims_rope"])
     return {
         "attention_head_dim": head,
         "cond_in_channels": shapes["emb_in.image_cond.weight"][1],

@@ -16,7 +16,8 @@ from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
-from trainer.models.sdxl import attention, names
+from trainer.models.sdxl import names
+from trainer.models.sdxl.attention import BlockAttention
 from trainer.models.shared import clip, vae
 from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, from_choices
 
@@ -112,8 +113,9 @@ def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torc
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The hidden states of one encoder before its last layer, "sequence" [B, L, D]; of the second one "pooled" [B, P],
     too. A weight multiplies its token's state, as in sd-scripts, and leaves the pooled vector."""
-    rows = [len(own) for own in tokens]
-    ids, weights = clip.ids_and_weights(tokens)
+    rows, ids, weights = [len(own) for own in tokens], torch.cat(list(tokens)), None
+    if ids.dim() > 2:
+        ids, weights = ids[:, 0].long(), ids[:, 1].unsqueeze(2)
     output = model.modules[encoder](ids, output_hidden_states=True)
     states = output.hidden_states[-2] if weights is None else output.hidden_states[-2] * weights
     part = {"sequence": clip.rows_joined(states.to(model.compute[encoder]), rows)}
@@ -232,7 +234,7 @@ FAMILY = base.Family(
     memory=base.MemoryPart(
         blocks=("*resnets.*", "*.transformer_blocks.*"), block_order=names.block_order,
         unread=("*.ff.net.2", "*resnets.*.conv2", "*resnets.*.conv_shortcut"), clips=False,
-        skipped=("*resnets.*",), compiled=("*.transformer_blocks.*",), attention=attention.processor,
+        skipped=("*resnets.*",), compiled=("*.transformer_blocks.*",), attention=BlockAttention.of,
         shared_inputs={
             "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
             "text_encoder": clip.SHARED_INPUTS, "text_encoder_2": clip.SHARED_INPUTS,

@@ -142,7 +142,7 @@ class _UNet:
 
 
 def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the UNet's config that its tensors' shapes tell; {} where they are of something else."""
+    """The config values that the tensors' shapes tell; {} where they are of something else."""
     if "input_blocks.0.0.weight" not in shapes:
         return {}
     channels, attends, depths, layers = [], [], [], []

@@ -23,11 +23,10 @@ STRONGER = 1.1  # a pair of round brackets
 OPEN_CLIP_DEFAULTS = {**CLIP_DEFAULTS, "projection_dim": 512}
 
 
-def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
-    """int64 [B, L], padded and truncated to the tokenizer's length (77), with its own padding token."""
-    encoded = tokenizer(
-        list(captions), padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
-    )
+def clip_ids(tokenizer: Any, captions: Sequence[str], length: int | None = None) -> torch.Tensor:
+    """int64 [B, L], padded and truncated to `length`, else the tokenizer's (CLIP's: 77), with its own padding token."""
+    length = length or tokenizer.model_max_length
+    encoded = tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
     return encoded.input_ids
 
 
@@ -109,12 +108,6 @@ def _row(tokenizer: Any, tokens: list[tuple[int, float]], start: int) -> list[li
     return [list(map(float, each)) for each in zip(*row, strict=True)]
 
 
-def ids_and_weights(tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(int64 [N, L], fp32 [N, L, 1]) of all rows; None without weights."""
-    rows = torch.cat(list(tokens))
-    return (rows, None) if rows.dim() == 2 else (rows[:, 0].long(), rows[:, 1].unsqueeze(2))
-
-
 def rows_joined(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """[N, L, D] of all rows -> [B, L * rows, D], each caption's one after the other."""
     if len(rows) == len(hidden):
@@ -167,8 +160,7 @@ def open_clip_names(config: ComponentConfig) -> Names:
 
 
 def infer_clip(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the config that the tensors' shapes tell, under the library's names; {} where they are of something
-    else."""
+    """The config values that the tensors' shapes tell, by the library's names; {} where they are of something else."""
     embeddings = "text_model.embeddings"
     tables = (f"{embeddings}.position_embedding.weight", f"{embeddings}.token_embedding.weight")
     return _inferred(shapes, base, *tables, "text_model.encoder.layers.", "mlp.fc1")

@@ -1,4 +1,4 @@
-"""What Flux and FLUX.2 share: the objective, its shift by the resolution, times that stay exact, a transformer's sizes."""
+"""What the rectified-flow families share: objective, positions, pipeline, what their files say, a transformer's sizes."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -6,14 +6,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.base.errors import UserError
 from trainer.models import variants
-from trainer.models.names import ComponentConfig, Shape, how_many
+from trainer.models.base import Model, SampleRequest
+from trainer.models.names import ComponentConfig, Shape, check_head, how_many
+from trainer.models.shared import vae
 from trainer.objectives import KEYS, Flow, Loss, Noise, Times, from_choices
 
 SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"})
 TIMESTEPS = ("logit_normal", "uniform", "sigmoid", "mode", "cosmap", "power")
 READS = (*KEYS, "objective.mode_scale", "objective.shift")
+# Of Flux's and FLUX.2's double blocks: original stream, suffix of the module's, q/k/v, output, norms of q and k.
+STREAMS = (
+    ("img", "", ("to_q", "to_k", "to_v"), "to_out.0", ("norm_q", "norm_k")),
+    ("txt", "_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", ("norm_added_q", "norm_added_k")),
+)
 
 
 def resolution_shift(tokens: int) -> float:
@@ -21,19 +27,26 @@ def resolution_shift(tokens: int) -> float:
     return float(torch.tensor(0.5 + 0.65 * (tokens - 256) / 3840, dtype=torch.float64).exp())
 
 
-def flow(
+def beginning_with(usual: str) -> tuple[str, ...]:
+    """TIMESTEPS of a family, the usual one first."""
+    return (usual, *(name for name in TIMESTEPS if name != usual))
+
+
+def objective(
     scheduler: ComponentConfig,
     family: str,
+    usual: str,
     *,
-    timesteps: str,
+    timesteps: str = "auto",
     unshifted: Collection[str] = ("sigmoid",),
     shift: Literal["auto"] | float = "auto",
-    stratified: bool = False,
     **choices: Any,
 ) -> Flow:
     """An objective that is shifted by the resolution, if not asked otherwise, and but for times that are `unshifted`
-    ("sigmoid" is the name of such). Raises UserError for an impossible choice, and for a scheduler of another kind."""
+    ("sigmoid" is the name of such). usual: the times that "auto" is. Raises UserError for an impossible choice, and for a
+    scheduler of another kind."""
     variants.check_scheduler(scheduler, family, SCHEDULERS)
+    timesteps = usual if timesteps == "auto" else timesteps
     if shift == "auto":
         shift = 1.0 if timesteps in unshifted else resolution_shift
     return Flow(
@@ -41,29 +54,53 @@ def flow(
         shift=shift,
         loss=from_choices(Loss, choices),
         noise=from_choices(Noise, choices),
-        stratified=stratified,
+        stratified=choices.get("stratified", False),
     )
 
 
-def as_scheduled(scheduler: ComponentConfig, family: str, *, timesteps: str, shift: Any = "auto", **choices: Any) -> Flow:
-    """`flow`, shifted as the model's scheduler shifts, whatever the resolution, but for "sigmoid"."""
-    if shift == "auto" and timesteps != "sigmoid":
+def as_scheduled(scheduler: ComponentConfig, family: str, *, timesteps: str = "auto", shift: Any = "auto", **choices) -> Flow:
+    """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
+    if shift == "auto" and timesteps not in ("auto", "sigmoid"):
         shift = float(scheduler.get("shift", 1.0))
-    return flow(scheduler, family, timesteps=timesteps, shift=shift, **choices)
+    return objective(scheduler, family, "sigmoid", timesteps=timesteps, shift=shift, **choices)
+
+
+def positions(image: int, *counts: int, device: torch.device | str) -> torch.Tensor:
+    """fp32 [product of the counts, 1 + their number]: (image, index on each axis) of every token, the last axis fastest."""
+    axes = (torch.arange(count, device=device) for count in counts)
+    return torch.cartesian_prod(torch.full((1,), image, device=device), *axes).float()
+
+
+def pipeline(model: Model, request: SampleRequest, name: str, **others: Any) -> Any:
+    """diffusers' pipeline of that name for one image of the model, without encoders. others: of its arguments."""
+    import diffusers
+
+    return getattr(diffusers, name)(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler)),
+        vae=vae.for_size(model.modules["vae"], request.width, request.height),
+        transformer=model.modules["transformer"],
+        **{"text_encoder": None, "tokenizer": None} | others,
+    )
+
+
+def metadata(architecture: str, implementation: str, version: str, module: str = "") -> dict[str, str]:
+    """What adapter files say of a family. module: of sd-scripts, where it has one."""
+    entries = {
+        "modelspec.architecture": f"{architecture}/lora",
+        "modelspec.implementation": f"https://github.com/{implementation}",
+        "modelspec.prediction_type": "velocity",
+        "ss_base_model_version": version,
+    }
+    return entries | ({"ss_network_module": module} if module else {})
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the transformer's config that its tensors' shapes tell, by Flux's original names; {} where they are of
-    something else."""
+    """The config values that the tensors' shapes tell, by Flux's original names; {} where they are of something else."""
     norm = "double_blocks.0.img_attn.norm.query_norm.scale"
     if norm not in shapes:
         return {}
     (head,) = shapes[norm]
-    if head != sum(base["axes_dims_rope"]):
-        raise UserError(
-            f"the transformer of this file has heads of {head} (the published models: {sum(base['axes_dims_rope'])}), "
-            "and how its rotary embedding divides them is written nowhere in it; give its config with model.config"
-        )
+    check_head(head, base["axes_dims_rope"])
     width, inputs = shapes["img_in.weight"]
     outputs = shapes["final_layer.linear.weight"][0]
     return {

@@ -1,10 +1,12 @@
 """What the families share about Qwen3 and Qwen3-VL as text encoders: chat messages, ids, hidden states, names in files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from trainer.base.errors import UserError
 from trainer.base.types import KeyStyle
 from trainer.models.base import Component, Model, count_prompt_tokens
 from trainer.models.names import ComponentConfig, Shape, how_many
@@ -13,6 +15,7 @@ TEXT_LENGTH = 512  # tokens of a caption's chat message that are read; Qwen3's t
 DEFAULTS = {"hidden_size": 4096, "num_hidden_layers": 32}  # of the class, for keys missing from config.json
 # Of ComfyUI, by the width of the text encoder: the name that it gives it.
 NAMES = {2560: "qwen3_4b", 4096: "qwen3_8b"}
+VISION_PREFIX = "text_encoders.qwen3vl_4b.transformer.model."  # `prefix` of Qwen3-VL
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 
 
@@ -39,18 +42,10 @@ def component(layers: int) -> Component:
     )  # fmt: skip
 
 
-def vision_prefix(config: ComponentConfig) -> str:
-    """`prefix` of Qwen3-VL."""
-    return "text_encoders.qwen3vl_4b.transformer.model."
-
-
 def vision_component(layers: int) -> Component:
-    """The language model of Qwen3-VL as a component, without what sees images, as `component`."""
-    return Component(
-        "text_encoder", "transformers", "Qwen3VLTextModel", "text_encoder",
-        defaults=DEFAULTS, infer=infer, built=lambda config: first_layers(config, layers),
-        prefixes=("text_encoders.qwen3vl_4b.transformer.",), file="qwen3vl_4b_bf16.safetensors", blocks=("layers.*",),
-    )  # fmt: skip
+    """The language model of Qwen3-VL, without what sees images, in place of Qwen3 (`component`)."""
+    name, start = "Qwen3VLTextModel", VISION_PREFIX.removesuffix("model.")
+    return replace(component(layers), class_name=name, prefixes=(start,), file="qwen3vl_4b_bf16.safetensors")
 
 
 def infer(shapes: Mapping[str, Shape], base: dict) -> dict:
@@ -93,10 +88,28 @@ def text_length(model: Model) -> int:
     return model.options.get("text_length") or TEXT_LENGTH
 
 
-def count_tokens(model: Model, captions: Sequence[str], *, thinking: bool) -> dict[str, tuple[list[int], int]]:
-    """(tokens of each caption in its chat message, tokens that are read)."""
+def count_tokens(
+    model: Model, captions: Sequence[str], *, thinking: bool = True, length: Callable[[Model], int] = text_length
+) -> dict[str, tuple[list[int], int]]:
+    """(tokens of each caption in its chat message, tokens that are read: `length`)."""
     texts = [chat(model.tokenizers["tokenizer"], caption, thinking=thinking) for caption in captions]
-    return {"tokenizer": (count_prompt_tokens(model, texts)["tokenizer"][0], text_length(model))}
+    return {"tokenizer": (count_prompt_tokens(model, texts)["tokenizer"][0], length(model))}
+
+
+def chat_ids(model: Model, captions: Sequence[str], length: int) -> list[torch.Tensor]:
+    """The ids of each caption's chat message with thinking on, at most `length`, without padding: int64 [L]."""
+    tokenizer = model.tokenizers["tokenizer"]
+    texts = [chat(tokenizer, caption, thinking=True) for caption in captions]
+    return [torch.tensor(ids) for ids in tokenizer(texts, max_length=length, truncation=True).input_ids]
+
+
+def check_depth(encoder: ComponentConfig, least: int, after: str, name: str = "Qwen3") -> None:
+    """Refuse a text encoder of fewer layers than `least`, if it is known. after: what the text is read after."""
+    if encoder["num_hidden_layers"] < least and not encoder.get("_assumed"):
+        raise UserError(
+            f"the text_encoder has {encoder['num_hidden_layers']} layers, and the text is read after {after}; use the "
+            f"{name} of this model"
+        )
 
 
 def hidden_states(

@@ -39,16 +39,18 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
             for theirs, ours in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("proj_out", "to_out.0")):
                 names.layer(f"{original}.{theirs}", f"{part}.{ours}", (width, width), op="squeeze")
 
+    def resnets(original: str, part: str, count: int, inputs: int, outputs: int) -> None:
+        for layer in range(count):
+            resnet(f"{original}.{layer}", f"{part}.{layer}", outputs if layer else inputs, outputs)
+
     same("encoder.conv_in", (channels[0], config["in_channels"], 3, 3))
     width = channels[0]
     for level, outputs in enumerate(channels):
-        for layer in range(layers):
-            part = f"encoder.down_blocks.{level}.resnets.{layer}"
-            resnet(f"encoder.down.{level}.block.{layer}", part, width, outputs)
-            width = outputs
+        original, part = f"encoder.down.{level}", f"encoder.down_blocks.{level}"
+        resnets(f"{original}.block", f"{part}.resnets", layers, width, outputs)
+        width = outputs
         if level < top:
-            part = f"encoder.down_blocks.{level}.downsamplers.0.conv"
-            names.layer(f"encoder.down.{level}.downsample.conv", part, (width, width, 3, 3))
+            names.layer(f"{original}.downsample.conv", f"{part}.downsamplers.0.conv", (width, width, 3, 3))
     middle("encoder", width)
     names.layer("encoder.norm_out", "encoder.conv_norm_out", (width,))
     same("encoder.conv_out", (2 * latent, width, 3, 3))  # mean and log variance
@@ -62,14 +64,11 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
     middle("decoder", width)
     # The original counts the decoder's levels by resolution as well, so from the outside in.
     for level in range(top, -1, -1):
-        block = top - level
-        for layer in range(layers + 1):
-            part = f"decoder.up_blocks.{block}.resnets.{layer}"
-            resnet(f"decoder.up.{level}.block.{layer}", part, width, channels[level])
-            width = channels[level]
+        original, part = f"decoder.up.{level}", f"decoder.up_blocks.{top - level}"
+        resnets(f"{original}.block", f"{part}.resnets", layers + 1, width, channels[level])
+        width = channels[level]
         if level > 0:
-            part = f"decoder.up_blocks.{block}.upsamplers.0.conv"
-            names.layer(f"decoder.up.{level}.upsample.conv", part, (width, width, 3, 3))
+            names.layer(f"{original}.upsample.conv", f"{part}.upsamplers.0.conv", (width, width, 3, 3))
     names.layer("decoder.norm_out", "decoder.conv_norm_out", (width,))
     same("decoder.conv_out", (config["out_channels"], width, 3, 3))
     return names
@@ -118,6 +117,5 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def component(prefix: str, file: str) -> Component:
-    """The VAE as a component of a family. prefix: of its names in a single file. file: the usual name of a file of it
-    alone."""
+    """The VAE as a component of a family. prefix: of its names in a single file. file: what one of it alone is called."""
     return Component("vae", "diffusers", "AutoencoderKL", "vae", ("*",), vae_names, DEFAULTS, infer_vae, (prefix,), file)

@@ -21,23 +21,19 @@ from trainer.base.types import Batch, Conditioning
 from trainer.kernels import dora_torch
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, draw
-from trainer.models.shared import qwen, vae
-from trainer.models.shared.flow import READS, TIMESTEPS, as_scheduled
+from trainer.models.shared import flow, qwen, vae
 from trainer.models.shared.lengths import collate, each_length, in_order
-from trainer.models.shared.vae import encode_images
-from trainer.models.zimage import attention, names
+from trainer.models.zimage import names
+from trainer.models.zimage.attention import Angles, SelfAttention
 from trainer.objectives import Flow
 
 READ = 35  # layers of Qwen3, after which the text is read
 BASE, DISTILLED = "base", "turbo"
 GUIDANCE = {BASE: 4.0, DISTILLED: 0.0}  # beyond the prediction with the caption, which 0 leaves alone
 SHIFT = {3.0: DISTILLED, 6.0: BASE}  # of the published schedulers
-CHOICES = ("sigmoid", *(name for name in TIMESTEPS if name != "sigmoid"))
 
 
-def objective(
-    scheduler: Mapping[str, Any], markers: Markers, *, timesteps: str = "auto", allow_distilled: bool = False, **choices: Any
-) -> Flow:
+def objective(scheduler: Mapping[str, Any], markers: Markers, *, allow_distilled: bool = False, **choices: Any) -> Flow:
     """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
     if markers.distillation is None:
         raise UserError(
@@ -52,7 +48,7 @@ def objective(
             "that and blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what "
             "was made of Turbo without distillation (De-Turbo)"
         )
-    return as_scheduled(scheduler, "zimage", timesteps=CHOICES[0] if timesteps == "auto" else timesteps, **choices)
+    return flow.as_scheduled(scheduler, "zimage", **choices)
 
 
 def distillation(name: str) -> str | None:
@@ -72,9 +68,7 @@ def rows(count: int) -> int:
 
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
     """The ids of each caption, without padding: int64 [L]."""
-    tokenizer = model.tokenizers["tokenizer"]
-    texts = [qwen.chat(tokenizer, caption, thinking=True) for caption in captions]
-    return [torch.tensor(ids) for ids in tokenizer(texts, max_length=qwen.text_length(model), truncation=True).input_ids]
+    return qwen.chat_ids(model, captions, qwen.text_length(model))
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -120,38 +114,23 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     """An image by diffusers' own pipeline."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
-
-    transformer, texts = model.modules["transformer"], (conditioning, negative)
-    pipeline = ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler)),
-        vae=vae.for_size(model.modules["vae"], request.width, request.height),
-        text_encoder=None, tokenizer=None, transformer=transformer,
-    )  # fmt: skip
     embedded = {"prompt_embeds": list(conditioning.sequence), "negative_prompt_embeds": list(negative.sequence)}
     guidance = GUIDANCE[model.options.get("distillation") or BASE]
-    with padded(transformer, *(text.mask for text in texts)):
+    with padded(model.modules["transformer"], conditioning.mask, negative.mask):
         # A truncation at 1, the default, truncates nothing, and reads the times for it.
-        return draw(pipeline, request, guidance, cfg_truncation=None, **embedded)
+        return draw(flow.pipeline(model, request, "ZImagePipeline"), request, guidance, cfg_truncation=None, **embedded)
 
 
 def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
     """Refuse Z-Image-Omni, a text encoder that is too short, and parts that do not belong together."""
-    transformer, encoder = configs["transformer"], configs["text_encoder"]
-    if transformer.get("siglip_feat_dim"):
+    if size := configs["transformer"].get("siglip_feat_dim"):
         raise UserError(
-            f"the transformer's config.json has siglip_feat_dim = {transformer['siglip_feat_dim']}: it is Z-Image-Omni, "
-            "which is not trained here; use Z-Image"
+            f"the transformer's config.json has siglip_feat_dim = {size}: it is Z-Image-Omni, which is not trained here; use "
+            "Z-Image"
         )
-    if encoder["num_hidden_layers"] <= READ and not encoder.get("_assumed"):
-        raise UserError(
-            f"the text encoder has {encoder['num_hidden_layers']} layers, and the text is read after layer {READ}, before "
-            "its last; use the Qwen3 of this model"
-        )
-    variants.check_latents(
-        configs, inputs, denoiser="transformer", fold=1, kinds={}, shifted=True,
-        texts={"cap_feat_dim": [("text_encoder", "hidden_size")]},
-    )  # fmt: skip
+    qwen.check_depth(configs["text_encoder"], READ + 1, f"layer {READ}, before its last")
+    texts = {"cap_feat_dim": [("text_encoder", "hidden_size")]}
+    variants.check_latents(configs, inputs, fold=1, shifted=True, texts=texts)
 
 
 def adjust(component: str, module: nn.Module) -> None:
@@ -161,7 +140,7 @@ def adjust(component: str, module: nn.Module) -> None:
     if component == "text_encoder":
         module.norm = nn.Identity()
     elif component == "transformer":
-        module.rope_embedder, times = attention.Angles(module.rope_embedder), module.t_embedder
+        module.rope_embedder, times = Angles(module.rope_embedder), module.t_embedder
         times.forward = lambda t: times.mlp(times.timestep_embedding(t, times.frequency_embedding_size))
         prepare = module._prepare_sequence
         module._prepare_sequence = lambda tokens, ids, absent, token, *rest: prepare(
@@ -169,7 +148,7 @@ def adjust(component: str, module: nn.Module) -> None:
         )
         for layer in module.modules():
             if hasattr(layer, "set_processor"):
-                layer.set_processor(attention.processor(layer, scaled_dot_product_attention, dora_torch))
+                layer.set_processor(SelfAttention(scaled_dot_product_attention, dora_torch))
             elif type(layer).__name__ == "RMSNorm":
                 layer.forward = partial(_normed, layer)
 
@@ -186,13 +165,7 @@ def published(tensors: set[str], variant: str | None = None) -> str:
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
     """What adapter files say of the family."""
-    return {
-        "modelspec.architecture": "Z-Image/lora",
-        "modelspec.implementation": "https://github.com/Tongyi-MAI/Z-Image",
-        "modelspec.prediction_type": "velocity",
-        "ss_base_model_version": "zimage",
-        "ss_network_module": "networks.lora_zimage",
-    }
+    return flow.metadata("Z-Image", "Tongyi-MAI/Z-Image", "zimage", "networks.lora_zimage")
 
 
 _ATTENTION = ("layers.*.attention.to_?", "layers.*.attention.to_out.0")
@@ -213,9 +186,9 @@ FAMILY = base.Family(
         ),
         vae.component("vae.", "ae.safetensors"),
     ),
-    reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative"),
-    text=base.TextPart(tokens, encode_text, partial(qwen.count_tokens, thinking=True), collate=collate, rows=rows),
-    images=base.ImagePart(objective, encode_images, predict, sample, CHOICES, adjust=adjust),
+    reads=(*flow.READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative"),
+    text=base.TextPart(tokens, encode_text, qwen.count_tokens, collate=collate, rows=rows),
+    images=base.ImagePart(objective, vae.encode_images, predict, sample, flow.beginning_with("sigmoid"), adjust=adjust),
     files=base.FilePart(
         chat_templates=("tokenizer",), check=check, harmless=names.HARMLESS, published=published,
         hub_ids={"Tongyi-MAI/Z-Image": "zimage", "Tongyi-MAI/Z-Image-Turbo": "zimage-turbo"},
@@ -223,7 +196,7 @@ FAMILY = base.Family(
     variants=base.VariantPart((BASE, DISTILLED), distillation),
     memory=base.MemoryPart(
         # In the blocks a norm reads what each product gives: none is left out where they are recomputed.
-        blocks=("noise_refiner.*", "context_refiner.*", "layers.*"), compiled=("layers.*",), attention=attention.processor,
+        blocks=("noise_refiner.*", "context_refiner.*", "layers.*"), compiled=("layers.*",), attention=SelfAttention.of,
         shared_inputs={
             "transformer": (
                 ("attention.to_q", "attention.to_k", "attention.to_v"), ("feed_forward.w1", "feed_forward.w3"),

@@ -1,21 +1,15 @@
-"""Attention of the transformer's blocks, as a processor of diffusers that takes any function of query, key and value."""
+"""Attention of the transformer's blocks."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from trainer.base.protocols import Kernels
-from trainer.models.shared.joint_attention import rotated
+from trainer.models.shared.attention import Processor, projected, rotated
 
 
-class SelfAttention:
-    """A processor for the attention of diffusers' `ZImageTransformerBlock`. attend: as torch's
-    scaled_dot_product_attention."""
-
-    def __init__(self, attend: Callable[..., torch.Tensor], kernels: Kernels) -> None:
-        self.attend, self.kernels = attend, kernels
+class SelfAttention(Processor):
+    """A processor for the attention of diffusers' `ZImageTransformerBlock`."""
 
     def __call__(
         self,
@@ -37,9 +31,7 @@ class SelfAttention:
             )
             query, key = (each.view(shape) for each in turned)
         mask = None if attention_mask is None else attention_mask[:, None, None, :]
-        out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), mask)
-        projection, dropout = attn.to_out
-        return dropout(projection(out.transpose(1, 2).flatten(2)))
+        return projected(attn, self.attended(query, key, value, mask))
 
 
 class Angles:
@@ -54,8 +46,3 @@ class Angles:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """fp32 [tokens, 2, size] of positions [tokens, 3]."""
         return torch.view_as_real(self.rope(ids)).transpose(1, 2).repeat_interleave(2, dim=2)
-
-
-def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> SelfAttention:
-    """A processor for this layer."""
-    return SelfAttention(attend, kernels)

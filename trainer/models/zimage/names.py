@@ -6,8 +6,7 @@ have query, key and value in one tensor (`convert_z_image_transformer_checkpoint
 
 from collections.abc import Mapping
 
-from trainer.base.errors import UserError
-from trainer.models.names import ComponentConfig, Names, Shape, how_many
+from trainer.models.names import ComponentConfig, Names, Shape, check_head, how_many
 
 MULTIPLE = 32  # of tokens: images and captions are padded to it
 MODULATED = 256  # numbers of the time embedding that modulations read, at most
@@ -60,16 +59,11 @@ def transformer_names(config: ComponentConfig) -> Names:
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the transformer's config that its tensors' shapes tell, by the original names; {} where they are of
-    something else."""
+    """The config values that the tensors' shapes tell, by the original names; {} where they are of something else."""
     if not {"layers.0.attention.q_norm.weight", "cap_pad_token", "x_embedder.weight"} <= shapes.keys():
         return {}
     (head,), (width, patch) = shapes["layers.0.attention.q_norm.weight"], shapes["x_embedder.weight"]
-    if head != sum(base["axes_dims"]):
-        raise UserError(
-            f"the transformer of this file has heads of {head} (the published model: {sum(base['axes_dims'])}), and how its "
-            "rotary embedding divides them is written nowhere in it; give its config with model.config"
-        )
+    check_head(head, base["axes_dims"])
     return {
         "cap_feat_dim": shapes["cap_embedder.1.weight"][1],
         "dim": width,

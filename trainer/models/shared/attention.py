@@ -1,10 +1,10 @@
-"""Attention over text and image, as a processor of diffusers that takes any function of query, key and value."""
+"""Attention as processors of diffusers that take any function of query, key and value; that over text and image."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.base.protocols import Kernels
@@ -22,10 +22,10 @@ class _Rotated(torch.autograd.Function):
         return *ctx.kernels.rotate(*dys, *ctx.angles, back=True), None, None, None
 
 
-def rotated(
-    query: torch.Tensor, key: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], kernels: Kernels
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotated(query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor] | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """Query and key [B, tokens, heads, size] at their positions. angles: cosines and sines, fp32 [tokens, size]."""
+    if angles is None:
+        return query, key
     if torch.compiler.is_compiling():  # which makes one kernel of the pieces by itself
         from diffusers.models.embeddings import apply_rotary_emb
 
@@ -35,20 +35,40 @@ def rotated(
     return kernels.rotate(query, key, *angles)
 
 
-class JointAttention:
-    """A processor for diffusers' `FluxAttention` and `Flux2Attention`. attend: as torch's scaled_dot_product_attention."""
+class Processor:
+    """What the processors share. attend: as torch's scaled_dot_product_attention."""
 
-    def __init__(self, attend: Callable[..., torch.Tensor], kernels: Kernels) -> None:
+    def __init__(self, attend: Callable[..., Tensor], kernels: Kernels) -> None:
         self.attend, self.kernels = attend, kernels
+
+    @classmethod
+    def of(cls, layer: nn.Module, attend: Callable[..., Tensor], kernels: Kernels) -> Self | None:
+        """The processor of a layer; None: the layer keeps diffusers' own."""
+        return cls(attend, kernels)
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, tokens, heads * size] of query, key and value [B, tokens, heads, size]."""
+        out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), mask)
+        return out.transpose(1, 2).flatten(2)
+
+
+def projected(attn: Any, out: Tensor) -> Tensor:
+    """A layer's output projection, and its dropout, of what was attended to."""
+    projection, dropout = attn.to_out
+    return dropout(projection(out))
+
+
+class JointAttention(Processor):
+    """A processor for diffusers' `FluxAttention` and `Flux2Attention`."""
 
     def __call__(
         self,
         attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """[B, tokens, width] of the image; with encoder_hidden_states [B, text tokens, width] (image, text)."""
         size, joint = attn.head_dim, encoder_hidden_states is not None
         query, key, value = _heads(hidden_states, size, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
@@ -56,28 +76,19 @@ class JointAttention:
             projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
             text = _heads(encoder_hidden_states, size, *projections, attn.norm_added_q, attn.norm_added_k)
             query, key, value = map(torch.cat, zip(text, (query, key, value), strict=True), (1, 1, 1))
-        if image_rotary_emb is not None:
-            query, key = rotated(query, key, image_rotary_emb, self.kernels)
-        out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), attention_mask)
-        out = out.transpose(1, 2).flatten(2)
+        out = self.attended(*rotated(query, key, image_rotary_emb, self.kernels), value, attention_mask)
         if not joint:
             return out
         texts = encoder_hidden_states.shape[1]
         text, image = out.split_with_sizes([texts, out.shape[1] - texts], dim=1)
-        projection, dropout = attn.to_out
-        return dropout(projection(image.contiguous())), attn.to_add_out(text.contiguous())
+        return projected(attn, image.contiguous()), attn.to_add_out(text.contiguous())
 
 
-_Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Heads = tuple[Tensor, Tensor, Tensor]
 
 
-def _heads(x: torch.Tensor, size: int, to_q: Any, to_k: Any, to_v: Any, norm_q: Any, norm_k: Any) -> _Heads:
+def _heads(x: Tensor, size: int, to_q: Any, to_k: Any, to_v: Any, norm_q: Any, norm_k: Any) -> _Heads:
     """(query, key, value), [B, tokens, heads, size] each."""
     query, key, value = (project(x).unflatten(-1, (-1, size)) for project in (to_q, to_k, to_v))
     query = norm_q(query)
     return query, norm_k(key), value
-
-
-def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> JointAttention:
-    """A processor for this layer."""
-    return JointAttention(attend, kernels)
