@@ -13,17 +13,18 @@ import torch
 from trainer.base.console import printable
 
 
-def each_tensor(value: Any, new: Callable[[torch.Tensor], Any]) -> Any:
-    """`value`, with what `new` makes of each tensor in it: in tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
+def each_tensor(value: Any, new: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """`value`, with what `new` makes of each tensor in it: in tuples, lists, mappings and dataclasses. kind: what stands for
+    a tensor there."""
+    if isinstance(value, kind):
         return new(value)
     if isinstance(value, (tuple, list)):
-        made = [each_tensor(each, new) for each in value]
+        made = [each_tensor(each, new, kind) for each in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if isinstance(value, Mapping):
-        return {key: each_tensor(each, new) for key, each in value.items()}
+        return {key: each_tensor(each, new, kind) for key, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: each_tensor(getattr(value, each.name), new) for each in fields(value)})
+        return replace(value, **{each.name: each_tensor(getattr(value, each.name), new, kind) for each in fields(value)})
     return value
 
 
@@ -41,21 +42,12 @@ class Conditioning:
     lengths: tuple[int, ...] = ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, as they are cached on disk; `from_tensors` is the inverse."""
+        """All tensors by name, as they are cached on disk: `Conditioning(**tensors)` is the inverse."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """The conditioning of which `tensors` are all tensors, by name."""
-        return cls(**tensors)
 
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
         return each_tensor(self, lambda tensor: tensor.to(device))
-
-    def pin_memory(self) -> Self:
-        """The same in page-locked memory: torch's loader asks for it."""
-        return each_tensor(self, torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True, slots=True)
