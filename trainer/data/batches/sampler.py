@@ -1,8 +1,5 @@
-"""The order of an epoch and how it is cut into batches and updates: pure functions of seed and epoch.
-
-The order of the samples depends neither on batch size nor on the number of processes; both only cut it. Epochs and
-steps count from 0 here.
-"""
+"""The order of an epoch and how it is cut into batches and updates: pure functions of seed and epoch, which count from 0, as
+steps do. The order of the samples depends neither on batch size nor on the number of processes; both only cut it."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,8 +77,8 @@ def all_updates(
     fill: bool = False,
     began: tuple[int, int] = (0, 0),
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end. group: of an
-    update, of all processes."""
+    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end. group: as
+    `updates` takes it."""
     length = steps_per_epoch(examples, batch_size=batch_size, group=group)
     epoch, skip = update_at(after, steps_per_epoch=length, began=began)
     every = numbered(examples)
@@ -105,7 +102,7 @@ def epoch_of(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)
     """The epoch in which step `step` was made, both from 1. began: the (step, epoch) at which training on these photos
     began."""
     first, epoch = began
-    return epoch + (step - first - 1) // steps_per_epoch + 1 if step > first else max(1, epoch)
+    return update_at(step - 1, steps_per_epoch=steps_per_epoch, began=began)[0] + 1 if step > first else max(1, epoch)
 
 
 def update_at(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)) -> tuple[int, int]:

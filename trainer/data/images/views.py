@@ -40,7 +40,7 @@ class View:
         if self.reference:
             show = buckets.framed if example.showing == "framed" else buckets.show_reference
             return show(image, example.bucket, flip=self.flip)
-        fitted, _ = buckets.fit(image, example.bucket, flip=self.flip, crop=self.crop)
+        fitted = buckets.fit(image, example.bucket, flip=self.flip, crop=self.crop)
         for enhancer, factor in zip(ENHANCERS, self.colours, strict=False):
             fitted = enhancer(fitted).enhance(factor)
         return fitted
