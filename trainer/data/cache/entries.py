@@ -1,9 +1,8 @@
 """Entries of a cache, by their keys: on disk, or in this process's memory.
 
-An entry is the bytes of a safetensors file, which holds, in its metadata, a SHA-256 of its tensors and metadata. Many lie in
-one file, a pack: a safetensors file with a tensor of bytes for each key. A pack is written once, whole, and not synced, as a
-damaged entry is noticed when it is first read, and made again at the next start. Caches of before have a file for each entry.
-A folder of entries may be shared by runs and processes, at the same time.
+An entry is the bytes of a safetensors file, with a SHA-256 of its tensors and metadata. Many lie in one file, a pack, which
+is written once, whole, and not synced: a damaged entry is noticed when it is first read, and made again at the next start.
+Caches of before have a file for each entry. Runs and processes may share a folder at the same time.
 """
 
 import errno
@@ -31,12 +30,10 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)  # someone else's cache: it
 
 
 class Cache:
-    """Entries in `directory`, the most recently used ones also in memory, up to `memory_bytes`.
-
-    Every entry is verified once in a process, when it is first read. What is put is there for others after `flush`.
-    limit: bytes of the directory; above it, files of which no running process uses an entry are deleted. foresee: takes the
-    bytes that all missing entries will have, once the first one is there.
-    """
+    """Entries in `directory`, the most recently used ones also in memory, up to `memory_bytes`. Every entry is verified once
+    in a process, when it is first read. What is put is there for others after `flush`. limit: bytes of the directory; above
+    it, files of which no running process uses an entry are deleted. foresee: takes the bytes that all missing entries will
+    have, once the first one is there."""
 
     def __init__(
         self,
@@ -284,7 +281,6 @@ class MemoryCache:
         """Nobody else can prune them."""
 
     def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
-        """The keys, each once and in order, that have no entry."""
         return [key for key in dict.fromkeys(keys) if key not in self._entries]
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -297,11 +293,9 @@ class MemoryCache:
         return finite(self._entries[key])
 
     def get(self, key: str) -> Tensors:
-        """An entry's tensors, shared with later callers: do not change them."""
         return self._entries[key]
 
     def origin(self, key: str) -> str:
-        """How a message describes an entry that already existed."""
         return "encoded already"
 
     def share_memory(self, count: int) -> None:

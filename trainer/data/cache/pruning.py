@@ -1,9 +1,8 @@
 """Pruning of a cache's folder: deletes the least recently used files of entries, and none that a running process uses.
 
-A file's time of modification is when a run last asked for one of its entries. A process that uses the folder locks one byte
-of a file. The byte's offset is the time when the process began, in milliseconds, and the lock ends with the process. So every
-file that was asked for since the first running process began is in use, and a kill leaves nothing to clean up. All times are
-the file system's own.
+A file's time of modification is when a run last asked for one of its entries. A process that uses the folder locks, until it
+ends, one byte of a file, whose offset is the time when the process began. So every file that was asked for since the first
+running process began is in use. All times are the file system's own, in milliseconds.
 """
 
 import contextlib

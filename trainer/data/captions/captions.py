@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 
 from trainer.base import draws
+from trainer.base.account import counted
 from trainer.base.console import printable, shortlist
 from trainer.base.errors import UserError
 from trainer.base.text import holds, replaced
@@ -26,10 +27,9 @@ class Tokens:
 class CaptionReport:
     """What the start of a run reports about captions: the samples concerned, by all variants of their captions.
 
-    missing: no caption was found.  empty: one was found, and a variant of it has no text.
-    truncated: by text encoder, with a variant of more tokens than it reads; the rest of it is not trained on.
-    tokens: by text encoder, of every variant. rows: of a denoiser that takes captions of one padded length at once, how many
-    texts have which.
+    missing: no caption was found. empty: one was found, and a variant of it has no text. truncated: by text encoder, with a
+    variant of more tokens than it reads. tokens: by text encoder, of every variant. rows: of a denoiser that takes captions
+    of one padded length at once, how many texts have which.
     """
 
     photos: int
@@ -44,10 +44,8 @@ class CaptionReport:
         named = {"missing": self.missing, "empty": self.empty}
         named |= {f"truncated by {encoder}": samples for encoder, samples in self.truncated.items()}
         counts = ", ".join(f"{len(samples)} {what}" for what, samples in named.items())
-        lines = [f"captions of {self.photos} photo{'' if self.photos == 1 else 's'}: {counts}"]
-        for what, samples in named.items():
-            if samples:
-                lines.append(f"  {what}: {shortlist(samples, SHOWN)}")
+        lines = [f"captions of {counted(self.photos, 'photo')}: {counts}"]
+        lines += [f"  {what}: {shortlist(samples, SHOWN)}" for what, samples in named.items() if samples]
         if len(self.rows) > 1:
             sizes = ", ".join(f"{rows} ({count})" for rows, count in sorted(self.rows.items()))
             lines.append(f"  padded to {sizes} tokens: captions of several sizes in a batch are computed size by size")
@@ -62,8 +60,7 @@ def report(
     by_sample = {example.photo.sample: example for example in examples}  # the same at every size
     tokens = tokens or {}
     too_long = {
-        encoder: {text for text, count in counted.counts.items() if count > counted.limit}
-        for encoder, counted in tokens.items()
+        encoder: {text for text, count in each.counts.items() if count > each.limit} for encoder, each in tokens.items()
     }
     return CaptionReport(
         photos=len(by_sample),
@@ -100,10 +97,8 @@ def triggers(examples: Iterable[Example]) -> tuple[str, ...]:
 
 def refuse_truncated(captions: CaptionReport) -> None:
     """Strict mode's check for length; `scan` makes those for missing and empty captions. Raises UserError."""
-    lines = [
-        f"  {printable(sample)}: too long for {name}" for name, samples in captions.truncated.items() for sample in samples
-    ]
-    if lines:
+    too_long = [(sample, name) for name, samples in captions.truncated.items() for sample in samples]
+    if lines := [f"  {printable(sample)}: too long for {name}" for sample, name in too_long]:
         raise UserError("captions would be truncated; shorten these:\n" + "\n".join(lines))
 
 
@@ -116,8 +111,6 @@ def drawn(seed: int, occurrence: Occurrence, example: Example) -> str:
 
 def undropped(seed: int, occurrence: Occurrence, example: Example) -> str:
     """The same where nothing is dropped."""
-    if len(example.captions) == 1:
-        return example.captions[0]
     return example.captions[int(draws.uniform(seed, "caption", *astuple(occurrence)) * len(example.captions))]
 
 

@@ -1,20 +1,14 @@
-"""Masks, averaged to the grid of the latents.
-
-A mask is grey: white has weight 1, black has `unmasked_weight`. It is a file of its own, or the photo's transparency.
-"""
-
-import hashlib
+"""Masks, averaged to the grid of the latents: white has weight 1, black has `unmasked_weight`."""
 
 import numpy as np
 import torch
 from PIL import Image
 
-from trainer.base.errors import UserError
 from trainer.data import buckets
 from trainer.data.examples import Example
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.views import View
-from trainer.data.memo import CHANGED
+from trainer.data.memo import read_unchanged
 
 
 def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
@@ -24,9 +18,7 @@ def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
     """
     photo, (width, height) = example.photo, example.bucket
     assert photo.mask is not None
-    data = photo.mask.place.read()
-    if hashlib.sha256(data).hexdigest() != photo.mask.sha256:
-        raise UserError(f"{photo.mask.place} {CHANGED}")
+    data = read_unchanged(photo.mask.place, photo.mask.sha256)
     mask = decode(data).alpha if photo.source.masks == "alpha" else decode_mask(data)
     assert mask is not None and mask.size == (photo.width, photo.height)
     crop = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
