@@ -71,7 +71,7 @@ def open_regular(path: Path) -> IO[bytes]:
     if not stat.S_ISREG(kind):
         os.close(number)
         code = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
-        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "Not a regular file", str(path))
+        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "not a regular file", str(path))
     return open(number, "rb")
 
 

@@ -10,7 +10,7 @@ from trainer.base.console import printable
 from trainer.data.images import plugins
 from trainer.data.images.kinds import IMAGES
 from trainer.data.layouts.beside import folded, why_no_photo
-from trainer.data.layouts.walk import LeaveOut, Tree, walk
+from trainer.data.layouts.walk import Folder, LeaveOut, Tree
 from trainer.data.sources import File, FoundPhoto, Place, Source
 
 BESIDE = "files"  # in place of a folder: beside the photos
@@ -104,7 +104,7 @@ def listed(root: str, folder: str, problems: list[str]) -> list[str]:
 
 def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str], idle: str = NOT_SHOWN) -> None:
     """Leave out the files in a folder of references or masks that no photo has. taken: by their names within it."""
-    for folder, files in walk(root, lambda name, why, count: leave_out(os.path.join(root, name), why, count), problems):
+    for folder, files in Folder(root).walk(lambda name, *why: leave_out(os.path.join(root, name), *why), problems):
         for name in files:
             if folder + name not in taken:
                 why = why_no_photo(name, plugins.lacking()) or idle
