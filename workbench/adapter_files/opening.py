@@ -312,7 +312,7 @@ class OpenedCheckpoint:
 
     def averaged(self) -> "OpenedCheckpoint | None":
         """The checkpoint with the average that its run exports, not with its norms (`formats`); None where it keeps none."""
-        if "ema" not in (saved := Saved.whatever(self.folder)).pieces:
+        if "ema" not in (saved := Saved(self.folder)).pieces:
             return None
         average, decay = saved.state("ema"), saved.state("config")["ema"]["decay"]
         state = {name: average[key] for name in self._state if (key := ema.OF + name) in average}
@@ -361,7 +361,7 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
     reason = store.problem(folder)
     if reason is not None:
         raise UserError(f"{folder} is not a valid checkpoint: {reason}")
-    saved = Saved.whatever(folder)
+    saved = Saved(folder)
     config, norms, origin, state = (saved.state(name) for name in ("config", "norms", "origin", "adapter"))
     try:
         alphas = {str(name): float(alpha) for name, alpha in origin["alphas"]}
