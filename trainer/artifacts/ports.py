@@ -1,14 +1,13 @@
-"""What a run hands to parts on top of it. Whoever opens a run gives them (`workbench/commands/ports.py` has all), and the
-core names none of them: without them a run trains, saves, resumes and writes its adapter files.
-
-What a config asks of a part that is not there is refused by its key. A module may stand for a protocol.
-"""
+"""What a run hands to parts on top of it, which whoever opens a run gives (`workbench/commands/ports.py` has all). Without
+them a run trains, saves, resumes and writes its adapter files; what its config asks of a part that is not there is refused
+by its key. A module may stand for a protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,14 +56,12 @@ class Pages(Protocol):
 
     def first_page(self, layout: Layout, *, name: str, enabled: bool) -> AbstractContextManager[None]:
         """A block with the page of a run that is prepared."""
-        ...
 
     def page_of(
         self, plan: RunPlan, components: Components, context: RunContext, progress: Progress, start: Start,
         *, contents: Mapping[str, str], environment: Mapping[str, Any],
     ) -> Page:  # fmt: skip
         """The pages of a run that is built. contents: digests of the model's files, by component."""
-        ...
 
 
 class StartReader(Protocol):
@@ -73,11 +70,9 @@ class StartReader(Protocol):
     def read_start(self, plan: RunPlan) -> tuple[Portable, Account]:
         """(the adapter that adapter.init_from names, what was assumed of it). Reads headers and scales. Raises UserError for
         what does not fit the plan."""
-        ...
 
     def with_below(self, plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
         """The plan with the frozen adapter that adapter.under names. Raises UserError for what does not fit."""
-        ...
 
 
 class Planning(Protocol):
@@ -88,15 +83,12 @@ class Planning(Protocol):
         *, base: Callable[[], int] | None, kept: Collection[str], say: Callable[[str], None],
     ) -> RunPlan:  # fmt: skip
         """The plan with what `memory.fit` and `memory.resident_blocks` choose. Raises UserError where nothing fits."""
-        ...
 
     def compiling(self, plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
         """The plan with what `step.compile` chooses, alike in all processes."""
-        ...
 
     def what_would_fit(self, plan: RunPlan, *, on_cpu: bool) -> str:
         """What lowers a step's need of memory, in words, for a run whose step ran out of it."""
-        ...
 
 
 class Summary(Protocol):
@@ -104,7 +96,6 @@ class Summary(Protocol):
 
     def described(self, plan: RunPlan) -> str:
         """What a run says at its start: what it will do, and what of it looks unintended."""
-        ...
 
 
 class Trackers(Protocol):
@@ -118,7 +109,6 @@ class Trackers(Protocol):
 
     def open_trackers(self, config: Config, context: RunContext, progress: Progress) -> list[Tracker]:
         """Those that the config asks for."""
-        ...
 
 
 class Copying(Protocol):
@@ -129,7 +119,6 @@ class Copying(Protocol):
 
     def running(self, signals: Signals, step: int) -> AbstractContextManager[None]:
         """A block in which files are copied, and at whose end all processes wait for the rest. step: where it begins."""
-        ...
 
 
 class Mirrors(Protocol):
@@ -140,7 +129,6 @@ class Mirrors(Protocol):
 
     def ask_mirror(self, config: Config, context: RunContext, resume_from: str | None) -> Copying:
         """What copies to `checkpoint.mirror`; a newer checkpoint that is there is fetched first."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -165,38 +153,38 @@ class Ports:
     mirror: Mirrors | None = None
 
 
-# By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing. TensorBoard's
-# files are a default: a run without trackers says that there are none.
-ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
-    "adapter_files": {
-        "adapter.init_from": lambda config: config.adapter.init_from,
-        "adapter.under": lambda config: config.adapter.under,
-    },
-    "layouts": {"data.sources": lambda config: _no_folder(config)},
-    "planning": {
-        "memory.fit": lambda config: config.memory.fit,
-        "memory.resident_blocks": lambda config: config.memory.offload == "blocks" and _auto(config.memory.resident_blocks),
-        "step.compile": lambda config: _auto(config.step.compile),
-    },
-    "pages": {"export.base_model": lambda config: config.export.base_model},
-    "summary": {},
-    "trackers": {
-        "logging.tensorboard": lambda config: config.logging.tensorboard and _is_written(config, "logging.tensorboard"),
-        "logging.wandb": lambda config: config.logging.wandb,
-    },
-    "mirror": {"checkpoint.mirror": lambda config: config.checkpoint.mirror},
-}
-
-
 def _no_folder(config: Config) -> str | None:
     """The first place of photos that is no folder and no table."""
     paths = [path for source in config.data.sources for path in (source.path, source.held_out) if path]
     return next((p for p in paths if p.startswith(HUB) or (ARCHIVE.fullmatch(p) and not Path(p).is_dir())), None)
 
 
-def _is_written(config: Config, key: str) -> bool:
-    table, _, name = key.partition(".")
-    return name in getattr(config, table).model_fields_set
+def _tensorboard(config: Config) -> bool:
+    """Its files are a default: a run without trackers says that there are none."""
+    return config.logging.tensorboard and "logging.tensorboard" in {
+        f"logging.{key}" for key in config.logging.model_fields_set
+    }
+
+
+# By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing.
+ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
+    "adapter_files": {key: attrgetter(key) for key in ("adapter.init_from", "adapter.under")},
+    "layouts": {"data.sources": _no_folder},
+    "planning": {
+        "memory.fit": attrgetter("memory.fit"),
+        "memory.resident_blocks": lambda config: config.memory.offload == "blocks" and _auto(config.memory.resident_blocks),
+        "step.compile": lambda config: _auto(config.step.compile),
+    },
+    "pages": {"export.base_model": attrgetter("export.base_model")},
+    "summary": {},
+    "trackers": {"logging.tensorboard": _tensorboard, "logging.wandb": attrgetter("logging.wandb")},
+    "mirror": {"checkpoint.mirror": attrgetter("checkpoint.mirror")},
+}
+# What a run lacks without a part, in words.
+LOST = {
+    "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",
+    "trackers": "TensorBoard files",
+}  # fmt: skip
 
 
 def _auto(value: object) -> object:
@@ -215,8 +203,4 @@ def refuse_unserved(config: Config, ports: Ports) -> str:
                     f"{key} = {value!r} is read by {part!r}, a part that this run was opened without; from Python "
                     "give all parts: from workbench import PORTS, Session.open(config, ports=PORTS); or leave the key out"
                 )
-    lost = {
-        "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",
-        "trackers": "TensorBoard files",
-    }  # fmt: skip
-    return ", ".join(lost[part] for part in missing if part in lost)
+    return ", ".join(LOST[part] for part in missing if part in LOST)
