@@ -1,9 +1,6 @@
-"""What must not differ between the processes of a run. The table for people is in docs/processes.md.
-
-Each process reads a config, photos and a model of its own, perhaps on another machine. A stale copy there would train other
-weights, of which nobody hears, or leave the others waiting for what it does not come to. So what a checkpoint is made of is
-compared three times: the config as the processes meet, data and files before a weight is read, all tensors before step 1.
-"""
+"""What must not differ between the processes of a run (docs/processes.md). Each reads a config, photos and a model of its
+own, perhaps stale ones. So what a checkpoint is made of is compared three times: the config as the processes meet, data and
+files before a weight is read, all tensors before step 1."""
 
 import hashlib
 import json
