@@ -199,10 +199,8 @@ class Artifacts:
             say(f"note: {sentence}")
 
     def finish(self) -> None:
-        """Leave what a whole training leaves: the adapter files, what it changed and the report.
-
-        Raises NotTrained, after all else is done, for an adapter that no update has reached.
-        """
+        """Leave what a whole training leaves: the adapter files, what it changed and the report. Raises NotTrained, after all
+        else is done, for an adapter that no update has reached."""
         say, page = self.context.processes.say, self.page
         if not self.context.processes.is_main:
             return

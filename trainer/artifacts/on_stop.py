@@ -10,11 +10,8 @@ SECONDS = 5.0
 
 
 def leave_in_time(artifacts: Artifacts, signals: Signals) -> None:
-    """Write the adapter files and the report after a signal: within SECONDS and until a second signal, else not at all.
-    Raises none of what may stand in the way: the run ends by its signal, whatever else happens.
-
-    All processes call it; those that have nothing to write wait for the one that has.
-    """
+    """Write the adapter files and the report after a signal: within SECONDS and until a second signal, else not at all. What
+    stands in the way is said: the run ends by its signal. All processes call it, and wait for the one that writes."""
     processes, step = artifacts.context.processes, artifacts.state.progress.step
     signals.promise = f"leaving at once; step {step} is saved"
     earlier, why, files = artifacts.earlier(), None, False

@@ -82,12 +82,8 @@ LIVE = LiveLine()  # a process has one terminal
 
 
 def write(text: str, stream: TextIO | None = None, *, whole: bool = False, fields: Mapping[str, Any] | None = None) -> None:
-    """One line or several, above the live one; to stdout unless said otherwise.
-
-    Lines that are too long are broken between words. A word that is longer than a line, as a path may be, stays whole.
-    whole: no line is broken, because it is there to be copied, or to be searched for by its words. fields: more entries of
-    the object.
-    """
+    """One line or several, above the live one; to stdout unless said otherwise. Long lines are broken between words. whole:
+    no line is broken, because it is there to be copied, or searched for by its words. fields: more entries of the object."""
     stream = stream or sys.stdout
     if LIVE.json:
         import json  # which --help does without
@@ -131,10 +127,8 @@ def fitted(fields: Sequence[tuple[int, str]], columns: int) -> str:
 
 
 def printable(what: object) -> str:
-    """A name in one line that does to a terminal what it looks like: whatever else it holds is written as escapes.
-
-    That is control characters, marks that turn the direction of writing, and bytes that are not UTF-8.
-    """
+    """A name in one line that does to a terminal what it looks like: control characters, marks that turn the direction of
+    writing, and bytes that are not UTF-8 are written as escapes."""
     text = str(what)
     if text.isprintable():
         return text

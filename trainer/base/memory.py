@@ -24,10 +24,8 @@ _once: dict[Any, torch.Tensor] | None = None
 
 
 def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The blocks of a denoiser by name, in module order: the outermost modules that match, with an index as last name.
-
-    patterns: fnmatch on dotted names.
-    """
+    """The blocks of a denoiser by name, in module order: the outermost modules whose dotted names match one of the fnmatch
+    patterns, with an index as last name."""
     blocks: dict[str, nn.Module] = {}
     for name, module in denoiser.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in blocks)

@@ -142,11 +142,9 @@ class Phase:
 class Phases:
     """How the parts of a run announce what they do. Hand it down; `QUIET` is one that does nothing.
 
-    check: raises (Interrupted) once the run should stop; called wherever a phase can be stopped.
-    sign: takes a sign of life, the name of what is done; called wherever that gets on.
-    show: whether this process says what it does. every: seconds between two lines of a phase, where there is no terminal.
-    record: keeps every phase that has ended and had anything to do.
-    event: what was made last, for people.
+    check: raises (Interrupted) once the run should stop. sign: takes a sign of life, the name of what is done, wherever that
+    gets on. show: whether this process says what it does. every: seconds between two lines of a phase, where there is no
+    terminal. record: keeps every phase that has ended and had anything to do. event: what was made last, for people.
     """
 
     def __init__(

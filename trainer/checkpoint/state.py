@@ -38,17 +38,13 @@ STATE, QUANTIZATION = "state.json", "quantization.json"
 
 
 class Provider(Protocol):
-    """A piece of a run. What it gives is tensors and JSON values by name; it takes back exactly that.
-
-    `load_state_dict` raises UserError where the saved state is not of this run; what a run is pinned to (its config, its
-    photos, its frozen base) has nothing to load and only compares.
-    """
+    """A piece of a run. What it gives is tensors and JSON values by name; it takes back exactly that."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """The piece at this moment: JSON values, and tensors by name."""
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Take back what `state_dict` gave, or check it. Raises UserError where it does not fit."""
+        """Take back what `state_dict` gave, or check what the run is pinned to. Raises UserError where it does not fit."""
 
 
 @dataclass
@@ -117,10 +113,8 @@ class Pin:
 
 
 def pack(providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES) -> dict[str, list[memoryview | bytes]]:
-    """A snapshot in host memory: the checkpoint's files by name, which later steps do not change.
-
-    Raises ValueError where a piece of the census is left out, or one is not in it.
-    """
+    """A snapshot in host memory: the checkpoint's files by name. Raises ValueError where a piece of the census is left out,
+    or one is not in it."""
     odd = sorted(providers.keys() ^ census.keys())
     if odd:
         raise ValueError(f"a checkpoint needs exactly {sorted(census)}; odd: {odd}")

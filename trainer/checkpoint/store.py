@@ -163,10 +163,8 @@ def unnamed(root: Path) -> dict[int, Path]:
 
 
 def settle(root: Path) -> dict[Path, Path]:
-    """End what a kill cut off: whole checkpoints get their names, and other leftovers go. Not while anyone saves.
-
-    Returns the new names by the old ones.
-    """
+    """End what a kill cut off, while nobody saves: whole checkpoints get their names, and other leftovers go. Returns the new
+    names by the old ones."""
     named = {folder: root / folder_name(step) for step, folder in unnamed(root).items()}
     for folder, final in named.items():
         files.sync_tree(folder)  # the kill may have come before
@@ -192,10 +190,8 @@ def newest_valid(root: Path, phases: Phases = QUIET) -> tuple[Path | None, list[
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints, once the newest has been read back and is valid.
-
-    Raises NotReadBack where it is not: what was written a moment ago is not on the disk. Nothing is deleted then.
-    """
+    """Delete all but the newest `keep_last` checkpoints, once the newest has been read back and is valid. Raises NotReadBack
+    where it is not, and deletes nothing."""
     present = steps(root)
     if len(present) <= keep_last:
         return
@@ -217,11 +213,9 @@ def remove_leftovers(root: Path, *, ignore_errors: bool = False) -> None:
 
 
 def set_aside(root: Path, *, after: int) -> list[Path]:
-    """Rename checkpoints beyond step `after`: a run that goes on from an earlier one must not be overtaken by them.
-
-    Returns their new names. They may be valid, or of use to whoever mends the disk. So that starts which are repeated do not
-    fill the disk, of one step no copy is kept twice, and only the first and the newest that were set aside.
-    """
+    """Rename checkpoints beyond step `after`: a run that goes on from an earlier one must not be overtaken by them. Returns
+    their new names. So that repeated starts do not fill the disk, of one step no copy is kept twice, and only the first and
+    the newest."""
     later = [step for step in steps(root) if step > after]
     moved = [_set_aside(root, step) for step in later]
     if moved:
@@ -264,10 +258,8 @@ def _copies(folder: Path, others: Iterable[Path]) -> list[Path]:
 
 
 def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `--resume_from auto|latest|DIR` means, or None for a fresh start; and what was passed over.
-
-    Raises UserError: `latest` without any checkpoint, checkpoints that are all invalid, a DIR that is none.
-    """
+    """The checkpoint that `--resume_from auto|latest|DIR` means, or None for a fresh start; and what was passed over. Raises
+    UserError: `latest` without any checkpoint, checkpoints that are all invalid, a DIR that is none."""
     if resume_from is None:
         return None, []
     if resume_from not in ("auto", "latest"):

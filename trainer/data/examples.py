@@ -18,12 +18,10 @@ KEPT = ReferenceRule()
 class Example:
     """A photo at one size; or a reference of one, at the size at which it is shown.
 
-    sample: the photo's, plus "@RESOLUTION" if its source has several; an occurrence refers to it.
-    captions: the variants of its caption (caption_rules.py), at least one; every appearance draws one.
-    small: whether the photo does not cover the bucket of its shape: it is enlarged, or trained in a smaller one.
-    merged: whether it was moved to the bucket from one that could not fill a batch (short_batches.py).
-    showing: of a reference.
-    references: that the model is shown beside it, in order.
+    sample: the photo's, plus "@RESOLUTION" if its source has several; an occurrence refers to it. captions: the variants of
+    its caption, at least one. small: whether the photo does not cover the bucket of its shape: it is enlarged, or trained in
+    a smaller one. merged: whether it was moved to the bucket from one that could not fill a batch (short_batches.py).
+    showing: of a reference. references: that the model is shown beside it, in order.
     """
 
     sample: str

@@ -61,10 +61,8 @@ class Memo:
         self._lock = Lock()  # photos are read by several threads
 
     def facts(self, source: Source, kind: str, place: Place, look: Callable[[bytes], Facts]) -> Facts:
-        """The facts of a file, known or by `look` of its bytes, once of equal bytes. kind: what the image is read as.
-
-        Raises OSError, and ValueError of `look`: a damaged file is read again at every start.
-        """
+        """The facts of a file, known or by `look` of its bytes, once of equal bytes. kind: what the image is read as. Raises
+        OSError, and ValueError of `look`: a damaged file is read again at every start."""
         before, now = self._page(source)
         key = f"{kind} {str(place).removeprefix(printable(source.path))}"
         stamp = None if self.folder is None else place.stamp()

@@ -45,9 +45,8 @@ def survey(
 ) -> Scanned:
     """The sound photos of the sources, in order of source, then of name, and all problems of the others.
 
-    Every image is decoded in full, once of equal bytes, but for those that `memo` knows. Problems are of folders, images,
-    masks, references and captions; with `strict_captions` a missing or empty caption is one. outputs: folders in which the
-    run writes, which hold no photos.
+    Every image is decoded in full, once of equal bytes, but for those that `memo` knows. With `strict_captions` a missing or
+    empty caption is a problem. outputs: folders in which the run writes, which hold no photos.
     """
     memo = memo or Memo()
     listings = [layouts.listing(source, apart.owned(source, sources, outputs), memo.layouts) for source in sources]

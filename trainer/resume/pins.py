@@ -128,11 +128,8 @@ def pin_data(
 
 
 def share_out(config: Config, saved: Saved, processes: int, allowed: Allowance, say: Callable[[str], None]) -> Config:
-    """The config with the accumulation that keeps the checkpoint's update over this number of processes.
-
-    A step.accumulation that the person changed since is left for `pin_data` to judge. Raises UserError where the update
-    cannot be shared out evenly.
-    """
+    """The config with the accumulation that keeps the checkpoint's update over this number of processes. Raises UserError
+    where it cannot be shared out evenly. A step.accumulation that was changed since is left to `pin_data`."""
     then, accumulation = saved.values("data"), config.step.accumulation
     count, given = then.get("micro_batches"), then.get("accumulation")
     if count == accumulation * processes or given != accumulation or allowed.permits(SHARE) or type(count) is not int:

@@ -44,10 +44,8 @@ LISTED = 20  # lines of a refusal, and names in one of them
 
 
 def refuse_unlike_configs(peers: Processes, config: Config) -> None:
-    """Compare the config's keys, by which the processes know what they do in common, before they do it; and versions.
-
-    config: the resolved one. Raises UserError, in all processes, with the keys and versions that differ.
-    """
+    """Compare the resolved config's keys, by which the processes know what they do in common, before they do it; and
+    versions. Raises UserError, in all processes, with the keys and versions that differ."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     ours = {"trainer": f"{__version__}, source {_digest(''.join(file.read_text(encoding='utf-8') for file in files))}"}
     _compare(peers, config, lambda: {"config": configs.tree(config), "versions": ours | versions(config.optimizer.name)})

@@ -37,12 +37,10 @@ class Encoders:
 class Reader:
     """Makes the Batch of a micro-batch: `reader[occurrences]`. A pure function of its arguments and the cache.
 
-    examples: by sample. The cache must hold every view of them, and its mask.
-    latent_side: pixels to a side of one latent, as the masks were made for.
-    cache: None if nothing is cached; then `encoders` make what a batch needs, with the same bytes.
-    latent_fingerprint, text_fingerprint: as the cache was filled with; no text fingerprint means that captions are
-    encoded live and `Batch.conditioning` is None.
-    collate: stacks the conditioning of single captions. preserve_as: replaces triggers in `preserved_captions`; None: none.
+    examples: by sample. cache: holds every view of them, and its mask; None: `encoders` make what a batch needs, with the
+    same bytes. latent_side: pixels to a side of one latent. latent_fingerprint, text_fingerprint: as the cache was filled
+    with; no text fingerprint: captions are encoded live and `Batch.conditioning` is None. collate: stacks the conditioning of
+    single captions. preserve_as: replaces triggers in `preserved_captions`; None: none.
     """
 
     examples: Mapping[str, Example]

@@ -47,10 +47,9 @@ def would_fill(examples: Iterable[Example], *, batch_size: int) -> tuple[int, in
 def merged(examples: Sequence[Example], *, batch_size: int, enlarge: bool) -> tuple[Example, ...]:
     """The examples. Those in buckets with fewer appearances in an epoch than a batch are moved to other buckets.
 
-    The smallest bucket goes first. Each of its photos moves to the bucket nearest to its own aspect ratio, of those that
-    are at most APART from the photo's first bucket, however often it moves, and that it covers (unless `enlarge`). If one
-    photo of a bucket has no such bucket, the bucket stays. This repeats until every bucket that is smaller than a batch
-    stays. References keep their sizes: only buckets with the same ones beside them are merged.
+    The smallest bucket goes first. Each of its photos moves to the bucket nearest to its own aspect ratio, of those that are
+    at most APART from the photo's first bucket, that it covers (unless `enlarge`), and that have the same references beside
+    them. If one photo has none, its bucket stays. This repeats until every bucket that is smaller than a batch stays.
     """
     members: dict[ReferenceLayout, list[int]] = defaultdict(list)
     for index, example in enumerate(examples):

@@ -182,9 +182,7 @@ class Cache:
             self._use = pruning.Use(self.directory)
             self._shared = pruning.shared(self.directory)
         except OSError as error:
-            if error.errno not in READ_ONLY:
-                raise
-            self._warn(error)
+            self._note_read_only(error)
         if self.limit is not None and self._use is not None:
             pruning.require_locks(self._use, "data.cache_limit")
 
@@ -222,12 +220,12 @@ class Cache:
         except FileNotFoundError:
             return False
         except OSError as error:
-            if error.errno not in READ_ONLY:
-                raise
-            self._warn(error)
+            self._note_read_only(error)
         return True
 
-    def _warn(self, error: OSError) -> None:
+    def _note_read_only(self, error: OSError) -> None:
+        if error.errno not in READ_ONLY:
+            raise error
         self.unprotected = self.unprotected or (
             f"this run may not write to {error.filename} ({error.strerror}), so it cannot mark which entries of the cache it "
             "uses: other runs and users may delete them. Ask their owner for the right to "

@@ -112,12 +112,10 @@ def fill_latents(
 ) -> int:
     """Make the latents that are not cached yet; returns how many were made. wanted: what `latents_wanted` gives.
 
-    `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo
-    at a time, so that an entry does not depend on its neighbours: with SDXL's VAE on a CPU two
-    at once gave other bits for each of 4 photos. Entries hold "latents", fp32 [C, h, w].
+    `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo at a
+    time: with SDXL's VAE on a CPU two at once gave other bits. Entries hold "latents", fp32 [C, h, w].
     `on_non_finite` is called with a description of every photo whose latents hold NaN or infinity, new or cached; if it
-    raises, the new ones are not kept.
-    Raises UserError if a photo changed after the scan.
+    raises, the new ones are not kept. Raises UserError if a photo changed after the scan.
     """
 
     def made(todo: list[str]) -> Entries:

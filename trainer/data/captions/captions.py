@@ -76,10 +76,8 @@ def report(
 
 
 def frequency(examples: Iterable[Example]) -> dict[str, int]:
-    """How many appearances in an epoch may show each caption, or each tag if the source splits captions into tags.
-
-    A caption with several variants counts for what any of them contains. Regularisation images do not count.
-    """
+    """How many appearances in an epoch, but for regularisation images, may show each caption, or each tag if the source
+    splits captions into tags: in any of a caption's variants."""
     counts: Counter[str] = Counter()
     for example in {e.photo.sample: e for e in examples if not e.photo.source.regularisation}.values():
         rules, variants = example.photo.source.caption_rules, set(example.captions)

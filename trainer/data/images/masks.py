@@ -27,10 +27,8 @@ def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
 
 
 def area_average(mask: Image.Image, box: tuple[float, float, float, float], grid: tuple[int, int]) -> torch.Tensor:
-    """fp32 (rows, columns) = grid: the mean of each cell of the box (left, top, right, bottom).
-
-    A pixel is weighted by the part of it that lies in the cell.
-    """
+    """fp32 (rows, columns) = grid: the mean of each cell of the box (left, top, right, bottom), a pixel weighted by the part
+    of it that lies in the cell."""
     left, top, right, bottom = box
     rows = _averages(np.asarray(mask), top, bottom, grid[0])
     cells = _averages(rows.T, left, right, grid[1]).T

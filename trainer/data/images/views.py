@@ -1,9 +1,5 @@
-"""Views of a photo: mirrored or not, its crop, its colours.
-
-A photo has a finite number of variants (`image_variants`), so that each can be encoded once. A view is a variant, mirrored or
-not. The view of an appearance is drawn by (seed, epoch, sample, repeat). A variant depends on (seed, sample, its number)
-alone.
-"""
+"""Views of a photo: one of its variants (crop and colours), mirrored or not. There are finitely many, so that each can be
+encoded once. The view of an appearance is drawn by (seed, epoch, sample, repeat), a variant by (seed, sample, its number)."""
 
 from dataclasses import astuple, dataclass, replace
 

@@ -25,11 +25,8 @@ CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
 
 def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
     """A folder's photos and captions. path: the folder, or a table in it. If there is a table, the images that it names are
-    used, else every image. owned: folders that are not the source's own.
-
-    With `captions = "auto"` the caption of an image is the first of these that exists: the text of its row, the file beside
-    it (CAPTIONS), the words of the kohya folder around it.
-    """
+    used, else every image. With `captions = "auto"` the caption is the first of these that exists: the text of the image's
+    row, the file beside it (CAPTIONS), the words of the kohya folder around it. owned: folders of others."""
     path = source.path or "."
     root, name = os.path.split(path)
     suffix = os.path.splitext(name)[1].lower()
