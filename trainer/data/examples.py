@@ -58,22 +58,21 @@ def examples(
     """
     made, problems, shapes, of_buckets = [], [], {}, {"step": step, "max_aspect": max_aspect}
     for photo in photos:
-        if photo.source.crop == "none" and (aspect := photo.aspect) > max_aspect:
-            shapes[f"  {photo.image}: {photo.width} x {photo.height} pixels"] = aspect
+        sized = "  {}: {} x {} pixels".format(photo.image, *photo.size)
+        if photo.source.crop == "none" and photo.aspect > max_aspect:
+            shapes[sized] = photo.aspect
         captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
         others = photo.beside.references
         references = tuple(_reference(each, multiple, beside, len(others)) for each in others)
         for resolution in photo.source.resolutions:
-            usual = bucket_of_shape(photo.width, photo.height, resolution=resolution, **of_buckets)
-            bucket = usual if enlarge else bucket_within(photo.width, photo.height, resolution=resolution, **of_buckets)
+            usual = bucket_of_shape(*photo.size, resolution=resolution, **of_buckets)
+            bucket = usual if enlarge else bucket_within(*photo.size, resolution=resolution, **of_buckets)
             if bucket is None:
-                problems.append(
-                    f"  {photo.image}: {photo.width} x {photo.height} pixels, too small for a bucket of resolution "
-                    f"{resolution} (no side of a bucket is shorter than {max(step, -(-resolution // 4))} pixels)"
-                )
+                least = f"no side of a bucket is shorter than {max(step, -(-resolution // 4))} pixels"
+                problems.append(f"{sized}, too small for a bucket of resolution {resolution} ({least})")
                 continue
             name = f"{photo.sample}@{resolution}" if len(photo.source.resolutions) > 1 else photo.sample
-            small = not covers(photo.width, photo.height, usual)
+            small = not covers(*photo.size, usual)
             made.append(Example(name, photo, bucket, captions, small, references=references))
     if shapes:
         least = math.ceil(max(shapes.values()) * 10) / 10

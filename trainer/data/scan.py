@@ -99,10 +99,9 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
 def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:
     """Each in order, and removed from its listing: with a hundred thousand photos, only the photos stay in memory."""
     for each in listings:
-        listed = each.found
-        listed.reverse()
-        while listed:
-            yield listed.pop()
+        each.found.reverse()
+        while each.found:
+            yield each.found.pop()
 
 
 @contextmanager

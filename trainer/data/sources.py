@@ -232,16 +232,6 @@ class Photo:
     notes: tuple[str, ...] = ()
 
     @property
-    def width(self) -> int:
-        """Pixels from left to right."""
-        return self.size[0]
-
-    @property
-    def height(self) -> int:
-        """Pixels from top to bottom."""
-        return self.size[1]
-
-    @property
     def aspect(self) -> float:
         """The long side over the short one."""
         return max(self.size) / min(self.size)
@@ -255,11 +245,6 @@ class Photo:
     def loss_weight(self) -> float:
         """What multiplies its loss: the source's weight times its own."""
         return self.source.loss_weight * self.beside.loss_weight
-
-    @property
-    def has_caption(self) -> bool:
-        """Whether one was found; it may be empty."""
-        return bool(self.caption_from)
 
     @property
     def contents(self) -> str | list[str]:
@@ -284,9 +269,3 @@ class Scanned:
     def left_out(self) -> tuple[tuple[str, str], ...]:
         """(file or folder, reason) of everything that is not used."""
         return tuple((name, entry.reason) for entry in self.account.entries(Heading.LEFT_OUT) for name in entry.names)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The lines of the account that are about what is used."""
-        warnings = (f"{Heading.WARNING}: {entry}" for entry in self.account.entries(Heading.WARNING))
-        return (*map(str, self.account.entries(Heading.NOTE)), *warnings)

@@ -36,7 +36,7 @@ VARIANTS = 8  # of a caption beside its picture
 
 def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tuple[str, str]]:
     """(photo, reason) of every caption that data.strict_captions = true refuses."""
-    photos = ((photo, photo.caption if photo.has_caption else None) for photo in data.scanned.photos)
+    photos = ((photo, photo.caption if photo.caption_from else None) for photo in data.scanned.photos)
     problems = [
         (printable(photo.sample), why) for photo, caption in photos if (why := strict_problem(photo.source, caption, LAYOUTS))
     ]
@@ -153,8 +153,8 @@ def _alike_notes(data: DataPlan) -> list[str]:
 def _small_rows(data: DataPlan) -> Iterator[tuple[str, str, str, str]]:
     for example in data.examples:
         if example.small:
-            (width, height), photo = example.bucket, example.photo
-            scale = max(width / photo.width, height / photo.height)
+            (width, height), photo, (across, down) = example.bucket, example.photo, example.photo.size
+            scale = max(width / across, height / down)
             yield printable(example.sample), _pixels(photo), _by(example.bucket), f"{scale:.2f} x" if scale > 1 else "no"
 
 
@@ -234,7 +234,7 @@ def _in_a_row(images: Sequence[Image.Image]) -> Image.Image:
 
 
 def _pixels(photo: Photo) -> str:
-    return _by((photo.width, photo.height))
+    return _by(photo.size)
 
 
 def _by(size: tuple[int, int]) -> str:

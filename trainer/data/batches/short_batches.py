@@ -78,8 +78,8 @@ def _near(one: Bucket, other: Bucket) -> bool:
 
 
 def _way(example: Example, buckets: Iterable[Bucket], enlarge: bool) -> Bucket | None:
-    photo = example.photo
+    width, height = example.photo.size
     near = [bucket for bucket in buckets if _near(bucket, example.bucket)]
-    open_ones = [bucket for bucket in near if enlarge or covers(photo.width, photo.height, bucket)]
-    shape = math.log(photo.width / photo.height)
+    open_ones = [bucket for bucket in near if enlarge or covers(width, height, bucket)]
+    shape = math.log(width / height)
     return min(open_ones, key=lambda b: (abs(math.log(b[0] / b[1]) - shape), b), default=None)

@@ -66,8 +66,8 @@ def mask_key(example: Example, view: View, *, side: int) -> str:
 
 def _crop(example: Example, view: View) -> dict[str, list[int]]:
     photo = example.photo
-    crop = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
-    if crop == buckets.place(photo.width, photo.height, example.bucket):
+    crop = buckets.place(*photo.size, example.bucket, crop=view.crop)
+    if crop == buckets.place(*photo.size, example.bucket):
         return {}
     return {"crop": [*crop.resized_size, *crop.crop_top_left]}
 

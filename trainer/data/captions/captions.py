@@ -64,8 +64,8 @@ def report(
     }
     return CaptionReport(
         photos=len(by_sample),
-        missing=tuple(sample for sample, example in by_sample.items() if not example.photo.has_caption),
-        empty=tuple(sample for sample, e in by_sample.items() if e.photo.has_caption and "" in e.captions),
+        missing=tuple(sample for sample, example in by_sample.items() if not example.photo.caption_from),
+        empty=tuple(sample for sample, e in by_sample.items() if e.photo.caption_from and "" in e.captions),
         truncated={
             encoder: tuple(sample for sample, example in by_sample.items() if not texts.isdisjoint(example.captions))
             for encoder, texts in too_long.items()

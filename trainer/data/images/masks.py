@@ -20,8 +20,8 @@ def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
     assert photo.mask is not None
     data = read_unchanged(photo.mask.place, photo.mask.sha256)
     mask = decode(data).alpha if photo.source.masks == "alpha" else decode_mask(data)
-    assert mask is not None and mask.size == (photo.width, photo.height)
-    crop = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
+    assert mask is not None and mask.size == photo.size
+    crop = buckets.place(*photo.size, example.bucket, crop=view.crop)
     averaged = area_average(mask, buckets.kept_box(crop), (height // side, width // side))
     return (averaged.flip(1) if view.flip else averaged).contiguous()
 

@@ -28,8 +28,7 @@ class View:
 
     def place(self, example: Example) -> Placement:
         """The place of the photo in its bucket."""
-        photo = example.photo
-        return buckets.place(photo.width, photo.height, example.bucket, flip=self.flip, crop=self.crop)
+        return buckets.place(*example.photo.size, example.bucket, flip=self.flip, crop=self.crop)
 
     def show(self, image: Image.Image, example: Example) -> Image.Image:
         """The photo as it is trained, the reference as it is shown."""

@@ -1,4 +1,4 @@
-"""A table of images: each row names a file and its caption (https://huggingface.co/docs/datasets/image_dataset#imagefolder)."""
+"""A table of images (https://huggingface.co/docs/datasets/image_dataset#imagefolder): a row names a file and its caption."""
 
 import csv
 import json
@@ -43,11 +43,6 @@ class ImageTable:
     problems: list[str] = field(default_factory=list)
     forms: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def folder(self) -> str:
-        """The folder of the files that it may name, with a slash at its end; "" for the source's own."""
-        return self.name[: self.name.rfind("/") + 1]
-
     def adopt(self, names: list[str]) -> None:
         """Give rows the names of files from which only the form of the letters (a Mac's) or of spaces differs."""
         present, lacking = set(names), [name for name in names if name not in self.rows]
@@ -68,7 +63,7 @@ def first_row(path: str) -> dict[str, Any]:
 def read_table(root: str, name: str, source: Source) -> ImageTable:
     """Reads a table. Its `problems` say why rows cannot be used."""
     table, path = ImageTable(name), os.path.join(root, name)
-    column = source.image_column or IMAGE_COLUMN
+    column, folder = source.image_column or IMAGE_COLUMN, name[: name.rfind("/") + 1]
 
     def refuse(why: str) -> None:
         table.problems.append(f"{printable(path)}: {why}")
@@ -83,7 +78,7 @@ def read_table(root: str, name: str, source: Source) -> ImageTable:
             field = caption_field(row, source.caption_column)
             table.caption_column = table.caption_column or field
             try:
-                image, caption = table.folder + _image_name(row[column], column), caption_in(row[field]) if field else None
+                image, caption = folder + _image_name(row[column], column), caption_in(row[field]) if field else None
                 repeats = _number(row, "repeats", 1, "1 or more; to leave a photo out, remove its row")
                 weight = _number(row, "loss_weight", 1e-6, "a number above 0")
                 if repeats % 1:
