@@ -172,8 +172,10 @@ ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
     "layouts": {"data.sources": _no_folder},
     "planning": {
         "memory.fit": attrgetter("memory.fit"),
-        "memory.resident_blocks": lambda config: config.memory.offload == "blocks" and _auto(config.memory.resident_blocks),
-        "step.compile": lambda config: _auto(config.step.compile),
+        "memory.resident_blocks": lambda config: (
+            config.memory.offload == "blocks" and config.memory.resident_blocks == "auto" and "auto"
+        ),
+        "step.compile": lambda config: config.step.compile == "auto" and "auto",
     },
     "pages": {"export.base_model": attrgetter("export.base_model")},
     "summary": {},
@@ -185,11 +187,6 @@ LOST = {
     "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",
     "trackers": "TensorBoard files",
 }  # fmt: skip
-
-
-def _auto(value: object) -> object:
-    """The value where it leaves the choice to the part."""
-    return value if value == "auto" else None
 
 
 def refuse_unserved(config: Config, ports: Ports) -> str:

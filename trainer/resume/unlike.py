@@ -86,7 +86,9 @@ def _compare(
     may_differ = MAY_DIFFER if config.run.deterministic else (*MAY_DIFFER, *HARDWARE)
     allowed = re.compile("|".join(map(translate, may_differ)))
     flat = {f"{name}: {key}": value for name, state in states().items() for key, value in configs.flatten(state).items()}
-    differences = peers.differences({key: _text(value) for key, value in flat.items() if not allowed.match(key)})
+    values = {key: value for key, value in flat.items() if not allowed.match(key)}
+    values |= {key: tensor_sha256(value)[:12] for key, value in values.items() if isinstance(value, torch.Tensor)}
+    differences = peers.differences({key: json.dumps(value) for key, value in values.items()})
     if not differences:
         return
     of_data = {key for key in differences if key.startswith(("data: ", "held-out photos: "))}
@@ -100,10 +102,6 @@ def _compare(
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _text(value: Any) -> str:
-    return json.dumps(tensor_sha256(value)[:12] if isinstance(value, torch.Tensor) else value)
 
 
 def _by_rank(values: Sequence[str | None]) -> str:

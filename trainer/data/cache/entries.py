@@ -147,7 +147,12 @@ class Cache:
         tensors = self._read(key)
         if tensors is None:
             raise DataError(f"cache entry {key} ({self.path(key)}) is missing or damaged; {self._note_damage(key)}")
-        self._remember(key, tensors)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size <= self.memory_bytes:
+            self._memory[key] = tensors
+            self._memory_used += size
+        while self._memory_used > self.memory_bytes:
+            self._forget(next(iter(self._memory)))
         return tensors
 
     def origin(self, key: str) -> str:
@@ -254,15 +259,6 @@ class Cache:
             if "finite" in described:
                 self._not_finite.add(key)
         return tensors
-
-    def _remember(self, key: str, tensors: Tensors) -> None:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if size > self.memory_bytes:
-            return
-        self._memory[key] = tensors
-        self._memory_used += size
-        while self._memory_used > self.memory_bytes:
-            self._forget(next(iter(self._memory)))
 
     def _forget(self, key: str) -> None:
         if key in self._memory:
