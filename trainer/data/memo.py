@@ -60,9 +60,9 @@ class Memo:
         self._copies: dict[tuple[str, str, str], Facts] = {}
         self._lock = Lock()  # photos are read by several threads
 
-    def facts(self, source: Source, kind: str, place: Place, look: Callable[[bytes], Facts]) -> Facts:
-        """The facts of a file, known or by `look` of its bytes, once of equal bytes. kind: what the image is read as. Raises
-        OSError, and ValueError of `look`: a damaged file is read again at every start."""
+    def facts(self, source: Source, kind: str, place: Place, look: Callable[[bytes, str], Facts]) -> Facts:
+        """The facts of a file, known or by `look` of its bytes and their digest, once of equal bytes. kind: what the image is
+        read as. Raises OSError, and ValueError of `look`: a damaged file is read again at every start."""
         before, now = self._page(source)
         key = f"{kind} {str(place).removeprefix(printable(source.path))}"
         stamp = None if self.folder is None else place.stamp()
@@ -72,8 +72,9 @@ class Memo:
             return now[key][1]
         settled = stamp is not None and is_settled(stamp)  # else it may change again without a newer time
         data = place.read()
-        copy = (kind, source.background, hashlib.sha256(data).hexdigest())
-        self._copies[copy] = facts = self._copies.get(copy) or look(data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        copy = (kind, source.background, sha256)
+        self._copies[copy] = facts = self._copies.get(copy) or look(data, sha256)
         self.read += 1
         if stamp is not None and settled:
             now[key] = stamp, facts

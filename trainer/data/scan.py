@@ -1,6 +1,5 @@
 """The training photos: found, read in full and checked before anything else happens. All problems are reported at once."""
 
-import hashlib
 import os
 import sys
 from collections import Counter
@@ -175,16 +174,16 @@ def strict_problem(source: Source, caption: str | None, others: Sequence[SourceR
     return "the caption is empty" if caption == "" else ""
 
 
-def _photo(source: Source, data: bytes) -> Facts:
+def _photo(source: Source, data: bytes, sha256: str) -> Facts:
     seen = decode(data, background=source.background)
     black = None if seen.alpha is None else not seen.alpha.getextrema()[1]
-    about = (seen.image.size, seen.format, seen.choices, seen.notes, black)
-    return Facts(hashlib.sha256(data).hexdigest(), *about, near_duplicates.look(seen.image))
+    look = near_duplicates.look(seen.image)
+    return Facts(sha256, seen.image.size, seen.format, seen.choices, seen.notes, black, look)
 
 
-def _mask(data: bytes) -> Facts:
+def _mask(data: bytes, sha256: str) -> Facts:
     mask = decode_mask(data)
-    return Facts(hashlib.sha256(data).hexdigest(), mask.size, black=not mask.getextrema()[1])
+    return Facts(sha256, mask.size, black=not mask.getextrema()[1])
 
 
 def _read_reference(listed: FoundPhoto, place: Place, number: int, memo: Memo, problems: list[str]) -> Photo | None:
