@@ -13,18 +13,17 @@ import torch
 from trainer.base.console import printable
 
 
-def each_tensor(value: Any, new: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """`value`, with what `new` makes of each tensor in it: in tuples, lists, mappings and dataclasses. kind: what stands for
-    a tensor there."""
-    if isinstance(value, kind):
+def each_tensor(value: Any, new: Callable[[torch.Tensor], Any]) -> Any:
+    """`value`, with what `new` makes of each tensor in it: in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
         return new(value)
     if isinstance(value, (tuple, list)):
-        made = [each_tensor(each, new, kind) for each in value]
+        made = [each_tensor(each, new) for each in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if isinstance(value, Mapping):
-        return {key: each_tensor(each, new, kind) for key, each in value.items()}
+        return {key: each_tensor(each, new) for key, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: each_tensor(getattr(value, each.name), new, kind) for each in fields(value)})
+        return replace(value, **{each.name: each_tensor(getattr(value, each.name), new) for each in fields(value)})
     return value
 
 

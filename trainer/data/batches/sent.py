@@ -1,11 +1,12 @@
 """A batch on its way from a worker to the main process."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 
-from trainer.base.types import Batch, each_tensor
+from trainer.base.types import Batch, Conditioning
 
 LARGE = 2**18  # bytes of a tensor: from here on sharing its memory is quicker than sending it
 
@@ -20,11 +21,11 @@ class Sent:
     @classmethod
     def of(cls, batch: Batch) -> Self:
         """The batch, ready to be sent."""
-        return cls(each_tensor(batch, _packed))
+        return cls(_packed(batch))
 
     def batch(self) -> Batch:
         """The batch that was sent."""
-        return each_tensor(self.packed, _unpacked, _Bytes)
+        return _unpacked(self.packed)
 
     def pin_memory(self) -> Batch:
         """torch's loader asks for it, in a thread of its own."""
@@ -40,13 +41,25 @@ class _Bytes:
     shape: tuple[int, ...]
 
 
-def _packed(tensor: torch.Tensor) -> torch.Tensor | _Bytes:
-    if tensor.nbytes >= LARGE:
-        return tensor
-    flat = tensor.detach().contiguous().reshape(-1)
-    return _Bytes(bytearray(flat.view(torch.uint8).numpy()), tensor.dtype, tuple(tensor.shape))
+def _packed(value: Any) -> Any:
+    """The same with each small tensor as _Bytes. value: a Batch, or what one holds."""
+    if isinstance(value, torch.Tensor) and value.nbytes < LARGE:
+        flat = value.detach().contiguous().reshape(-1)
+        return _Bytes(bytearray(flat.view(torch.uint8).numpy()), value.dtype, tuple(value.shape))
+    return _within(value, _packed)
 
 
-def _unpacked(value: _Bytes) -> torch.Tensor:
-    flat = torch.frombuffer(value.data, dtype=value.dtype) if value.data else torch.empty(0, dtype=value.dtype)
-    return flat.reshape(value.shape)
+def _unpacked(value: Any) -> Any:
+    """The inverse of `_packed`."""
+    if isinstance(value, _Bytes):
+        flat = torch.frombuffer(value.data, dtype=value.dtype) if value.data else torch.empty(0, dtype=value.dtype)
+        return flat.reshape(value.shape)
+    return _within(value, _unpacked)
+
+
+def _within(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(change(each) for each in value)
+    if not isinstance(value, (Batch, Conditioning)):
+        return value
+    return replace(value, **{field.name: change(getattr(value, field.name)) for field in fields(value)})
