@@ -270,10 +270,8 @@ def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[P
         if passed:
             why = f"no valid checkpoint in {root}: {'; '.join(passed)}. Restore one, or remove the folder to start again"
         elif aside := sorted(root.glob("superseded-step-*")):
-            why = (
-                f"{root} holds only checkpoints that were set aside; go on from one with --resume_from {aside[-1]}, or remove"
-            )
-            why += " them to start again"
+            ways = f"go on from one with --resume_from {aside[-1]}, or remove them to start again"
+            why = f"{root} holds only checkpoints that were set aside; {ways}"
         elif resume_from == "latest":
             why = f"there is no checkpoint in {root}; use --resume_from auto to start fresh"
         if why:

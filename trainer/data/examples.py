@@ -58,9 +58,8 @@ def examples(
     """
     made, problems, shapes, of_buckets = [], [], {}, {"step": step, "max_aspect": max_aspect}
     for photo in photos:
-        sized = "  {}: {} x {} pixels".format(photo.image, *photo.size)
         if photo.source.crop == "none" and photo.aspect > max_aspect:
-            shapes[sized] = photo.aspect
+            shapes[_sized(photo)] = photo.aspect
         captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
         others = photo.beside.references
         references = tuple(_reference(each, multiple, beside, len(others)) for each in others)
@@ -69,7 +68,7 @@ def examples(
             bucket = usual if enlarge else bucket_within(*photo.size, resolution=resolution, **of_buckets)
             if bucket is None:
                 least = f"no side of a bucket is shorter than {max(step, -(-resolution // 4))} pixels"
-                problems.append(f"{sized}, too small for a bucket of resolution {resolution} ({least})")
+                problems.append(f"{_sized(photo)}, too small for a bucket of resolution {resolution} ({least})")
                 continue
             name = f"{photo.sample}@{resolution}" if len(photo.source.resolutions) > 1 else photo.sample
             small = not covers(*photo.size, usual)
@@ -89,6 +88,10 @@ def extremes(examples: Iterable[Example]) -> list[ReferenceLayout]:
     """The largest bucket with its references, and the smallest where that is another."""
     layouts = sorted({example.layout for example in examples}, key=lambda layout: (sum(map(math.prod, layout)), layout))
     return list(dict.fromkeys((layouts[-1], layouts[0]))) if layouts else []
+
+
+def _sized(photo: Photo) -> str:
+    return "  {}: {} x {} pixels".format(photo.image, *photo.size)
 
 
 def _reference(photo: Photo, multiple: int, rule: ReferenceRule, count: int) -> Example:
