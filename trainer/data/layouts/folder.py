@@ -74,9 +74,7 @@ class Reading:
         self._refuse_idle_columns()
         self._refuse_undecodable()
         for key, root in self.source.folders.items():
-            unused(
-                root, self.taken[key], self._count_out, self.problems, f"a {key.removesuffix('s')}, and no image has its name"
-            )
+            unused(root, self.taken[key], self._count_out, self.problems, key.removesuffix("s"))
         self.problems += refuse_differing(self.found)
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if self.found:

@@ -13,7 +13,6 @@ from trainer.data.layouts.beside import folded, why_no_photo
 from trainer.data.layouts.walk import Folder, LeaveOut, Tree
 from trainer.data.sources import File, FoundPhoto, Place, Source
 
-NOT_SHOWN = "a reference, and no image has its name"
 ALONE = {"references": "NAME.ref.png", "masks": "NAME.mask.png"}  # what is looked for beside the photos
 _NUMBERED = re.compile(r"(.+)\.ref([1-9]\d*)?", re.DOTALL | re.IGNORECASE)
 
@@ -71,7 +70,7 @@ class References:
         """(name, reason) of references beside the photos that no photo has. left_out: images that are not trained on."""
         unused = {folded(os.path.splitext(image)[0]) for image in left_out}
         return [
-            (name, "its image is left out" if folded(stem) in unused else NOT_SHOWN)
+            (name, "its image is left out" if folded(stem) in unused else "a reference, and no image has its name")
             for (stem, _), by_number in (() if self.root else self._by_name.items())
             for names in by_number.values()
             for name in names
@@ -91,12 +90,12 @@ def listed(root: str, folder: str, problems: list[str]) -> list[str]:
         return []
 
 
-def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str], idle: str) -> None:
-    """Leave out the files in a folder of references or masks that no photo has. taken: by their names within it."""
+def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str], noun: str) -> None:
+    """Leave out the files in a folder of references or masks (noun: of one) that no photo has. taken: by their names."""
     for folder, files in Folder(root).walk(lambda name, *why: leave_out(os.path.join(root, name), *why), problems):
         for name in files:
             if folder + name not in taken:
-                why = why_no_photo(name, plugins.lacking()) or idle
+                why = why_no_photo(name, plugins.lacking()) or f"a {noun}, and no image has its name"
                 leave_out(os.path.join(root, folder + name), why, 1)
 
 
