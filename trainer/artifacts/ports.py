@@ -56,12 +56,14 @@ class Pages(Protocol):
 
     def first_page(self, layout: Layout, *, name: str, enabled: bool) -> AbstractContextManager[None]:
         """A block with the page of a run that is prepared."""
+        ...
 
     def page_of(
         self, plan: RunPlan, components: Components, context: RunContext, progress: Progress, start: Start,
         *, contents: Mapping[str, str], environment: Mapping[str, Any],
     ) -> Page:  # fmt: skip
         """The pages of a run that is built. contents: digests of the model's files, by component."""
+        ...
 
 
 class StartReader(Protocol):
@@ -70,9 +72,11 @@ class StartReader(Protocol):
     def read_start(self, plan: RunPlan) -> tuple[Portable, Account]:
         """(the adapter that adapter.init_from names, what was assumed of it). Reads headers and scales. Raises UserError for
         what does not fit the plan."""
+        ...
 
     def with_below(self, plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
         """The plan with the frozen adapter that adapter.under names. Raises UserError for what does not fit."""
+        ...
 
 
 class Planning(Protocol):
@@ -83,12 +87,15 @@ class Planning(Protocol):
         *, base: Callable[[], int] | None, kept: Collection[str], say: Callable[[str], None],
     ) -> RunPlan:  # fmt: skip
         """The plan with what `memory.fit` and `memory.resident_blocks` choose. Raises UserError where nothing fits."""
+        ...
 
     def compiling(self, plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
         """The plan with what `step.compile` chooses, alike in all processes."""
+        ...
 
     def what_would_fit(self, plan: RunPlan, *, on_cpu: bool) -> str:
         """What lowers a step's need of memory, in words, for a run whose step ran out of it."""
+        ...
 
 
 class Summary(Protocol):
@@ -96,6 +103,7 @@ class Summary(Protocol):
 
     def described(self, plan: RunPlan) -> str:
         """What a run says at its start: what it will do, and what of it looks unintended."""
+        ...
 
 
 class Trackers(Protocol):
@@ -109,6 +117,7 @@ class Trackers(Protocol):
 
     def open_trackers(self, config: Config, context: RunContext, progress: Progress) -> list[Tracker]:
         """Those that the config asks for."""
+        ...
 
 
 class Copying(Protocol):
@@ -119,6 +128,7 @@ class Copying(Protocol):
 
     def running(self, signals: Signals, step: int) -> AbstractContextManager[None]:
         """A block in which files are copied, and at whose end all processes wait for the rest. step: where it begins."""
+        ...
 
 
 class Mirrors(Protocol):
@@ -129,6 +139,7 @@ class Mirrors(Protocol):
 
     def ask_mirror(self, config: Config, context: RunContext, resume_from: str | None) -> Copying:
         """What copies to `checkpoint.mirror`; a newer checkpoint that is there is fetched first."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,13 @@ class Conditioning:
     lengths: tuple[int, ...] = ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, as they are cached on disk: `Conditioning(**tensors)` is the inverse."""
+        """All tensors by name, as they are cached on disk; `from_tensors` is the inverse."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """The conditioning of which `tensors` are all tensors, by name."""
+        return cls(**tensors)
 
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""

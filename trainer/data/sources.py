@@ -92,9 +92,11 @@ class Place(Protocol):
 
     def read(self) -> bytes:
         """Raises OSError; ValueError with the reason, if the file that contains them is damaged."""
+        ...
 
     def stamp(self) -> Stamp | None:
         """What changes with the bytes; None if that is not known without reading them. Raises OSError."""
+        ...
 
 
 class CaptionPlace(Protocol):
@@ -103,6 +105,7 @@ class CaptionPlace(Protocol):
     def read(self) -> bytes | str | None:
         """The bytes of a file that is the caption, or the text in another; None if that says that there is no caption. Raises
         OSError; ValueError with the reason, if the file is damaged."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +184,16 @@ class SourceReader(Protocol):
 
     def reads(self, path: str) -> bool:
         """Whether a source's path is of this kind."""
+        ...
 
     def caption_places(self, source: Source) -> str:
         """The places where captions of the source's photos are looked for, in words."""
+        ...
 
     def listing(self, source: Source, owned: Any) -> Listing:
         """The contents of the source, in the order of names. Reads no image. owned: folders that are not the source's own
         (layouts/apart.py)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

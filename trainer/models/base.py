@@ -135,7 +135,7 @@ def _counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:
 
 def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:
     """One conditioning of encoders that each give other tensors."""
-    return Conditioning(**{name: tensor for part in parts for name, tensor in part.items()})
+    return Conditioning.from_tensors({name: tensor for part in parts for name, tensor in part.items()})
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:

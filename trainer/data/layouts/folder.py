@@ -135,6 +135,7 @@ class Reading:
             name = folder + image
             row = ImageRow(0) if table is None else table.rows.pop(name, None)
             if row is None:
+                assert table is not None
                 rest.append((image, f"no row of {printable(table.name)} names it"))
                 not_trained.append(image)
                 continue

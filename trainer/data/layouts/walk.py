@@ -30,6 +30,7 @@ class Tree(Protocol):
 
     def place(self, name: str) -> Place:
         """The place of a file in the folder that `walk` gave last. name: relative to `root`."""
+        ...
 
 
 class Folder:
