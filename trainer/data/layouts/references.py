@@ -91,7 +91,7 @@ def listed(root: str, folder: str, problems: list[str]) -> list[str]:
 
 
 def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str], noun: str) -> None:
-    """Leave out the files in a folder of references or masks (noun: of one) that no photo has. taken: by their names."""
+    """Leave out the files in a folder of references or masks that no photo has. taken: by name. noun: what a file is."""
     for folder, files in Folder(root).walk(lambda name, *why: leave_out(os.path.join(root, name), *why), problems):
         for name in files:
             if folder + name not in taken:
