@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.base.account import Heading
 from trainer.base.types import Occurrence
 from trainer.data import layouts
 from trainer.data import scan as scanning
@@ -34,6 +35,12 @@ def scan(sources: Sequence[Source], **keys: Any) -> Scanned:
     scanned = survey(sources, **keys)
     scanning.refuse_damaged(scanned)
     return scanned
+
+
+def notes_of(scanned: Scanned) -> tuple[str, ...]:
+    """The lines of the account that are about what is used."""
+    warnings = (f"{Heading.WARNING}: {entry}" for entry in scanned.account.entries(Heading.WARNING))
+    return (*map(str, scanned.account.entries(Heading.NOTE)), *warnings)
 
 
 def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, ReferenceLayout]]:

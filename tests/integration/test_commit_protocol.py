@@ -294,7 +294,8 @@ class Scenario:
             return
         saver = Saver(base / ROOT, keep_last=self.keep_last, background=False)
         saver.save(step or self.step, contents(step or self.step))
-        saver.wait()
+        if (failure := saver.join()) is not None:
+            raise failure
 
 
 def damage(root: Path) -> None:
@@ -486,7 +487,7 @@ def test_the_log_is_on_the_disk_before_the_checkpoint(bench: Bench) -> None:
         for step in (1, 2):
             log.log({"step": step, "loss": 0.5, "lr": 1e-4})
             saver.save(step, contents(step))
-            saver.wait()
+            assert saver.join() is None
         log.close()
     order = [(what, path.name) for what, path in system.calls]
     for step in (1, 2):

@@ -70,11 +70,9 @@ class Artifacts:
 
     def export_step(self, at: Position) -> None:
         """Write the adapter files that have the step in their names, unless an earlier start did."""
-        config = self.plan.config
-        stem = f"{config.run.name}-{at.step:08d}"
+        stem, folder = f"{self.plan.config.run.name}-{at.step:08d}", self.context.layout.adapters
         stems = [stem + ending for ending in self.state.weights_for_use()]
-        files = [file for each in stems for file in self._names(each, self._formats)]
-        if not at.fresh and all((self.context.layout.adapters / file).exists() for file in files):
+        if not at.fresh and all((folder / file).exists() for each in stems for file in self._names(each, self._formats)):
             return
         try:
             with FileGroup() as group:
@@ -153,15 +151,14 @@ class Artifacts:
     def leave_files(self) -> None:
         """Write the adapter files and their card of the present step, where the training was stopped. The next stop, or
         the end, overwrites them."""
-        say, step = self.context.processes.say, self.state.progress.step
         if not self.context.processes.is_main:
             return
         try:
             written = self.export_newest()
         except NotTrained as error:
-            say(f"warning: {error}")
-            return
-        say(f"adapter files of step {step} (overwritten at the next stop or at the end):")
+            return self.context.processes.say(f"warning: {error}")
+        step = self.state.progress.step
+        self.context.processes.say(f"adapter files of step {step} (overwritten at the next stop or at the end):")
         self._say_where(written)
 
     def leave_report(self) -> None:
@@ -185,11 +182,10 @@ class Artifacts:
                 # Each a line of its own, to be copied.
                 say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
                 say(f"    {path}", whole=True)
-                fields = TensorFile(path).metadata
                 if (adapted := self.state.adapter.kind).module:
                     beside = "not for A1111, InvokeAI, sd-scripts"
                     say(f"    as a {adapted.word} {beside}: merge or convert --to lora (scripts/adapter.py)")
-                if phrase := fields.get(sd_scripts.ENTRY):
+                if phrase := TensorFile(path).metadata.get(sd_scripts.ENTRY):
                     say(f"note: {sd_scripts.sentence(phrase)}")
             elif kind.startswith("peft"):
                 component = kind.removeprefix("peft ").partition(",")[0]
@@ -203,10 +199,8 @@ class Artifacts:
             say(f"note: {sentence}")
 
     def finish(self) -> None:
-        """Leave what a whole training leaves: the adapter files, what it changed and the report.
-
-        Raises NotTrained, after all else is done, for an adapter that no update has reached.
-        """
+        """Leave what a whole training leaves: the adapter files, what it changed and the report. Raises NotTrained, after all
+        else is done, for an adapter that no update has reached."""
         say, page = self.context.processes.say, self.page
         if not self.context.processes.is_main:
             return

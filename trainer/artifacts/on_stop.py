@@ -1,23 +1,17 @@
-"""What a run that was stopped leaves beside its checkpoint (export.on_stop): adapter files and a report as of that step.
-
-The checkpoint is on the disk by then. So whoever does not wait for this work, and kills the process, loses nothing.
-"""
+"""What a run that was stopped leaves beside its checkpoint (export.on_stop): adapter files and a report as of that step."""
 
 from trainer.artifacts.exports import Artifacts
 from trainer.base.errors import Interrupted, PeerStopped, is_out_of_memory
 from trainer.base.signals import Signals
 
-# Of the time that whoever stops a process gives it: ten seconds (docker stop) or more, of which the step under way and the
-# checkpoint have taken some.
+# Whoever stops a process gives it ten seconds (docker stop) or more; step and checkpoint have taken some. The checkpoint is
+# on the disk by then: to be killed meanwhile loses nothing.
 SECONDS = 5.0
 
 
 def leave_in_time(artifacts: Artifacts, signals: Signals) -> None:
-    """Write the adapter files and the report after a signal: within SECONDS and until a second signal, else not at all.
-    Raises none of what may stand in the way: the run ends by its signal, whatever else happens.
-
-    All processes call it; those that have nothing to write wait for the one that has.
-    """
+    """Write the adapter files and the report after a signal: within SECONDS and until a second signal, else not at all. What
+    stands in the way is said: the run ends by its signal. All processes call it, and wait for the one that writes."""
     processes, step = artifacts.context.processes, artifacts.state.progress.step
     signals.promise = f"leaving at once; step {step} is saved"
     earlier, why, files = artifacts.earlier(), None, False
@@ -36,10 +30,8 @@ def leave_in_time(artifacts: Artifacts, signals: Signals) -> None:
         why = f"out of memory: {reason}" if is_out_of_memory(error) else reason
     if why is not None:
         old = f"{', '.join(earlier)} are still those of an earlier step" if earlier else "there are none"
-        left = (
-            f"the adapter files are of step {step}, the report is older" if files else f"no adapter files of this step, {old}"
-        )
-        processes.say(
-            f"{left} ({why}); step {step} is saved, and `python scripts/adapter.py export` makes the files of its checkpoint"
-        )
+        old = f"no adapter files of this step, {old}"
+        left = f"the adapter files are of step {step}, the report is older" if files else old
+        remedy = "`python scripts/adapter.py export` makes the files of its checkpoint"
+        processes.say(f"{left} ({why}); step {step} is saved, and {remedy}")
     processes.wait()

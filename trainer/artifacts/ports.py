@@ -1,14 +1,13 @@
-"""What a run hands to parts on top of it. Whoever opens a run gives them (`workbench/commands/ports.py` has all), and the
-core names none of them: without them a run trains, saves, resumes and writes its adapter files.
-
-What a config asks of a part that is not there is refused by its key. A module may stand for a protocol.
-"""
+"""What a run hands to parts on top of it, which whoever opens a run gives (`workbench/commands/ports.py` has all). Without
+them a run trains, saves, resumes and writes its adapter files; what its config asks of a part that is not there is refused
+by its key. A module may stand for a protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -165,43 +164,40 @@ class Ports:
     mirror: Mirrors | None = None
 
 
-# By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing. TensorBoard's
-# files are a default: a run without trackers says that there are none.
-ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
-    "adapter_files": {
-        "adapter.init_from": lambda config: config.adapter.init_from,
-        "adapter.under": lambda config: config.adapter.under,
-    },
-    "layouts": {"data.sources": lambda config: _no_folder(config)},
-    "planning": {
-        "memory.fit": lambda config: config.memory.fit,
-        "memory.resident_blocks": lambda config: config.memory.offload == "blocks" and _auto(config.memory.resident_blocks),
-        "step.compile": lambda config: _auto(config.step.compile),
-    },
-    "pages": {"export.base_model": lambda config: config.export.base_model},
-    "summary": {},
-    "trackers": {
-        "logging.tensorboard": lambda config: config.logging.tensorboard and _is_written(config, "logging.tensorboard"),
-        "logging.wandb": lambda config: config.logging.wandb,
-    },
-    "mirror": {"checkpoint.mirror": lambda config: config.checkpoint.mirror},
-}
-
-
 def _no_folder(config: Config) -> str | None:
     """The first place of photos that is no folder and no table."""
     paths = [path for source in config.data.sources for path in (source.path, source.held_out) if path]
     return next((p for p in paths if p.startswith(HUB) or (ARCHIVE.fullmatch(p) and not Path(p).is_dir())), None)
 
 
-def _is_written(config: Config, key: str) -> bool:
-    table, _, name = key.partition(".")
-    return name in getattr(config, table).model_fields_set
+def _tensorboard(config: Config) -> bool:
+    """Its files are a default: a run without trackers says that there are none."""
+    return config.logging.tensorboard and "logging.tensorboard" in {
+        f"logging.{key}" for key in config.logging.model_fields_set
+    }
 
 
-def _auto(value: object) -> object:
-    """The value where it leaves the choice to the part."""
-    return value if value == "auto" else None
+# By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing.
+ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
+    "adapter_files": {key: attrgetter(key) for key in ("adapter.init_from", "adapter.under")},
+    "layouts": {"data.sources": _no_folder},
+    "planning": {
+        "memory.fit": attrgetter("memory.fit"),
+        "memory.resident_blocks": lambda config: (
+            config.memory.offload == "blocks" and config.memory.resident_blocks == "auto" and "auto"
+        ),
+        "step.compile": lambda config: config.step.compile == "auto" and "auto",
+    },
+    "pages": {"export.base_model": attrgetter("export.base_model")},
+    "summary": {},
+    "trackers": {"logging.tensorboard": _tensorboard, "logging.wandb": attrgetter("logging.wandb")},
+    "mirror": {"checkpoint.mirror": attrgetter("checkpoint.mirror")},
+}
+# What a run lacks without a part, in words.
+LOST = {
+    "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",
+    "trackers": "TensorBoard files",
+}  # fmt: skip
 
 
 def refuse_unserved(config: Config, ports: Ports) -> str:
@@ -215,8 +211,4 @@ def refuse_unserved(config: Config, ports: Ports) -> str:
                     f"{key} = {value!r} is read by {part!r}, a part that this run was opened without; from Python "
                     "give all parts: from workbench import PORTS, Session.open(config, ports=PORTS); or leave the key out"
                 )
-    lost = {
-        "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",
-        "trackers": "TensorBoard files",
-    }  # fmt: skip
-    return ", ".join(lost[part] for part in missing if part in lost)
+    return ", ".join(LOST[part] for part in missing if part in LOST)

@@ -1,7 +1,4 @@
-"""What an adapter file says of the run it comes from, as a piece of the checkpoint: so any checkpoint gives its files.
-
-Nothing is pinned by it and nothing restored from it: a run that goes on makes it anew.
-"""
+"""What an adapter file says of the run it comes from, as a piece of the checkpoint: so any checkpoint gives its files."""
 
 import json
 from collections import Counter
@@ -85,11 +82,8 @@ class Origin:
 
     @cached_property
     def _training(self) -> dict[str, str]:
-        """Of all the entries of kohya's trainer those that people and programs read, and whose values are this run's.
-
-        Nothing that differs between a run and the same one that was moved or interrupted: folders are numbered, and the date
-        is that of the day.
-        """
+        """Of all the entries of kohya's trainer those that people and programs read, and whose values are this run's. Folders
+        are numbered and the date is that of the day: a run that was moved or interrupted has the same."""
         plan, config = self.plan, self.plan.config
         schedule, objective, rate = config.schedule, plan.config.objective, config.optimizer.lr
         of_encoders = rate if config.optimizer.text_encoder_lr is None else config.optimizer.text_encoder_lr
@@ -148,4 +142,4 @@ class Origin:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing of it decides what the following steps do."""
+        """Nothing of it decides what the following steps do: a run that goes on makes it anew."""

@@ -31,11 +31,11 @@ def draw_samples(
     weights: WithWeights = MappingProxyType({"": nullcontext}),
 ) -> None:
     """One PNG for every request, named by the request's index, with what was asked as text entries "prompt" and "request".
+    The folder appears when all are drawn.
 
-    The folder appears when all are drawn. requests: dataclasses of JSON values, and of `images`.
-    sample: request -> PIL image; it may raise Interrupted, which leaves no folder.
-    weights: by an ending of the files' names, a context with the weights to draw with: "" and, of an average, "_ema", which
-    "request" tells too.
+    requests: dataclasses of JSON values, and of `images`. sample: request -> PIL image; it may raise Interrupted, which
+    leaves no folder. weights: by an ending of the files' names, a context with the weights to draw with: "" and, of an
+    average, "_ema", which "request" tells too.
     """
     with appearing(folder) as temporary:
         for ending, used in weights.items():
@@ -67,10 +67,7 @@ def _asked(request: Any) -> dict[str, Any]:
 
 def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder: Path) -> None:
     """Write what the samples ought to look like, beside them: a PNG for every request whose truth is known, described as they
-    are.
-
-    A file is named by its request: files of earlier prompts stay.
-    """
+    are. A file is named by its request: files of earlier prompts stay."""
     for request, truth in zip(requests, truths, strict=True):
         if truth is not None:
             _keep(request, truth, folder)

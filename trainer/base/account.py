@@ -1,7 +1,4 @@
-"""What was found and what became of it: counted, with a few names and the reason for each kind, in one place.
-
-The data has an account and the model has one. The start of a run, --plan and the data page print them.
-"""
+"""What was found in the data or the model and what became of it: counted, with a few names and the reason for each kind."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -79,15 +76,14 @@ class Account:
     def lines(self) -> list[str]:
         """What is printed: the counts, then a line for each entry."""
         used, left_out = [e for e in self if e.heading is Heading.USED], self.entries(Heading.LEFT_OUT)
-        parts = [counted(entry.count, entry.noun) for entry in used if entry.count]
-        parts += [f"{sum(entry.count for entry in left_out):,} left out"] if left_out else []
+        parts, sums = [counted(entry.count, entry.noun) for entry in used if entry.count], Counter[str]()
+        for entry in left_out:
+            sums[entry.noun] += entry.count
+        parts += [f"{sums.total():,} left out"] if left_out else []
         lines = [f"found: {', '.join(parts)}"] if used else []
         lines += map(str, self.entries(Heading.NOTE))
         for heading in (Heading.ASSUMED, Heading.WARNING):
             lines += [f"{heading}: {entry}" for entry in self.entries(heading)]
-        sums: Counter[str] = Counter()
-        for entry in left_out:
-            sums[entry.noun] += entry.count
         lines += [f"{Heading.LEFT_OUT}: {', '.join(counted(n, noun) for noun, n in sums.items())}"] if left_out else []
         return lines + [f"  {entry}" for entry in left_out]
 

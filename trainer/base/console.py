@@ -1,10 +1,6 @@
-"""What a run says to people.
-
-Who reads it may leave: a terminal closes, the other end of a pipe stops. The run goes on then, and what it says later is
-lost. No line has control characters, wherever its words come from; only the live line of a terminal is moved by some.
-
-With logging.json each line is an object on stdout, whichever stream it would go to. Errors stand on stderr, too.
-"""
+"""What a run says to people. Where nobody reads any more (a terminal closes, a pipe's other end stops) the run goes on. No
+line has control characters, wherever its words come from. With logging.json each line is an object on stdout; errors stand
+on stderr, too."""
 
 import errno
 import os
@@ -60,12 +56,8 @@ def moves(stream: TextIO) -> bool:
 
 
 class LiveLine:
-    """The line at the bottom of the terminal (stderr) that is written over again and again: what a run is busy with.
-
-    Neither tqdm nor rich: what such a line says is ours, since they cut a number in two where it does not fit, and what
-    remains is one carriage return. It is written over from its start, and what is left of the old one is deleted after it: so
-    it does not flicker. json: of logging.json, under which there is none.
-    """
+    """The line at the bottom of the terminal (stderr) that is written over again and again: what a run is busy with. tqdm and
+    rich cut a number in two where it does not fit. json: of logging.json, under which there is none."""
 
     text = ""
     json = False
@@ -77,7 +69,7 @@ class LiveLine:
         text = broken(text, columns)[0][:columns]
         if text != self.text and not (text and time.monotonic() < self._hidden_until):
             self.text = text
-            with read_or_not(sys.stderr):
+            with read_or_not(sys.stderr):  # what is left of the old line is deleted after the new one: no flicker
                 print(f"\r{text}{REST}", end="", file=sys.stderr, flush=True)
 
     def hide(self) -> None:
@@ -90,12 +82,8 @@ LIVE = LiveLine()  # a process has one terminal
 
 
 def write(text: str, stream: TextIO | None = None, *, whole: bool = False, fields: Mapping[str, Any] | None = None) -> None:
-    """One line or several, above the live one; to stdout unless said otherwise.
-
-    Lines that are too long are broken between words. A word that is longer than a line, as a path may be, stays whole.
-    whole: no line is broken, because it is there to be copied, or to be searched for by its words. fields: more entries of
-    the object.
-    """
+    """One line or several, above the live one; to stdout unless said otherwise. Long lines are broken between words. whole:
+    no line is broken, because it is there to be copied, or searched for by its words. fields: more entries of the object."""
     stream = stream or sys.stdout
     if LIVE.json:
         import json  # which --help does without
@@ -110,16 +98,13 @@ def write(text: str, stream: TextIO | None = None, *, whole: bool = False, field
     if not whole:
         columns = width(stream)
         lines = [part for line in lines for part in broken(line, columns)]
-    output = "\n".join(lines)
+    output = "\n".join(lines) + "\n"
     if LIVE.text and stream.isatty():
-        # In one piece: a terminal shows no state in between.
-        output = f"\r{REST}{output}\n{LIVE.text}"
-        end = ""
+        output = f"\r{REST}{output}{LIVE.text}"  # in one piece: a terminal shows no state in between
     else:
         LIVE.hide()
-        end = "\n"
     with read_or_not(stream):
-        print(output, end=end, file=stream, flush=True)
+        print(output, end="", file=stream, flush=True)
 
 
 def broken(line: str, columns: int) -> list[str]:
@@ -142,14 +127,12 @@ def fitted(fields: Sequence[tuple[int, str]], columns: int) -> str:
 
 
 def printable(what: object) -> str:
-    """A name in one line that does to a terminal what it looks like: whatever else it holds is written as escapes.
-
-    That is control characters, marks that turn the direction of writing, and bytes that are not UTF-8.
-    """
+    """A name in one line that does to a terminal what it looks like: control characters, marks that turn the direction of
+    writing, and bytes that are not UTF-8 are written as escapes."""
     text = str(what)
     if text.isprintable():
         return text
-    return "".join(each if _plain(each) else _escaped(each) for each in text)
+    return "".join(map(_escaped, text))
 
 
 def without_keys(text: str) -> str:
@@ -174,11 +157,9 @@ def some(names: Sequence[str]) -> str:
     return shortlist([repr(name[:200]) for name in names], NAMED)
 
 
-def _plain(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"  # spaces of any width
-
-
 def _escaped(character: str) -> str:
+    if character.isprintable() or unicodedata.category(character) == "Zs":  # spaces of any width
+        return character
     if "\udc80" <= character <= "\udcff":  # a byte, as Python keeps it in names
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode()

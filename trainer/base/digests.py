@@ -25,10 +25,8 @@ def is_settled(stamp: Stamp) -> bool:
 
 
 class FileDigests:
-    """Digests by path, each good as long as the file keeps its size, inode and times (of contents and of the inode).
-
-    memory: a JSON file that is read now and written with every new digest; None: they are remembered in this process only.
-    """
+    """Digests by path, each good as long as the file keeps its stamp. memory: a JSON file that is read now and written with
+    every new digest; None: this process alone remembers them."""
 
     def __init__(self, memory: Path | None = None, phases: Phases = QUIET) -> None:
         self.memory, self.phases = memory, phases

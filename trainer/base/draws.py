@@ -1,7 +1,5 @@
-"""Keyed randomness: every draw is a pure function of (seed, purpose, key), made on the CPU.
-
-There is no generator to advance, so nothing to save and nothing to lose: a draw is the same on every device, for every
-batch size, worker count and process count, and in a resumed run.
+"""Keyed randomness: every draw is a pure function of (seed, purpose, key), made on the CPU: the same on every device, for
+every batch size, worker count and process count, and in a resumed run.
 
 Purposes in use, by their key:
 (epoch, sample, repeat), of one appearance of a training image: "order", "flip", "image_variant", "caption_dropout",
@@ -35,11 +33,8 @@ def _bits(seed: int, purpose: str, key: tuple[int | str, ...]) -> int:
 
 
 def generator(seed: int, purpose: str, *key: int | str) -> torch.Generator:
-    """A fresh CPU generator, seeded with 63 bits of the hash.
-
-    torch's CPU generator (MT19937) keeps only the low 32 bits of its seed, so two keys share a stream with probability
-    2**-32; among 100,000 noise draws about one pair does, which no training notices. `uniform` uses the hash itself.
-    """
+    """A fresh CPU generator, seeded with 63 bits of the hash. torch's (MT19937) keeps the low 32 bits of its seed: among
+    100,000 noise draws about one pair shares a stream, which no training notices. `uniform` uses the hash itself."""
     return torch.Generator(device="cpu").manual_seed(_bits(seed, purpose, key) >> 1)
 
 

@@ -1,20 +1,14 @@
-"""How a run can fail, and the exit status that tells it. Imports next to nothing, so that the command line starts at once.
-
-`reading` is the one context in which files of others are read: configs, tokenizers, indexes, tables, captions, adapters. What
-a library raises there is the file's fault, and becomes one sentence for its owner. What our own code raises is a fault of
-ours, and stays what it is. A conversion of a value is a call of `converted`, so that its error is the file's, too. The
-environment is read by `number_in`, and what the system refuses is told by `ending`.
-"""
+"""How a run can fail, and the exit status that tells it. Imports next to nothing, so that the command line starts at once."""
 
 import errno
 import os
 import signal
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -144,11 +138,9 @@ def told(error: BaseException, said: str) -> str:
 @contextmanager
 def reading(file: Path | str, what: str = "", *, remedy: str = AGAIN) -> Iterator[None]:
     """A block that reads `file`, which others wrote. Raises UserError with the file, `what` and the remedy for what a
-    library raises within, and for a ValueError, with which our own readers refuse what a file holds.
-
-    what: the key, row or part that is read. remedy: "" where the ValueErrors have their own. An OSError with a number is the
-    system's, and stays.
-    """
+    library raises within, and for a ValueError, with which our own readers refuse what a file holds; other errors of our
+    code, and an OSError with a number, stay. what: the key, row or part that is read. remedy: "" where the ValueErrors have
+    their own."""
     try:
         yield
     except (UserError, MemoryError):
@@ -171,18 +163,11 @@ def reason_of(error: BaseException) -> str:
 def raised_by_file(error: BaseException) -> bool:
     """Whether an exception came out of a library's code, or is a ValueError: so that what was read is at fault. Code in
     Rust leaves no place, and raises a bare Exception."""
-    place = _innermost(error.__traceback__)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # Code without a file (a dataclass makes some) is its caller's.
+    place = next((file for file in reversed(files) if not file.startswith("<")), "")
     library = place.startswith(STANDARD) or not PACKAGES.isdisjoint(Path(place).parts)
     return isinstance(error, ValueError) or type(error) is Exception or (library and not place.startswith(OWN))
-
-
-def _innermost(traceback: TracebackType | None) -> str:
-    """The file of the code that raised; of code without one (a dataclass makes some), of what called that."""
-    file = ""
-    while traceback is not None:
-        name, traceback = traceback.tb_frame.f_code.co_filename, traceback.tb_next
-        file = file if name.startswith("<") else name
-    return file
 
 
 def converted(convert: Callable[..., T], value: object, should_be: str) -> T:
@@ -202,14 +187,15 @@ def number_in(variable: str, otherwise: int, *, least: int = 0, most: int = 2**3
     return number
 
 
-def shown(value: object) -> str:
-    """A value for a message, in at most 80 characters."""
+def shown(value: object, most: int = 80) -> str:
+    """A value for a message, in at most so many characters."""
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-# What ends a run, in a few words.
 CAUSES: Mapping[Any, str] = {
+    KeyboardInterrupt: "stopped at once",
+    PeerStopped: "another process of the run has ended",
     NonFiniteError: "a value was not finite",
     (OutOfMemory, MemoryError): "out of memory",
     DataError: "data could not be read",
@@ -219,11 +205,6 @@ CAUSES: Mapping[Any, str] = {
 
 def cause(error: BaseException) -> str:
     """What ended a run, in a few words, for who reads it from outside."""
-    match error:
-        case Interrupted():
-            return f"stopped by {signal.Signals(error.signum).name}"
-        case KeyboardInterrupt():
-            return "stopped at once"
-        case PeerStopped():
-            return "another process of the run has ended"
+    if isinstance(error, Interrupted):
+        return f"stopped by {signal.Signals(error.signum).name}"
     return next((words for kinds, words in CAUSES.items() if isinstance(error, kinds)), "an error")

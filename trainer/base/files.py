@@ -27,12 +27,9 @@ except ModuleNotFoundError:  # Windows
 
 # Progress callback: called with the count of units (bytes, layers) just done. Raising cancels the work.
 Advance = Callable[[int], object]
-
-# As `write_atomic`, or `FileGroup.write`.
-Write = Callable[[Path | str, Iterable[memoryview | bytes], Advance], tuple[str, int]]
+Write = Callable[[Path | str, Iterable[memoryview | bytes], Advance], tuple[str, int]]  # `write_atomic`, `FileGroup.write`
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file system without record locks
-
 CHUNK_BYTES = 2**25  # of large files: read, hashed and written fast enough to hear of a signal in between
 
 
@@ -74,7 +71,7 @@ def open_regular(path: Path) -> IO[bytes]:
     if not stat.S_ISREG(kind):
         os.close(number)
         code = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
-        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "Not a regular file", str(path))
+        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "not a regular file", str(path))
     return open(number, "rb")
 
 
@@ -91,10 +88,8 @@ def hash_file(path: Path, advance: Advance = unheard) -> str:
 def write_atomic(
     path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
 ) -> tuple[str, int]:
-    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes). sync: as `write` has it.
-
-    An exception leaves neither the file nor the temporary.
-    """
+    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes). sync: as `write` has it. An
+    exception leaves neither the file nor the temporary."""
     with FileGroup() as one:
         return one.write(path, pieces, advance, sync=sync)
 
@@ -108,11 +103,8 @@ def refuse_taken(path: Path, made: Path | None = None, *, place: str = "OUT") ->
 
 class FileGroup:
     """Files that belong together, written one after another in a `with` block: all get their names at its end, or, where it
-    raises, none does, and those of before stay. Between two names nothing is written and no signal heard; only a kill there
-    leaves some of the old and some of the new.
-
-    keep: raises UserError where the place of one of them is taken (`refuse_taken`).
-    """
+    raises, none does, and those of before stay. Only a kill between two names leaves some of the old and some of the new.
+    keep: raises UserError where the place of one of them is taken (`refuse_taken`)."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._named: list[tuple[Path, Path]] = []
@@ -176,14 +168,9 @@ def leftovers_of(path: Path) -> list[Path]:
 
 
 def make_folder(folder: Path, key: str | None = None) -> None:
-    """Create a folder and what is missing above it, and see to it that a power failure cannot take its name away.
-
-    key: of the config, that names the folder. Raises UserError then where it cannot be made; a full or broken disk stays an
-    OSError.
-
-    What is there already may have been made by someone who was killed before the sync, or who never synced: the names above
-    are synced until the folder is there, its own always.
-    """
+    """Create a folder and what is missing above it, and see to it that a power failure cannot take its name away: who made
+    what is there already may have been killed before the sync. key: of the config, that names the folder. Raises UserError
+    then where it cannot be made; a full or broken disk stays an OSError."""
     try:
         if not folder.is_dir():
             for parent in reversed(folder.parents):
@@ -229,12 +216,9 @@ def others_may_write(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold a folder for this process alone, by a record lock on `path` in it, which ends with the process, however it ends.
-
-    shared: hold it beside others who share it, which keeps those away who want it alone, and asks whether there is one.
-    Raises UserError where another holds it. Nothing is held where there are no such locks (Windows, some network mounts).
-    A lock of this kind is not inherited: workers that outlive a killed run for a moment do not hold it.
-    """
+    """Hold a folder for this process alone, by a record lock on `path` in it, which ends with the process, however it ends,
+    and which workers do not inherit. shared: hold it beside others who share it, which keeps those away who want it alone.
+    Raises UserError where another holds it. Nothing is held where there are no such locks (Windows, some network mounts)."""
     if fcntl is None:
         yield
         return
@@ -261,10 +245,8 @@ def lock_byte(file: IO[bytes], byte: int) -> bool:
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_SH, 1, byte)
-    except AttributeError:  # Windows
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
+    except (AttributeError, OSError) as error:  # AttributeError: Windows
+        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
             raise
         return False
     return True
@@ -298,10 +280,8 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable.
-
-    A no-op where folders cannot be opened (Windows), and on file systems that know no such sync (some network mounts).
-    """
+    """Make the names in `folder` durable. A no-op where folders cannot be opened (Windows), and on file systems that know no
+    such sync (some network mounts)."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -326,11 +306,8 @@ def naming(path: Path) -> Iterator[None]:
 
 def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
     """Delete those of the temporaries of `write_atomic` and `appearing` whose writers are gone. Not while this process writes
-    there.
-
-    idle: seconds since the last write, at least. More than 0 in a folder that other machines or containers may share: there
-    a process's number says nothing.
-    """
+    there. idle: seconds since the last write, at least. More than 0 in a folder that other machines or containers may share:
+    there a process's number says nothing."""
     for path in temporaries:
         owner = re.fullmatch(r"\..*\.(\d+)\.[0-9a-f]+\.tmp", path.name)
         # Our own number may be that of a killed run: in a container every run has the same.
@@ -345,10 +322,9 @@ def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
 
 def _is_running(pid: int) -> bool:
     """Whether a process of this number exists here. Windows cannot ask without harm (signal 0 is Ctrl-C there)."""
-    if os.name == "nt":
-        return True
     try:
-        os.kill(pid, 0)
+        if os.name != "nt":
+            os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):  # someone else's; or no process number at all, so not for us to judge

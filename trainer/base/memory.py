@@ -24,10 +24,8 @@ _once: dict[Any, torch.Tensor] | None = None
 
 
 def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The blocks of a denoiser by name, in module order: the outermost modules that match, with an index as last name.
-
-    patterns: fnmatch on dotted names.
-    """
+    """The blocks of a denoiser by name, in module order: the outermost modules whose dotted names match one of the fnmatch
+    patterns, with an index as last name."""
     blocks: dict[str, nn.Module] = {}
     for name, module in denoiser.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in blocks)
@@ -162,11 +160,8 @@ def _exchanged(value: Any, kind: type, new: Callable[[Any], Any]) -> Any:
 
 class _Recomputed(torch.autograd.Function):
     """A block's outputs, of which only the inputs are kept, and what it keeps itself. Its gradients are those of a second
-    forward.
-
-    torch.utils.checkpoint is general: it meets each tensor that is saved, and each generator, with Python of its own, which
-    takes longer than many a block.
-    """
+    forward. torch.utils.checkpoint meets each tensor that is saved with Python of its own, which takes longer than many a
+    block."""
 
     @staticmethod
     def forward(ctx, forward, given, how, count, *tensors):
@@ -237,11 +232,8 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _keep_parts(outputs: list[Any], inputs: Sequence[torch.Tensor], parts: Sequence[list[torch.Tensor]]) -> None:
-    """Have a walk back from the nodes `outputs` put what each reader of an input adds to its gradient into `parts`, unsummed.
-
-    Where an input has readers outside of the block, as one that a U-Net skips to its other half has, their parts come first,
-    and sums of floating-point numbers depend on the order.
-    """
+    """Have a walk back from the nodes `outputs` put what each reader of an input adds to its gradient into `parts`, unsummed:
+    parts of readers outside of the block come first, and sums of floating-point numbers depend on the order."""
     leaves = {get_gradient_edge(leaf).node: into for leaf, into in zip(inputs, parts, strict=True) if leaf.requires_grad}
     seen, ahead = set(), list(outputs)
     while ahead:
@@ -296,14 +288,10 @@ def _generators(device: torch.device) -> list[tuple[Callable[[torch.Tensor], Non
 @contextmanager
 def _drawing(states: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]], device: torch.device) -> Iterator[None]:
     """A block that draws what was drawn from these states. Afterwards the generators are as they were before it."""
-    before = _generators(device)
-    try:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for put, state in states:
             put(state)
         yield
-    finally:
-        for put, state in before:
-            put(state)
 
 
 def recomputing() -> bool:
@@ -325,10 +313,8 @@ def put_back(tensors: Sequence[torch.Tensor], changed: Callable[[], object]) -> 
 
 
 def give_back() -> None:
-    """What the allocator keeps of freed memory goes back to the system, where the C library has a function for that (glibc).
-
-    What was freed between things that live on stays with the process otherwise: half a gigabyte of SDXL at full size.
-    """
+    """What the allocator keeps of freed memory goes back to the system, where the C library has a function for that (glibc):
+    half a gigabyte of SDXL at full size."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

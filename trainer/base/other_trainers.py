@@ -1,15 +1,4 @@
-"""What people type who come from other trainers, and what it is here: the tables of other_trainers.json.
-
-    trainers   the programs; the last has the names that none of them has, but that people write
-    commits    of each program, where its names were looked up
-    not_looked_up  the names that are not among the options of the program at that commit: from its documentation
-    names      options and config keys by subject: "here", a key or, where that is not all, a sentence (it has blanks); then
-               the names that each trainer has for it, with their table or without
-    absent     by key, a sentence on values that it has nothing for, and those values
-    values     how others spell what a key may be, in lower case with underscores
-
-docs/other_trainers.md shows names and values, and scripts/reference_pages.py writes it.
-"""
+"""What people type who come from other trainers, and what it is here. docs/other_trainers.md shows it."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -22,7 +11,15 @@ TABLED = ("dtype",)  # so common a name that it means the same only in its table
 
 @dataclass(frozen=True)
 class OtherTrainers:
-    """The tables of the file, with lists of names written in one string, parted by blanks."""
+    """The tables of other_trainers.json, with lists of names written in one string, parted by blanks.
+
+    trainers: the programs; the last has the names that none of them has, but that people write.
+    commits: of each program, where its names were looked up. not_looked_up: names that its documentation alone has.
+    names: options and config keys by subject: "here", a key or, where that is not all, a sentence (it has blanks); then the
+    names that each trainer has for it, with their table or without.
+    absent: by key, a sentence on values that it has nothing for, and those values.
+    values: how others spell what a key may be, in lower case with underscores.
+    """
 
     trainers: list[str]
     commits: Mapping[str, str]

@@ -25,11 +25,8 @@ def suggestion(name: str, known: Collection[str]) -> str:
 
 
 def advice(pattern: str, names: Sequence[str]) -> str:
-    """What was probably meant by a pattern that matches none of `names`: another pattern, which matches, or names.
-
-    In this order: the pattern with one of its words replaced by a near one of the names' own, the pattern in the middle of a
-    name, the nearest names, any names.
-    """
+    """What was probably meant by a pattern that matches none of `names`: the pattern with one of its words replaced by a near
+    one of the names' own, the pattern in the middle of a name, the nearest names, any names."""
     known = dict.fromkeys(word for name in names for word in name.split("."))
     candidates = [
         pattern[: match.start()] + near + pattern[match.end() :]

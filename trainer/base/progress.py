@@ -5,10 +5,8 @@
             ...
             phase.advance(tensor.nbytes)
 
-On a terminal one live line shows it; elsewhere a line every few seconds does. A phase that took long says so at its end.
-
-Each unit is a sign of life, for what looks from outside whether a run hangs (scripts/health.py, the comparison of runs). No
-thread gives them: it would outlive a hang.
+On a terminal one live line shows it; elsewhere a line every few seconds does. A phase that took long says so at its end. Each
+unit is a sign of life, for what looks from outside whether a run hangs. No thread gives them: it would outlive a hang.
 """
 
 from __future__ import annotations
@@ -48,12 +46,8 @@ def pace_of(ends: Sequence[float]) -> float | None:
 class Phase:
     """One piece of work under way. done: units so far, `before` of them in an earlier start. total: of how many, None where
     that is not known. fields: replaces the default text of its lines. pace: seconds per unit; replaces the average of
-    all units. every: seconds between two of its lines where no
-    terminal is, None where it is not shown. around: the phase in which this one is.
-
-    check: is told whether the work gets on. advance, check: raise what the run's `check` raises (Interrupted) once it should
-    stop.
-    """
+    all units. every: seconds between two of its lines where no terminal is, None where it is not shown. around: the phase in
+    which this one is. check: is told whether the work gets on, and raises (Interrupted) once it should stop."""
 
     def __init__(
         self,
@@ -112,10 +106,14 @@ class Phase:
     def _said(self) -> Fields:
         if self.fields is not None:
             return self.fields()
-        first, *others = self._progress(time.monotonic() - self.began)
+        seconds = time.monotonic() - self.began
+        done = f"{duration(seconds)} so far" if not self.unit else _amount(self.done, self.unit)
+        if self.unit and self.total is not None:
+            done = f"{done.partition(' ')[0]} of {_amount(self.total, self.unit)}"
+        fields = [(0, f"{self.name}: {done}"), (2, self._rate(seconds)), (1, self.left())]
         if self._around is not None and self._around.fields is not None:
-            others.append((3, self._around.fields()[0][1]))
-        return [(0, f"{self.name}: {first[1]}"), *others]
+            fields.append((3, self._around.fields()[0][1]))
+        return [(rank, text) for rank, text in fields if text]
 
     def outcome(self, seconds: float) -> str:
         """What was done, in which time, at which rate."""
@@ -123,15 +121,6 @@ class Phase:
         apart = " in the steps alone" if self.pace is not None else ""
         rate = self._rate(seconds)
         return f"{done} in {duration(seconds)}{rate and f', {rate}{apart}'}"
-
-    def _progress(self, seconds: float) -> Fields:
-        if not self.unit:
-            return [(0, f"{duration(seconds)} so far")]
-        done = _amount(self.done, self.unit)
-        if self.total is not None:
-            done = f"{done.partition(' ')[0]} of {_amount(self.total, self.unit)}"
-        fields = [(0, done), (2, self._rate(seconds)), (1, self.left())]
-        return [(rank, text) for rank, text in fields if text]
 
     def left(self) -> str:
         """How long it will take, in words; "" where that is not known."""
@@ -141,7 +130,7 @@ class Phase:
         return f"{duration(pace * (self.total - self.done))} left"
 
     def _rate(self, seconds: float) -> str:
-        if self.done == self.before or seconds <= 0:
+        if not self.unit or self.done == self.before or seconds <= 0:
             return ""
         rate = (self.done - self.before) / seconds if self.pace is None else 1 / self.pace
         if self.unit == "B":
@@ -153,11 +142,9 @@ class Phase:
 class Phases:
     """How the parts of a run announce what they do. Hand it down; `QUIET` is one that does nothing.
 
-    check: raises (Interrupted) once the run should stop; called wherever a phase can be stopped.
-    sign: takes a sign of life, the name of what is done; called wherever that gets on.
-    show: whether this process says what it does. every: seconds between two lines of a phase, where there is no terminal.
-    record: keeps every phase that has ended and had anything to do.
-    event: what was made last, for people.
+    check: raises (Interrupted) once the run should stop. sign: takes a sign of life, the name of what is done, wherever that
+    gets on. show: whether this process says what it does. every: seconds between two lines of a phase, where there is no
+    terminal. record: keeps every phase that has ended and had anything to do. event: what was made last, for people.
     """
 
     def __init__(
@@ -200,9 +187,7 @@ class Phases:
         event: str = "",
     ) -> Iterator[Phase]:
         """A phase of `total` units ("B" for bytes, else a noun in the singular), `before` of them done in an earlier start.
-
-        obey False: it is seen to its end. keep False: it is shown, and not recorded. event: what has been made at its end.
-        """
+        obey False: it is seen to its end. keep False: it is shown, and not recorded. event: what has been made at its end."""
         started, finished = time.time(), False
         check = self.check if obey else lambda gets_on: self.sign() if gets_on else None
         around = self._under_way[-1] if self._under_way else None
@@ -276,9 +261,8 @@ class Alive:
     def sign(self, doing: str) -> None:
         """Give a sign, where the last one is a while ago and the folder is there. doing: what the run is busy with."""
         now = time.monotonic()
-        if not self.enabled or now - self._last < EVERY_SECONDS:
-            return
-        if not self.path.parent.is_dir():  # a start that is refused leaves none
+        # A start that is refused leaves no folder.
+        if not self.enabled or now - self._last < EVERY_SECONDS or not self.path.parent.is_dir():
             return
         self._silence = max(self._silence, now - self._last if self._written else 0.0)
         about = {"doing": doing, "host": socket.gethostname(), "pid": os.getpid(), "silence": round(self._silence)}

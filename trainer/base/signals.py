@@ -49,8 +49,7 @@ class Signals:
     """Installed for the length of a `with` block. `check` raises Interrupted once a stop was asked for.
 
     stop: the number of the first signal that asked to stop, or None. save: whether a checkpoint was asked for; whoever writes
-    it sets it back. promise: what the acknowledgement says of a stop; whoever knows more than STOPPING sets it.
-    A SIGHUP that was ignored at the start stays so (nohup).
+    it sets it back. promise: what the acknowledgement says of a stop. A SIGHUP that was ignored stays so (nohup).
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,6 @@
-"""The one safetensors reader and the one safetensors writer.
-
-Written by hand because the library's writer orders metadata at random (three processes, three hashes), leaves temporary
-files behind when killed and ignores the umask, and its reader maps the file, so that mapped pages count as resident.
-Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
-"""
+"""The one safetensors reader and writer (https://huggingface.co/docs/safetensors). The library's writer orders metadata at
+random, leaves temporary files behind when killed and ignores the umask, and its reader maps the file, so that mapped pages
+count as resident."""
 
 import codecs
 import hashlib

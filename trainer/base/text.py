@@ -1,6 +1,4 @@
-"""Text that people bring (captions, prompts, names, tables, configs): how its bytes are read, what of it is dropped, and when
-two texts are the same.
-"""
+"""Text that people bring: how its bytes are read, what of it is dropped, and when two texts are the same."""
 
 import re
 import unicodedata

@@ -1,4 +1,4 @@
-"""What the rooms share as values: what a batch holds, and weights as they are stored. Their seams: protocols.py.
+"""What the rooms share as values. Their seams: protocols.py.
 
 Legend of the shape letters: B batch, C latent channels, H and W latent height and width, L tokens, D token width,
 P pooled width, M rows of an activation (tokens), K input features, N output features, R rank.
@@ -53,17 +53,11 @@ class Conditioning:
         """The same on another device."""
         return each_tensor(self, lambda tensor: tensor.to(device))
 
-    def pin_memory(self) -> Self:
-        """The same in page-locked memory: torch's loader asks for it."""
-        return each_tensor(self, torch.Tensor.pin_memory)
-
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """One appearance of a training image in an epoch: the key of every random draw made for it.
-
-    sample: the image's path relative to its source, prefixed by the source's index ("0/03.jpg").
-    """
+    """One appearance of a training image in an epoch: the key of every random draw made for it. sample: the image's path
+    relative to its source, prefixed by the source's index ("0/03.jpg")."""
 
     epoch: int
     sample: str

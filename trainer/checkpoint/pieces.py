@@ -18,10 +18,8 @@ class Pieces:
         self._saved, self._providers = saved, dict[str, Provider]()
 
     def enter(self, name: str, provider: P) -> P:
-        """Have `provider` saved from now on, restored first where the run is resumed. Returns it.
-
-        Raises UserError where the saved piece does not fit.
-        """
+        """Have `provider` saved from now on, restored first where the run is resumed; returns it. Raises UserError where the
+        saved piece does not fit."""
         self._providers[name] = provider
         if self._saved is not None:
             self._saved.restore(**{name: provider})

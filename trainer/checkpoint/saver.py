@@ -13,12 +13,10 @@ from trainer.checkpoint.store import Files
 class Saver:
     """Writes the checkpoints of one run under `root` and prunes them.
 
-    background: write in a thread, which costs the training a snapshot and little else. The bytes are the same either way.
-    step: the newest that is saved or being written; -1 before there is one.
-    before: called in front of each write, where other files must be on the disk before the checkpoint that counts on them.
-    after: called with the step of each checkpoint that is on the disk, in the thread that wrote it.
-    during: each write is in a block of it.
-    Whoever waits can `watch`: it gets every number of bytes that was written meanwhile.
+    background: write in a thread, which costs the training a snapshot and little else; the bytes are the same either way.
+    step: the newest that is saved or being written; -1 before there is one. before: called in front of each write, for other
+    files that the checkpoint counts on. after: called with the step of each checkpoint that is on the disk, in the thread
+    that wrote it. during: each write is in a block of it. watch: gets every number of bytes written while one waits.
     """
 
     def __init__(
@@ -42,8 +40,7 @@ class Saver:
     def save(self, step: int, contents: Files, watch: Advance = unheard) -> None:
         """Write a checkpoint once the one before is done; `contents` must not change any more.
 
-        What it meets with is kept for `wait`, in the foreground too: only the process that saves would hear of it here, and
-        all of a run's processes have to act on it together.
+        What it meets with is kept for `join`, in the foreground too: all of a run's processes act on it together.
         """
         self._join_thread(watch)
         self._before_this, self.step = self.step, step  # the way back, where this one fails
@@ -52,7 +49,7 @@ class Saver:
             try:
                 with self.during:
                     self._write(step, contents, advance)
-            except Exception as error:  # whatever it is: raised by `wait`
+            except Exception as error:  # whatever it is: returned by `join`
                 self._failure = self._failure or error
 
         if self.background:
@@ -89,21 +86,12 @@ class Saver:
         self.after(step)
 
     def join(self, watch: Advance = unheard) -> Exception | None:
-        """Wait until nothing is being written; returns what `wait` would raise."""
-        try:
-            self.wait(watch)
-        except Exception as error:  # handed on
-            return error
-        return None
+        """Wait until nothing is being written. Returns the first failure since the last call."""
+        self._join_thread(watch)
+        failure, self._failure = self._failure, None
+        return failure
 
     @property
     def failed(self) -> bool:
-        """Whether a save has ended in an exception that `wait` has not raised yet."""
+        """Whether a save has ended in an exception that `join` has not returned yet."""
         return self._failure is not None
-
-    def wait(self, watch: Advance = unheard) -> None:
-        """Wait until nothing is being written. Raises the first failure since the last call."""
-        self._join_thread(watch)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure

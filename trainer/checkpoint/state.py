@@ -1,15 +1,12 @@
-"""What a checkpoint is made of, and how it becomes files: every piece by name.
-
-adapter.safetensors, data.safetensors, optimizer.safetensors, norms.safetensors: the tensors of those pieces.
-quantization.json: what the frozen base is stored as. state.json: everything else. No pickle anywhere.
-"""
+"""What a checkpoint is made of, and how it becomes files, by the names of pieces: tensors to NAME.safetensors, what the
+frozen base is stored as to quantization.json, everything else to state.json. No pickle anywhere."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 
@@ -24,11 +21,8 @@ LAYOUT_VERSION = 6
 
 @dataclass(frozen=True)
 class Piece:
-    """One entry of the census. version: of its content; raise it when its state_dict changes its meaning.
-
-    file: where its tensors go; "" for a piece without any. asked_by: the config key that asks for an optional piece; "" for
-    one that every run has.
-    """
+    """One entry of the census. version: of its content; raise it when its state_dict changes its meaning. file: where its
+    tensors go; "" for a piece without any. asked_by: the key that asks for an optional piece; "" for one of every run."""
 
     name: str
     version: int = 1
@@ -44,28 +38,23 @@ STATE, QUANTIZATION = "state.json", "quantization.json"
 
 
 class Provider(Protocol):
-    """A piece of a run. What it gives is tensors and JSON values by name; it takes back exactly that.
-
-    `load_state_dict` raises UserError where the saved state is not of this run; what a run is pinned to (its config, its
-    photos, its frozen base) has nothing to load and only compares.
-    """
+    """A piece of a run. What it gives is tensors and JSON values by name; it takes back exactly that."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """The piece at this moment: JSON values, and tensors by name."""
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Take back what `state_dict` gave, or check it. Raises UserError where it does not fit."""
+        """Take back what `state_dict` gave, or check what the run is pinned to. Raises UserError where it does not fit."""
 
 
 @dataclass
 class Progress:
     """How far a run is.
 
-    step: attempted updates. images: samples seen. non_finite: updates skipped because a value was not finite.
-    total_steps: the schedule's frozen length. started: ISO date and time of the first start (UTC).
-    changes: what --allow changed in mid-run, in order. Of each {"step": the last one before, "what": lines, "epoch": the
-    one that begins with the next step, from 0; None where the present one goes on}.
-    log: the digest of the log's lines up to here; "" before one is written, and of an earlier version.
+    step: attempted updates. images: samples seen. non_finite: updates skipped because a value was not finite. total_steps:
+    the schedule's frozen length. started: ISO date and time of the first start (UTC). changes: what --allow changed in
+    mid-run, in order: {"step": the last one before, "what": lines, "epoch": the one that begins with the next step, from 0;
+    None where the present one goes on}. log: the digest of the log's lines up to here; "" before one is written.
     """
 
     step: int
@@ -124,10 +113,8 @@ class Pin:
 
 
 def pack(providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES) -> dict[str, list[memoryview | bytes]]:
-    """A snapshot in host memory: the checkpoint's files by name, which later steps do not change.
-
-    Raises ValueError where a piece of the census is left out, or one is not in it.
-    """
+    """A snapshot in host memory: the checkpoint's files by name. Raises ValueError where a piece of the census is left out,
+    or one is not in it."""
     odd = sorted(providers.keys() ^ census.keys())
     if odd:
         raise ValueError(f"a checkpoint needs exactly {sorted(census)}; odd: {odd}")
@@ -162,12 +149,11 @@ def own_census(listed: Mapping[str, Any]) -> dict[str, Piece]:
 
 class Saved:
     """A verified checkpoint, read piece by piece. Each goes back to what it came from; `finish` sees to it that all did.
+    census: what the config asks for; None: what the checkpoint has itself, to read it and not to go on from it. Raises
+    UserError where a piece is missing, malformed, or of another version."""
 
-    Raises UserError where a piece is missing, malformed, or of another version.
-    """
-
-    def __init__(self, folder: Path, census: Mapping[str, Piece] = PIECES, phases: Phases = QUIET) -> None:
-        self.folder, self.census, self.phases = folder, census, phases
+    def __init__(self, folder: Path, census: Mapping[str, Piece] | None = None, phases: Phases = QUIET) -> None:
+        self.folder, self.phases = folder, phases
         tree = files.read_json(folder / STATE)
         layout = tree.get("layout") if isinstance(tree, dict) else None
         if type(layout) is not int or layout != LAYOUT_VERSION:
@@ -178,6 +164,7 @@ class Saved:
         self.pieces = tree.get("pieces")
         if not isinstance(self.pieces, dict) or not all(isinstance(piece, dict) for piece in self.pieces.values()):
             raise UserError(f"{folder / STATE} is damaged: it lists no pieces")
+        self.census = own_census(self.pieces) if census is None else census
         odd = sorted(self.pieces.keys() ^ self.census.keys())
         if odd:
             raise UserError(f"{folder} {self._disagreement(odd[0])}")
@@ -189,23 +176,13 @@ class Saved:
                 )
         self._left = set(self.pieces)
 
-    @classmethod
-    def whatever(cls, folder: Path) -> Self:
-        """A checkpoint with the optional pieces that it has itself, whatever config asked for them: to read it, not to go
-        on from it."""
-        tree = files.read_json(folder / STATE)
-        listed = tree.get("pieces") if isinstance(tree, dict) else None
-        return cls(folder, own_census(listed if isinstance(listed, dict) else {}))
-
     def _disagreement(self, name: str) -> str:
         """What is wrong with a piece that only one of checkpoint and census has."""
         lacks = name in self.census
         key = self.census[name].asked_by if lacks else self.pieces[name].get("asked_by")
         if key:
-            return (
-                f"{'lacks' if lacks else 'has'} {name}, which {key} asks for: set {key} as it was when the run started, or "
-                "start a new run (another run.output_dir)"
-            )
+            remedy = f"set {key} as it was when the run started, or start a new run (another run.output_dir)"
+            return f"{'lacks' if lacks else 'has'} {name}, which {key} asks for: {remedy}"
         if lacks:
             return f"lacks {name}: it is not a whole checkpoint of this version"
         return f"has an unknown piece, {name}: go on with the version that wrote it"

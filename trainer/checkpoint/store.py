@@ -1,8 +1,6 @@
-"""A store of checkpoints that knows only names and bytes: atomic, verified, marker last.
-
-A checkpoint is a folder `step-00000500` with a `manifest.json` that gives every file's SHA-256 and size. It is written
-under a temporary name, synced, and renamed when complete, so every prefix of a save leaves the earlier ones as they were.
-"""
+"""A store of checkpoints that knows only names and bytes: atomic, verified, marker last. A checkpoint is a folder
+`step-00000500` with a `manifest.json` that gives every file's SHA-256 and size. It is written under a temporary name, synced,
+and renamed when complete, so every prefix of a save leaves the earlier ones as they were."""
 
 import contextlib
 import errno
@@ -165,10 +163,8 @@ def unnamed(root: Path) -> dict[int, Path]:
 
 
 def settle(root: Path) -> dict[Path, Path]:
-    """End what a kill cut off: whole checkpoints get their names, and other leftovers go. Not while anyone saves.
-
-    Returns the new names by the old ones.
-    """
+    """End what a kill cut off, while nobody saves: whole checkpoints get their names, and other leftovers go. Returns the new
+    names by the old ones."""
     named = {folder: root / folder_name(step) for step, folder in unnamed(root).items()}
     for folder, final in named.items():
         files.sync_tree(folder)  # the kill may have come before
@@ -194,16 +190,13 @@ def newest_valid(root: Path, phases: Phases = QUIET) -> tuple[Path | None, list[
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints, once the newest has been read back and is valid.
-
-    Raises NotReadBack where it is not: what was written a moment ago is not on the disk. Nothing is deleted then.
-    """
+    """Delete all but the newest `keep_last` checkpoints, once the newest has been read back and is valid. Raises NotReadBack
+    where it is not, and deletes nothing."""
     present = steps(root)
     if len(present) <= keep_last:
         return
     newest = root / folder_name(present[-1])
-    reason = problem(newest)
-    if reason is not None:
+    if (reason := problem(newest)) is not None:
         raise NotReadBack(errno.EIO, f"the checkpoint does not read back ({reason}), older ones are kept", str(newest))
     try:
         remove(root, *present[:-keep_last])
@@ -220,17 +213,15 @@ def remove_leftovers(root: Path, *, ignore_errors: bool = False) -> None:
 
 
 def set_aside(root: Path, *, after: int) -> list[Path]:
-    """Rename checkpoints beyond step `after`: a run that goes on from an earlier one must not be overtaken by them.
-
-    Returns their new names. They may be valid, or of use to whoever mends the disk. So that starts which are repeated do not
-    fill the disk, of one step no copy is kept twice, and only the first and the newest that were set aside.
-    """
+    """Rename checkpoints beyond step `after`: a run that goes on from an earlier one must not be overtaken by them. Returns
+    their new names. So that repeated starts do not fill the disk, of one step no copy is kept twice, and only the first and
+    the newest."""
     later = [step for step in steps(root) if step > after]
     moved = [_set_aside(root, step) for step in later]
     if moved:
         files.sync_folder(root)
     for step in later:
-        for folder in _asides(root, step)[1:-1]:
+        for folder in list(_asides(root, step).values())[1:-1]:
             _doom(folder, step)
     if moved:
         files.sync_folder(root)
@@ -241,29 +232,23 @@ def set_aside(root: Path, *, after: int) -> list[Path]:
 def _set_aside(root: Path, step: int) -> Path:
     """Returns its new name: of a leftover, where a copy of it was set aside before."""
     folder, asides = root / folder_name(step), _asides(root, step)
-    if any(problem(copy) is None for copy in _copies(folder, asides)):
+    if any(problem(copy) is None for copy in _copies(folder, asides.values())):
         return _doom(folder, step)
-    again = 1 + max(map(_number, asides), default=0)
+    again = 1 + max(asides, default=0)
     aside = root / f"superseded-{folder_name(step)}{f'-{again}' if again > 1 else ''}"
     os.replace(folder, aside)
     return aside
 
 
-def _asides(root: Path, step: int) -> list[Path]:
-    """In the order in which they were set aside."""
-    names = re.compile(rf"superseded-{folder_name(step)}(-\d+)?")
-    return sorted((path for path in root.iterdir() if names.fullmatch(path.name)), key=_number)
+def _asides(root: Path, step: int) -> dict[int, Path]:
+    """By number, in the order in which they were set aside."""
+    name = re.compile(rf"superseded-{folder_name(step)}(?:-(\d+))?")
+    return dict(sorted((int(match[1] or 1), path) for path in root.iterdir() if (match := name.fullmatch(path.name))))
 
 
 def was_set_aside(root: Path, step: int, folder: Path) -> bool:
     """Whether the checkpoint of that step in `folder` was set aside before."""
-    return bool(_copies(folder, _asides(root, step)))
-
-
-def _number(aside: Path) -> int:
-    match = re.fullmatch(r"superseded-step-\d{8}(?:-(\d+))?", aside.name)
-    assert match is not None
-    return int(match[1] or 1)
+    return bool(_copies(folder, _asides(root, step).values()))
 
 
 def _copies(folder: Path, others: Iterable[Path]) -> list[Path]:
@@ -273,42 +258,35 @@ def _copies(folder: Path, others: Iterable[Path]) -> list[Path]:
 
 
 def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `--resume_from auto|latest|DIR` means, or None for a fresh start; and what was passed over.
-
-    Raises UserError: `latest` without any checkpoint, checkpoints that are all invalid, a DIR that is none.
-    """
+    """The checkpoint that `--resume_from auto|latest|DIR` means, or None for a fresh start; and what was passed over. Raises
+    UserError: `latest` without any checkpoint, checkpoints that are all invalid, a DIR that is none."""
     if resume_from is None:
         return None, []
-    if resume_from in ("auto", "latest"):
-        folder, passed = newest_valid(root, phases)
-        if folder is None and not passed and (aside := sorted(root.glob("superseded-step-*"))):
-            raise UserError(
-                f"--resume_from {resume_from}: {root} holds only checkpoints that were set aside; go on from one with "
-                f"--resume_from {aside[-1]}, or remove them to start again"
-            )
-        if folder is None and passed:
-            raise UserError(
-                f"--resume_from {resume_from}: no valid checkpoint in {root}: {'; '.join(passed)}. "
-                "Restore one, or remove the folder to start again"
-            )
-        if folder is None and resume_from == "latest":
-            raise UserError(f"--resume_from latest: there is no checkpoint in {root}; use --resume_from auto to start fresh")
-        return folder, passed
-    return named(resume_from, ", or auto with that run.output_dir", phases=phases), []
+    if resume_from not in ("auto", "latest"):
+        return named(resume_from, ", or auto with that run.output_dir", phases=phases), []
+    folder, passed = newest_valid(root, phases)
+    if folder is None:
+        why = ""
+        if passed:
+            why = f"no valid checkpoint in {root}: {'; '.join(passed)}. Restore one, or remove the folder to start again"
+        elif aside := sorted(root.glob("superseded-step-*")):
+            ways = f"go on from one with --resume_from {aside[-1]}, or remove them to start again"
+            why = f"{root} holds only checkpoints that were set aside; {ways}"
+        elif resume_from == "latest":
+            why = f"there is no checkpoint in {root}; use --resume_from auto to start fresh"
+        if why:
+            raise UserError(f"--resume_from {resume_from}: {why}")
+    return folder, passed
 
 
 def named(given: str, otherwise: str = "", *, option: str = "--resume_from", phases: Phases = QUIET) -> Path:
-    """The checkpoint in the folder that an option gives. otherwise: what could be given in its place.
-
-    Raises UserError for a folder that is none.
-    """
+    """The checkpoint in the folder that an option gives. otherwise: what could be given in its place. Raises UserError for a
+    folder that is none."""
     folder = Path(given)
-    inner = (Layout(folder).checkpoints, *(folder / folder_name(step) for step in steps(folder)))
-    if any(path.is_dir() for path in inner):
+    if Layout(folder).checkpoints.is_dir() or any((folder / folder_name(step)).is_dir() for step in steps(folder)):
         raise UserError(f"{option} {given!r} holds checkpoints, it is none: give one of its step-... folders{otherwise}")
     if not folder.is_dir():
         raise UserError(f"{option} {given!r} is not a folder; give a checkpoint's folder{otherwise}")
-    reason = problem(folder, phases)
-    if reason is not None:
+    if (reason := problem(folder, phases)) is not None:
         raise UserError(f"{option} {given!r} is not a valid checkpoint: {reason}")
     return folder

@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from trainer.base.errors import UserError
 from trainer.base.types import ReferenceRule
@@ -168,14 +168,12 @@ def share_kept(width: int, height: int, bucket: Bucket, *, crop: Crop = CENTRE) 
     return (right - left) * (bottom - top) / (width * height)
 
 
-def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False, crop: Crop = CENTRE) -> tuple[Image.Image, Placement]:
+def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False, crop: Crop = CENTRE) -> Image.Image:
     """The photo resized to cover the bucket (Lanczos) and cropped to it as `place` says; mirrored if `flip`."""
     # Resizing only what is kept equals cropping afterwards and bounds the memory for a very narrow photo.
     box = kept_box(place(image.width, image.height, bucket, crop=crop))
     fitted = image.resize(bucket, RESIZE_FILTER, box=box)
-    if flip:
-        fitted = fitted.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return fitted, place(image.width, image.height, bucket, flip=flip, crop=crop)
+    return ImageOps.mirror(fitted) if flip else fitted
 
 
 def reference_bucket(width: int, height: int, *, step: int) -> Bucket:
@@ -236,24 +234,20 @@ def nearest_size(width: int, height: int, sizes: Sequence[Bucket], *, step: int)
 def show_reference(image: Image.Image, bucket: Bucket, *, flip: bool = False) -> Image.Image:
     """The reference, shrunk where it is larger than REFERENCE_AREA (Lanczos), cropped at the centre; mirrored if `flip`."""
     width, height = _within_area(image.width, image.height)
-    if (width, height) != image.size:
-        image = image.resize((width, height), RESIZE_FILTER)
     left, top = (width - bucket[0]) // 2, (height - bucket[1]) // 2
-    image = image.crop((left, top, left + bucket[0], top + bucket[1]))
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
+    image = image.resize((width, height), RESIZE_FILTER).crop((left, top, left + bucket[0], top + bucket[1]))
+    return ImageOps.mirror(image) if flip else image
 
 
 def framed(image: Image.Image, bucket: Bucket, *, flip: bool = False) -> Image.Image:
     """The reference, shrunk where it is larger than its `framed_bucket` (Lanczos), in the middle of a frame of its own
     mirrored edges; mirrored as a whole if `flip`."""
     width, height = next(size for size in _shrunk(*image.size) if size[0] <= bucket[0] and size[1] <= bucket[1])
-    if (width, height) != image.size:
-        image = image.resize((width, height), RESIZE_FILTER)
     left, top = (bucket[0] - width) // 2, (bucket[1] - height) // 2
     around = ((top, bucket[1] - height - top), (left, bucket[0] - width - left), (0, 0))
-    if (width, height) != bucket:
-        image = Image.fromarray(np.pad(np.asarray(image), around, mode="reflect"))
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
+    shrunk = np.asarray(image.resize((width, height), RESIZE_FILTER))
+    image = Image.fromarray(np.pad(shrunk, around, mode="reflect"))
+    return ImageOps.mirror(image) if flip else image
 
 
 def to_pixels(image: Image.Image) -> torch.Tensor:

@@ -1,9 +1,5 @@
-"""The variants of a caption that are trained on.
-
-What varies by draw (the order of tags, dropped tags, wildcards, lines) has a finite number of variants, so that each
-can be encoded once. A variant is a pure function of (seed, purpose, sample, its number): neither the other samples, nor the
-epoch, nor the place of a source's folder change it.
-"""
+"""The variants of a caption that are trained on: finite in number, so that each can be encoded once, and pure functions of
+(seed, purpose, sample, the variant's number)."""
 
 import re
 from dataclasses import dataclass
@@ -49,8 +45,8 @@ class CaptionRules:
 
     def variants_of(self, caption: str, *, seed: int, sample: str) -> tuple[str, ...]:
         """The variants of this caption, equally likely; some may be equal. One if nothing varies."""
-        texts = [line.strip() for line in caption.splitlines() if line.strip()] if self.lines else [caption]
-        texts = texts or [""]
+        lines = [line.strip() for line in caption.splitlines() if line.strip()] or [""]
+        texts = lines if self.lines else [caption]
         each = self.variants if any(map(self._varies, texts)) else 1
         return tuple(
             self._around(self._drawn(text, seed, sample, index * each + variant))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from trainer.base.account import counted
 from trainer.base.errors import UserError
 from trainer.base.types import ReferenceRule, Showing
 from trainer.data import buckets
@@ -17,12 +18,10 @@ KEPT = ReferenceRule()
 class Example:
     """A photo at one size; or a reference of one, at the size at which it is shown.
 
-    sample: the photo's, plus "@RESOLUTION" if its source has several; an occurrence refers to it.
-    captions: the variants of its caption (caption_rules.py), at least one; every appearance draws one.
-    small: whether the photo does not cover the bucket of its shape: it is enlarged, or trained in a smaller one.
-    merged: whether it was moved to the bucket from one that could not fill a batch (short_batches.py).
-    showing: of a reference.
-    references: that the model is shown beside it, in order.
+    sample: the photo's, plus "@RESOLUTION" if its source has several; an occurrence refers to it. captions: the variants of
+    its caption, at least one. small: whether the photo does not cover the bucket of its shape: it is enlarged, or trained in
+    a smaller one. merged: whether it was moved to the bucket from one that could not fill a batch (short_batches.py).
+    showing: of a reference. references: that the model is shown beside it, in order.
     """
 
     sample: str
@@ -53,44 +52,35 @@ def examples(
     """One example for each photo and resolution of its source.
 
     step: the sides of buckets are multiples of it, in pixels. multiple: the same for references. beside: how these are
-    shown. enlarge: scale a photo up if it is smaller than the bucket of its shape.
-    max_aspect: of buckets, the long side over the short one.
-    seed: the run's, of the captions' variants.
-    Raises UserError for a resolution without a bucket, for photos that are too small for every bucket, and for those of
-    another shape than buckets where nothing may be cut, naming all.
+    shown. enlarge: scale a photo up if it is smaller than the bucket of its shape. max_aspect: of buckets, the long side over
+    the short one. seed: the run's, of the captions' variants. Raises UserError for a resolution without a bucket, for photos
+    that are too small for every bucket, and for those of another shape than buckets where nothing may be cut, naming all.
     """
     made, problems, shapes, of_buckets = [], [], {}, {"step": step, "max_aspect": max_aspect}
     for photo in photos:
-        if photo.source.crop == "none" and (aspect := photo.aspect) > max_aspect:
-            shapes[f"  {photo.image}: {photo.width} x {photo.height} pixels"] = aspect
+        if photo.source.crop == "none" and photo.aspect > max_aspect:
+            shapes[_sized(photo)] = photo.aspect
         captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
-        several = len(photo.source.resolutions) > 1
         others = photo.beside.references
         references = tuple(_reference(each, multiple, beside, len(others)) for each in others)
         for resolution in photo.source.resolutions:
-            usual = bucket_of_shape(photo.width, photo.height, resolution=resolution, **of_buckets)
-            bucket = usual if enlarge else bucket_within(photo.width, photo.height, resolution=resolution, **of_buckets)
+            usual = bucket_of_shape(*photo.size, resolution=resolution, **of_buckets)
+            bucket = usual if enlarge else bucket_within(*photo.size, resolution=resolution, **of_buckets)
             if bucket is None:
-                problems.append(
-                    f"{photo.image}: {photo.width} x {photo.height} pixels, too small for a bucket of resolution "
-                    f"{resolution} (no side of a bucket is shorter than {max(step, -(-resolution // 4))} pixels)"
-                )
+                least = f"no side of a bucket is shorter than {max(step, -(-resolution // 4))} pixels"
+                problems.append(f"{_sized(photo)}, too small for a bucket of resolution {resolution} ({least})")
                 continue
-            name = f"{photo.sample}@{resolution}" if several else photo.sample
-            small = not covers(photo.width, photo.height, usual)
+            name = f"{photo.sample}@{resolution}" if len(photo.source.resolutions) > 1 else photo.sample
+            small = not covers(*photo.size, usual)
             made.append(Example(name, photo, bucket, captions, small, references=references))
     if shapes:
-        count = "1 photo has" if len(shapes) == 1 else f"{len(shapes)} photos have"
-        raise UserError(
-            f"data.crop = 'none': {count} sides beyond data.max_aspect = {max_aspect:g}; set data.max_aspect = "
-            f"{math.ceil(max(shapes.values()) * 10) / 10:g}, or crop or remove these:\n" + "\n".join(shapes)
-        )
+        least = math.ceil(max(shapes.values()) * 10) / 10
+        beyond = f"{counted(len(shapes), 'photo')} beyond data.max_aspect = {max_aspect:g}"
+        remedy = f"set data.max_aspect = {least:g}, or crop or remove these"
+        raise UserError(f"data.crop = 'none': {beyond}; {remedy}:\n" + "\n".join(shapes))
     if problems:
-        count = "1 photo is" if len(problems) == 1 else f"{len(problems)} photos are"
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(
-            f"data.sources: {count} too small; remove them, lower the resolution, or set data.enlarge = true:\n{listed}"
-        )
+        remedy = "remove them, lower the resolution, or set data.enlarge = true"
+        raise UserError(f"data.sources: {counted(len(problems), 'photo')} too small; {remedy}:\n" + "\n".join(problems))
     return tuple(made)
 
 
@@ -98,6 +88,10 @@ def extremes(examples: Iterable[Example]) -> list[ReferenceLayout]:
     """The largest bucket with its references, and the smallest where that is another."""
     layouts = sorted({example.layout for example in examples}, key=lambda layout: (sum(map(math.prod, layout)), layout))
     return list(dict.fromkeys((layouts[-1], layouts[0]))) if layouts else []
+
+
+def _sized(photo: Photo) -> str:
+    return "  {}: {} x {} pixels".format(photo.image, *photo.size)
 
 
 def _reference(photo: Photo, multiple: int, rule: ReferenceRule, count: int) -> Example:

@@ -16,12 +16,11 @@ MOST, ALONE = 32, 8
 def split(photos: Sequence[Photo], held_out: int | float) -> tuple[tuple[Photo, ...], tuple[Photo, ...]]:
     """(those to train on, those held out), each in the order given.
 
-    held_out: a count of images, or a share of them below 1; 0: none. The bytes of an image decide: its SHA-256 is read as a
-    number between 0 and 1. With a share, the images below it are held out, whatever other photos there are. With a count,
-    the images with the lowest numbers are: an added photo takes the place of at most one other. Identical images are on the
-    same side. Regularisation images are all trained on, and so is a subject's image that is identical to one of them.
-    Raises UserError if no image may be held out, if the share selects none, or if none is left to train on. Without a count
-    or share the photos of sources that are apart are held out; UserError names those that are also among the others.
+    held_out: a count of images, or a share of them below 1; 0: the photos of sources that are apart. The bytes of an image
+    decide: its SHA-256 is read as a number between 0 and 1. With a share, the images below it are held out, whatever other
+    photos there are; with a count, those with the lowest numbers. Regularisation images are all trained on, and so is a
+    subject's image that is identical to one of them. Raises UserError if no image may be held out, if the share selects
+    none, if none is left to train on, or if one that is apart is also among the others.
     """
     if not held_out:
         return _apart(photos)
@@ -63,10 +62,7 @@ def _apart(photos: Sequence[Photo]) -> tuple[tuple[Photo, ...], tuple[Photo, ...
 
 def measured_examples(trained: Sequence[Example], held_out: Sequence[Example]) -> dict[str, tuple[Example, ...]]:
     """{"held_out": at most MOST of them, "trained": as many of the others}, still; with none held out, ALONE trained ones.
-
-    The bytes of the images decide which. Regularisation images are not among the trained ones: none is held
-    out, so the two losses would not be of the same kind of photo.
-    """
+    The bytes of the images decide which. Regularisation images are not among them: none is held out."""
     subject = [example for example in trained if not example.photo.source.regularisation]
     apart = _chosen(held_out, MOST)
     return ({"held_out": apart} if apart else {}) | {"trained": _chosen(subject, len(apart) or ALONE)}

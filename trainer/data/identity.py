@@ -48,11 +48,8 @@ def photo_digests(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
 
 
 def differences(then: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """How photos differ -> which: "added", "removed", "other contents", "other captions", "other repeats", ...
-
-    then, now: of `photo_digests`. For a photo with other contents nothing else is reported. Raises ValueError if they are
-    malformed.
-    """
+    """How photos differ -> which: "added", "removed", "other contents", or else "other captions", "other repeats", ... then,
+    now: of `photo_digests`. Raises ValueError if they are malformed."""
     names_then, names_now = _names(then[NAMES]), _names(now[NAMES])
     changes = {
         "added": [name for name in names_now if name not in names_then],

@@ -1,9 +1,5 @@
-"""What image files came to when they were last read in full, so that a start reads none that is as it was.
-
-A file is as it was if its size, inode and times (of contents and of the inode) are. They are asked of the opened file, so
-that a network file system asks its server. What changed under equal times is still met before it is trained as something
-else: whoever reads a photo compares its digest, and the keys of the cache and the pins of a checkpoint hold that digest.
-"""
+"""What image files came to when they were last read in full, so that a start reads none whose size, inode and times are as
+they were. What changed under equal times is met when it is read to be trained (`read_unchanged`)."""
 
 import hashlib
 import json
@@ -18,13 +14,21 @@ from threading import Lock
 
 from trainer.base.console import printable
 from trainer.base.digests import Stamp, is_settled
+from trainer.base.errors import UserError
 from trainer.base.files import make_folder, remove_leftovers, write_atomic
 from trainer.data.sources import Place, Source, SourceReader
 
 VERSION = 1  # raise it when `Facts` of the same bytes would be others
 DECODERS = ("pillow", "pillow-heif", "pillow-jxl-plugin")
-# Of a file whose bytes are not those of its digest.
-CHANGED = "changed since the start looked at it, or under equal times before that; start again with --verify"
+
+
+def read_unchanged(place: Place, sha256: str) -> bytes:
+    """The bytes of a file that has this digest. Raises OSError, and UserError where it changed after the scan."""
+    data = place.read()
+    if hashlib.sha256(data).hexdigest() != sha256:
+        changed = "changed since the start looked at it, or under equal times before that; start again with --verify"
+        raise UserError(f"{place} {changed}")
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,9 @@ class Memo:
         self._copies: dict[tuple[str, str, str], Facts] = {}
         self._lock = Lock()  # photos are read by several threads
 
-    def facts(self, source: Source, kind: str, place: Place, look: Callable[[bytes], Facts]) -> Facts:
-        """The facts of a file, known or by `look` of its bytes, once of equal bytes. kind: what the image is read as.
-
-        Raises OSError, and ValueError of `look`: a damaged file is read again at every start.
-        """
+    def facts(self, source: Source, kind: str, place: Place, look: Callable[[bytes, str], Facts]) -> Facts:
+        """The facts of a file, known or by `look` of its bytes and their digest, once of equal bytes. kind: what the image is
+        read as. Raises OSError, and ValueError of `look`: a damaged file is read again at every start."""
         before, now = self._page(source)
         key = f"{kind} {str(place).removeprefix(printable(source.path))}"
         stamp = None if self.folder is None else place.stamp()
@@ -70,8 +72,9 @@ class Memo:
             return now[key][1]
         settled = stamp is not None and is_settled(stamp)  # else it may change again without a newer time
         data = place.read()
-        copy = (kind, source.background, hashlib.sha256(data).hexdigest())
-        self._copies[copy] = facts = self._copies.get(copy) or look(data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        copy = (kind, source.background, sha256)
+        self._copies[copy] = facts = self._copies.get(copy) or look(data, sha256)
         self.read += 1
         if stamp is not None and settled:
             now[key] = stamp, facts

@@ -1,10 +1,5 @@
-"""The training photos: found, read in full and checked before anything else happens.
+"""The training photos: found, read in full and checked before anything else happens. All problems are reported at once."""
 
-All problems are reported at once, so that no run meets a bad photo hours later, and no photo is left out or replaced
-silently.
-"""
-
-import hashlib
 import os
 import sys
 from collections import Counter
@@ -49,9 +44,8 @@ def survey(
 ) -> Scanned:
     """The sound photos of the sources, in order of source, then of name, and all problems of the others.
 
-    Every image is decoded in full, once of equal bytes, but for those that `memo` knows. Problems are of folders, images,
-    masks, references and captions; with `strict_captions` a missing or empty caption is one. outputs: folders in which the
-    run writes, which hold no photos.
+    Every image is decoded in full, once of equal bytes, but for those that `memo` knows. With `strict_captions` a missing or
+    empty caption is a problem. outputs: folders in which the run writes, which hold no photos.
     """
     memo = memo or Memo()
     listings = [layouts.listing(source, apart.owned(source, sources, outputs), memo.layouts) for source in sources]
@@ -104,10 +98,9 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
 def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:
     """Each in order, and removed from its listing: with a hundred thousand photos, only the photos stay in memory."""
     for each in listings:
-        listed = each.found
-        listed.reverse()
-        while listed:
-            yield listed.pop()
+        each.found.reverse()
+        while each.found:
+            yield each.found.pop()
 
 
 @contextmanager
@@ -142,22 +135,18 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
                 problems.append(f"{listed.mask}: the mask has {pixels}; save it at the photo's size")
             mask = Mask(listed.mask, white.sha256)
             notes = (*notes, *_black(white, source))
-    beside = enumerate(listed.references, 1)
-    references = [_read_reference(listed, place, number, memo, problems) for number, place in beside]
-    references = [each for each in references if each is not None]
+    read = (_read_reference(listed, place, number, memo, problems) for number, place in enumerate(listed.references, 1))
+    references = [each for each in read if each is not None]
     notes = (*notes, *(note for each in references for note in each.notes))
     text, field = _read_caption(listed, problems)
-    notes = (*notes, sys.intern(f"its caption is the field {field} of a JSON text")) if field else notes
+    notes = (*notes, f"its caption is the field {field} of a JSON text") if field else notes
     caption = None if text is None else visible(text).strip()
     if text and (dropped := invisible(text)):
-        notes = (*notes, sys.intern(f"its caption had invisible characters ({dropped}), dropped"))
+        notes = (*notes, f"its caption had invisible characters ({dropped}), dropped")
     if caption and len(caption) > LONGEST_CAPTION:
         problems.append(f"{name}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
-    if (
-        strict_captions
-        and (why := strict_problem(listed.source, caption, memo.layouts))
-        and (caption is None or not problems)
-    ):
+    why = strict_problem(listed.source, caption, memo.layouts) if strict_captions else ""
+    if why and (caption is None or not problems):
         place = listed.image if caption is None or isinstance(listed.caption, str) else listed.caption
         problems.append(f"{place}: {why}")
     if problems or seen is None:
@@ -174,7 +163,7 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
         beside=Beside(mask, tuple(references), listed.loss_weight),
         look=seen.look,
         caption_from="" if caption is None else listed.caption_from,
-        notes=notes,
+        notes=tuple(map(sys.intern, notes)),  # a hundred thousand photos share a few
     )
 
 
@@ -185,16 +174,16 @@ def strict_problem(source: Source, caption: str | None, others: Sequence[SourceR
     return "the caption is empty" if caption == "" else ""
 
 
-def _photo(source: Source, data: bytes) -> Facts:
+def _photo(source: Source, data: bytes, sha256: str) -> Facts:
     seen = decode(data, background=source.background)
     black = None if seen.alpha is None else not seen.alpha.getextrema()[1]
-    about = (seen.image.size, seen.format, seen.choices, seen.notes, black)
-    return Facts(hashlib.sha256(data).hexdigest(), *about, near_duplicates.look(seen.image))
+    look = near_duplicates.look(seen.image)
+    return Facts(sha256, seen.image.size, seen.format, seen.choices, seen.notes, black, look)
 
 
-def _mask(data: bytes) -> Facts:
+def _mask(data: bytes, sha256: str) -> Facts:
     mask = decode_mask(data)
-    return Facts(hashlib.sha256(data).hexdigest(), mask.size, black=not mask.getextrema()[1])
+    return Facts(sha256, mask.size, black=not mask.getextrema()[1])
 
 
 def _read_reference(listed: FoundPhoto, place: Place, number: int, memo: Memo, problems: list[str]) -> Photo | None:
@@ -203,9 +192,7 @@ def _read_reference(listed: FoundPhoto, place: Place, number: int, memo: Memo, p
         seen = memo.facts(listed.source, "photo", place, partial(_photo, listed.source))
         buckets.reference_bucket(*seen.size, step=1)
         name = f"{listed.sample}, reference {number}"
-        notes = tuple(
-            sys.intern(f"reference {number}: {note}") for note in (*seen.notes, *_misnamed(str(place), seen.format))
-        )
+        notes = tuple(f"reference {number}: {note}" for note in (*seen.notes, *_misnamed(str(place), seen.format)))
         return Photo(name, listed.source, place, seen.size, "", 1, seen.sha256, seen.choices, notes=notes)
     return None
 
@@ -217,9 +204,7 @@ def _black(mask: Facts, source: Source) -> tuple[str, ...]:
 def _misnamed(name: str, kind: str) -> tuple[str, ...]:
     """A note, if the file's suffix is that of another format."""
     suffix = os.path.splitext(name)[1].lower()
-    if IMAGES.get(suffix, kind) == kind:
-        return ()
-    return (sys.intern(f"its name ends in {suffix}, its bytes are {kind}"),)
+    return () if IMAGES.get(suffix, kind) == kind else (f"its name ends in {suffix}, its bytes are {kind}",)
 
 
 def _read_caption(listed: FoundPhoto, problems: list[str]) -> tuple[str | None, str]:

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,13 +126,9 @@ class File:
 
     def read(self) -> bytes:
         """Raises OSError, also for a named pipe or a device, which might never end, and for more than MAX_BYTES."""
-        path = self.path
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        if status.st_size > MAX_BYTES:
-            raise too_large(status.st_size, path)
-        with open(path, "rb") as file:
+        with open_regular(Path(self.path)) as file:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+                raise too_large(size, self.path)
             return file.read()
 
     def stamp(self) -> Stamp:
@@ -154,12 +149,9 @@ def too_large(size: int, path: str) -> OSError:
 
 @dataclass(frozen=True, slots=True)
 class FoundPhoto:
-    """An image of a source, not read yet.
-
-    name: within the source, with slashes. caption: its place or its text. mask, references: their places. repeats: multiplies
-    those of the source. caption_from: where the caption was found, for people; "" without one.
-    loss_weight: multiplies that of the source.
-    """
+    """An image of a source, not read yet. name: within the source, with slashes. caption: its place or its text;
+    caption_from: where it was found, for people; "" without one. mask, references: their places. repeats, loss_weight:
+    multiply those of the source."""
 
     source: Source
     name: str
@@ -179,8 +171,8 @@ class FoundPhoto:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a source holds. found: the reader removes them one by one. account: what became of all other files. problems: what
-    has to be repaired before a run."""
+    """What a source holds. found: the reader removes them one by one. account: of all other files. problems: what has to be
+    repaired before a run."""
 
     found: list[FoundPhoto]
     account: Account = field(default_factory=Account)
@@ -226,13 +218,10 @@ class Beside:
 class Photo:
     """One training image and its captions; or a reference of one, which has none.
 
-    sample: "INDEX/name/within/the/source", the key of every draw that is made for it.
-    size: (width, height) in pixels, after the EXIF orientation is applied.
-    caption: stripped text as it was found, "" if there is none.
-    repeats: how often the photo appears in an epoch.  sha256: of the image's bytes.
-    choices: what decides its pixels besides those bytes (decode.Decoded); usually empty.
-    look: its perceptual hash (near_duplicates.py).  caption_from: where the caption was found, for people; "" without one.
-    notes: for people, about this photo.
+    sample: "INDEX/name/within/the/source", the key of every draw that is made for it. size: (width, height) in pixels, after
+    the EXIF orientation is applied. caption: stripped text as it was found, "" if there is none; caption_from: where, for
+    people. repeats: how often the photo appears in an epoch. sha256: of the image's bytes; choices: what else decides its
+    pixels (decode.Decoded). look: its perceptual hash (near_duplicates.py). notes: for people.
     """
 
     sample: str
@@ -249,16 +238,6 @@ class Photo:
     notes: tuple[str, ...] = ()
 
     @property
-    def width(self) -> int:
-        """Pixels from left to right."""
-        return self.size[0]
-
-    @property
-    def height(self) -> int:
-        """Pixels from top to bottom."""
-        return self.size[1]
-
-    @property
     def aspect(self) -> float:
         """The long side over the short one."""
         return max(self.size) / min(self.size)
@@ -272,11 +251,6 @@ class Photo:
     def loss_weight(self) -> float:
         """What multiplies its loss: the source's weight times its own."""
         return self.source.loss_weight * self.beside.loss_weight
-
-    @property
-    def has_caption(self) -> bool:
-        """Whether one was found; it may be empty."""
-        return bool(self.caption_from)
 
     @property
     def contents(self) -> str | list[str]:
@@ -301,9 +275,3 @@ class Scanned:
     def left_out(self) -> tuple[tuple[str, str], ...]:
         """(file or folder, reason) of everything that is not used."""
         return tuple((name, entry.reason) for entry in self.account.entries(Heading.LEFT_OUT) for name in entry.names)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The lines of the account that are about what is used."""
-        warnings = (f"{Heading.WARNING}: {entry}" for entry in self.account.entries(Heading.WARNING))
-        return (*map(str, self.account.entries(Heading.NOTE)), *warnings)

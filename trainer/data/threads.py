@@ -42,10 +42,8 @@ def _quotas() -> Iterator[float]:
 
 
 def in_threads(function: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
-    """`map` with a few threads running ahead, in order, holding at most 2 x threads results; stops when closed.
-
-    Decoding releases the interpreter's lock, so threads do help.
-    """
+    """`map` with a few threads running ahead, in order, holding at most 2 x threads results; stops when closed. Decoding
+    releases the interpreter's lock."""
     threads = max(2, min(MAX_THREADS, processors()))  # two: one reads while the other decodes
     pool = ThreadPoolExecutor(threads)
     pending: deque = deque()

@@ -103,7 +103,7 @@ def as_shown(image: Image.Image, images: ImagePart, count: int) -> Image.Image:
     step = images.size_multiple if how == "stretched" else 1
     size = buckets.reference_size(*image.size, images.references, count, step=step)
     if how == "stretched":
-        return buckets.fit(image, size, crop=buckets.WHOLE)[0]
+        return buckets.fit(image, size, crop=buckets.WHOLE)
     return (buckets.framed if how == "framed" else buckets.show_reference)(image, size)
 
 

@@ -43,10 +43,7 @@ PHOTOS, SHARE = "data", "step.accumulation"  # what allows other photos, and ano
 @dataclass
 class Allowance:
     """What may differ from the checkpoint. keys: as --allow gives them: keys or tables. resume_from: as given, or "" where a
-    checkpoint cannot help.
-
-    changed: what they were needed for: key -> a line that says from what to what. steps_per_epoch: at the checkpoint.
-    """
+    checkpoint cannot help. changed: by key, a line that says from what to what. steps_per_epoch: at the checkpoint."""
 
     keys: tuple[str, ...] = ()
     resume_from: str = "auto"

@@ -1,8 +1,5 @@
-"""adapter.init_from: a run that starts from the weights of another adapter, with a fresh optimizer.
-
-A part on top of the core (artifacts/ports.py) reads the file or checkpoint, and checks it against the plan by its header. Its
-weights come in after the run's own first draw, so what it does not have (layers, ranks beyond its own) starts as in any run:
-A drawn, B zero.
+"""adapter.init_from: a run that starts from the weights of another adapter, with a fresh optimizer. They come in after the
+run's own first draw, so what they do not have (layers, ranks beyond their own) starts as in any run: A drawn, B zero.
 
     LoRA      s B A is the file's: B is multiplied by the quotient of the scales, which is 1 where they agree
     DoRA      m gives the file's g (W + s B A) over this run's W, by what the file's magnitudes mean (norms.py, inverted)
@@ -33,9 +30,8 @@ class Start:
     """A piece of the checkpoint: which file a run started from, and with which weights. A resumed run needs the file no more.
 
     path: as adapter.init_from gives it; "" in a run that starts anew. sha256: of the file, of a checkpoint its
-    adapter.safetensors; "" where it is gone. portable: what was read; None in a run that is resumed.
-    weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there.
-    account: what was assumed of the file, and left out of it.
+    adapter.safetensors; "" where it is gone. portable: what was read; None in a resumed run. weights: as Adapter.state_dict
+    had them before the first step, on the CPU. account: what was assumed of the file, and left out of it.
     """
 
     path: str = ""
@@ -118,13 +114,13 @@ class Start:
             next(iter(layer.trained(ADAPTER_NAME).values())).weight.mul_(ratio)
             return
         if factors.rank > target.rank:
-            factors, self.lost[name] = shrunk(_in_fp32(factors), target.rank)
+            a, b = (recipe(tensor.make().float()) for tensor in (factors.a, factors.b))
+            factors, self.lost[name] = shrunk(replace(factors, a=a, b=b), target.rank)
         a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
         ratio = factors.scaling / target.scaling(adapter.rslora)
-        made = factors.b.make().float()
         a[: factors.rank] = factors.a.make().float()
         b.zero_()
-        b[:, : factors.rank] = made if ratio == 1 else made * ratio
+        b[:, : factors.rank] = factors.b.make().float() * ratio
 
     @torch.no_grad()
     def _set_magnitude(self, adapter: Adapter, name: str, factors: Factors, norms: RowNorms) -> None:
@@ -141,11 +137,6 @@ class Start:
         a, b = (factor.cpu() for factor in layer.factors(ADAPTER_NAME))
         whole = magnitude(c, a, b, adapter.targets[name].scaling(adapter.rslora), norms)  # of g = 1
         m.copy_(values if norms.original is None else torch.where(whole > 0, values * c / whole.clamp_min(TINY), values))
-
-
-def _in_fp32(factors: Factors) -> Factors:
-    a, b = (recipe(tensor.make().float()) for tensor in (factors.a, factors.b))
-    return replace(factors, a=a, b=b)
 
 
 def open_start(path: str | None, read: Callable[[], tuple[Portable, Account]], *, resumed: bool = False) -> Start:

@@ -20,9 +20,8 @@ from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, never
 from trainer.runtime.attention import OWN
 
 # A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
-# step.accumulation may as far as accumulation x processes stays (`pin_data`); the policy for values that are not finite
-# matters only where the run would have ended. step.attention changes the last bits: `pin_environment` compares what it comes
-# to.
+# step.accumulation may as far as accumulation x processes stays (`pin_data`); step.attention changes the last bits:
+# `pin_environment` compares what it comes to.
 MAY_CHANGE = (
     "run.max_steps", "run.epochs", "run.stop_after", "run.lost_after", "run.output_dir", "model.cache_dir",
     "model.allow_distilled",
@@ -101,9 +100,8 @@ def pin_data(
 ) -> Pin:
     """Other photos or another global batch would show every later step other samples.
 
-    digests: of all that decides what a step sees, by name; photos: of every photo, to name those that changed
-    (identity.py). micro_batches: in an update, over all processes. accumulation: as the config gives it, for `share_out`.
-    steps_per_epoch: tells where in its epoch a run stood.
+    digests: of all that decides what a step sees, by name; photos: of every photo (identity.py). micro_batches: in an update,
+    over all processes. accumulation: as the config gives it, for `share_out`.
     """
     counts = {"samples": samples, "micro_batches": micro_batches, "steps_per_epoch": steps_per_epoch}
 
@@ -130,11 +128,8 @@ def pin_data(
 
 
 def share_out(config: Config, saved: Saved, processes: int, allowed: Allowance, say: Callable[[str], None]) -> Config:
-    """The config with the accumulation that keeps the checkpoint's update over this number of processes.
-
-    A step.accumulation that the person changed since is left for `pin_data` to judge. Raises UserError where the update
-    cannot be shared out evenly.
-    """
+    """The config with the accumulation that keeps the checkpoint's update over this number of processes. Raises UserError
+    where it cannot be shared out evenly. A step.accumulation that was changed since is left to `pin_data`."""
     then, accumulation = saved.values("data"), config.step.accumulation
     count, given = then.get("micro_batches"), then.get("accumulation")
     if count == accumulation * processes or given != accumulation or allowed.permits(SHARE) or type(count) is not int:
@@ -167,36 +162,25 @@ def _other_photos(unlike: Mapping[str, list[str]], changed: list[str], counts: s
         lines = [f"{how}: {shortlist(names, NOTED)}" for how, names in unlike.items()] or [f"other: {', '.join(changed)}"]
         allowed.changed[PHOTOS] = "\n".join([f"photos: {counts}", *lines])
         return
-    listed = [f"{how}: {name}" for how, names in unlike.items() for name in _some(names, LISTED)]
+    listed = [f"{how}: {printable(name)}" for how, names in unlike.items() for name in names[:LISTED]]
+    listed += [f"{how}: and {len(names) - LISTED} more" for how, names in unlike.items() if len(names) > LISTED]
     listing = "\n".join(listed or [f"other {', other '.join(changed)}"])
-    ways = (
-        f", or end the present epoch here and start a new one over these: {allowed.way([PHOTOS])}, or start a new run "
-        "(another run.output_dir)"
-    )
+    ways = f", or end the present epoch here and start a new one over these: {allowed.way([PHOTOS])}"
+    ways += ", or start a new run (another run.output_dir)"
     # A later version may leave out what an earlier one trained: thumbnails, samples, masks.
     why = " (--plan names what is left out now, and why; the version that began the run still trains it)"
     restore = f"restore them{why if 'removed' in unlike else ''}{ways if allowed.resume_from else ''}"
     raise UserError(f"the data are not those of the checkpoint ({counts}):\n{listing}\n{restore}")
 
 
-def _some(names: list[str], count: int) -> list[str]:
-    """The first of them, to be said."""
-    names, rest = [printable(name) for name in names[:count]], len(names) - count
-    return names if rest <= 0 else [*names, f"and {rest} more"]
-
-
 def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
     """The pin of the model. digests: ModelSource.contents, what the model's files decide besides the tensors in
-    `pin_quantization`.
-
-    cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
-    """
+    `pin_quantization`. cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder."""
     words = {"scheduler": "scheduler_config.json", "markers": "marker tensors of the objective", "tokenizers": "tokenizers"}
     words |= {"variant": "variant (model.variant says which)", "under": "adapter below (adapter.under)"}
     words |= {name: f"{name} (its files or its config.json)" for name in cached}
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Refuse to go on with another encoder, configuration or objective, naming each that differs."""
         changed = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
         if changed:
             texts = [words.get(name, f"config.json of {name}") for name in changed]
@@ -219,14 +203,10 @@ def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None
     of a hub id, the cache's folder of them."""
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs."""
         for name in sorted(saved.keys() | now.keys()):
-            how = _difference(saved.get(name), now.get(name))
-            if how:
-                raise UserError(
-                    f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run"
-                    + _earlier(snapshots)
-                )
+            if how := _difference(saved.get(name), now.get(name)):
+                differs = f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run"
+                raise UserError(differs + _earlier(snapshots))
 
     return Pin(record, check)
 
@@ -252,25 +232,18 @@ def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
 def pin_environment(
     device: torch.device, optimizer: str, choices: Mapping[str, Any], *, deterministic: bool, say: Callable[[str], None]
 ) -> Pin:
-    """Libraries, device, and what else was chosen there. optimizer: its name in the table.
-
-    choices: "kernels" and "attention" by name, "processes", their number, and "compiled", what of a step is, or NOT_COMPILED.
-    Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
-    """
+    """Libraries, device, and what else was chosen there. optimizer: its name in the table. choices: "kernels" and "attention"
+    by name, "processes", their number, and "compiled", what of a step is, or NOT_COMPILED. Where they differ, later steps may
+    differ in their last bits: said, and refused under `run.deterministic`."""
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         saved = {"attention": OWN, "compiled": NOT_COMPILED} | dict(saved)  # before there was a choice
         changed = [f"{name}: {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
+        other = f"another environment than the checkpoint's: {'; '.join(changed)}"
         if changed and deterministic:
-            raise UserError(
-                f"run.deterministic = true, and this is another environment than the checkpoint's: {'; '.join(changed)}; "
-                "restore it, or start a new run"
-            )
+            raise UserError(f"run.deterministic = true, and this is {other}; restore it, or start a new run")
         if changed:
-            say(
-                f"warning: another environment than the checkpoint's: {'; '.join(changed)}. "
-                "State and draws are the same; later steps may differ in their last bits"
-            )
+            say(f"warning: {other}. State and draws are the same; later steps may differ in their last bits")
 
     if device.type == "cuda":
         workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "by default")  # decides between cuBLAS's algorithms

@@ -39,11 +39,8 @@ def find_start(
     config: Config, resume_from: str | None, allowed: Allowance, phases: Phases = QUIET, *, planned: bool = False
 ) -> tuple[Saved | None, Config, list[str]]:
     """The checkpoint to go on from, or None for a fresh start; the config, with what the run chose when it began; and what is
-    to be warned of.
-
-    planned: nothing will be written, so that this run's own checkpoints in the output directory are a warning.
-    Raises UserError where the output directory holds another run, or where the config changed in what may not change.
-    """
+    to be warned of. planned: nothing will be written, so that this run's own checkpoints in the output directory are a
+    warning. Raises UserError where the output directory holds another run, or the config changed in what may not change."""
     layout = Layout(Path(config.run.output_dir))
     output_dir = f"run.output_dir = {str(layout.root)!r}"
     folder, passed_over = store.find(layout.checkpoints, resume_from, phases)
@@ -51,7 +48,7 @@ def find_start(
     results = steps or layout.adapters.exists()
     if folder is not None:
         # First: what is gone may have left a piece, which no key asks for any more.
-        configs.drop_removed(Saved.whatever(folder).state("config"), f"the checkpoint {folder}", MAY_CHANGE)
+        configs.drop_removed(Saved(folder).state("config"), f"the checkpoint {folder}", MAY_CHANGE)
         saved = Saved(folder, census(config), phases)
         config = as_chosen(config, saved.state("config"))
         saved.restore(config=pin_config(config, f"the checkpoint {folder}", allowed=allowed))
@@ -68,18 +65,15 @@ def find_start(
         was = configs.read_resolved(layout.config)
         now = configs.tree(as_chosen(config, was))
         refuse_changes(was, now, output_dir, may_change=may_change, allowed=Allowance(resume_from=way))
-    if steps:
-        remedy = "add --resume_from auto to go on, or choose another run.output_dir"
-        started = f"{output_dir} already holds this run's checkpoints; {remedy}"
-        if not planned:
-            raise UserError(started)
-        passed_over = [*passed_over, started]
-    return None, config, passed_over
+    remedy = "add --resume_from auto to go on, or choose another run.output_dir"
+    started = f"{output_dir} already holds this run's checkpoints; {remedy}"
+    if steps and not planned:
+        raise UserError(started)
+    return None, config, [*passed_over, started] if steps else passed_over
 
 
 def fixed_levers(config: Config) -> tuple[str, ...]:
-    """Names of memory.fit_by whose keys a run which goes on keeps as they were: they change what it
-    computes."""
+    """Names of memory.fit_by whose keys a run which goes on keeps as they were: they change what it computes."""
     return tuple(name for name in config.memory.fit_by if not keeps(name, config.step))
 
 
@@ -104,10 +98,8 @@ def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
 
 
 def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
-    """Move what the steps beyond `after` left into a folder of their own: the run goes on without them.
-
-    The log is copied, to be cut. Nothing is deleted. Returns the folder, or None where there was nothing.
-    """
+    """Move what the steps beyond `after` left into a folder of their own, and copy the log, which is cut: the run goes on
+    without them. Nothing is deleted. Returns the folder, or None where there was nothing."""
     later = layout.later_results(name, after)
     if not later:
         return None

@@ -1,9 +1,6 @@
-"""What must not differ between the processes of a run. The table for people is in docs/processes.md.
-
-Each process reads a config, photos and a model of its own, perhaps on another machine. A stale copy there would train other
-weights, of which nobody hears, or leave the others waiting for what it does not come to. So what a checkpoint is made of is
-compared three times: the config as the processes meet, data and files before a weight is read, all tensors before step 1.
-"""
+"""What must not differ between the processes of a run (docs/processes.md). Each reads a config, photos and a model of its
+own, perhaps stale ones. So what a checkpoint is made of is compared three times: the config as the processes meet, data and
+files before a weight is read, all tensors before step 1."""
 
 import hashlib
 import json
@@ -47,10 +44,8 @@ LISTED = 20  # lines of a refusal, and names in one of them
 
 
 def refuse_unlike_configs(peers: Processes, config: Config) -> None:
-    """Compare the config's keys, by which the processes know what they do in common, before they do it; and versions.
-
-    config: the resolved one. Raises UserError, in all processes, with the keys and versions that differ.
-    """
+    """Compare the resolved config's keys, by which the processes know what they do in common, before they do it; and
+    versions. Raises UserError, in all processes, with the keys and versions that differ."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     ours = {"trainer": f"{__version__}, source {_digest(''.join(file.read_text(encoding='utf-8') for file in files))}"}
     _compare(peers, config, lambda: {"config": configs.tree(config), "versions": ours | versions(config.optimizer.name)})
@@ -91,7 +86,9 @@ def _compare(
     may_differ = MAY_DIFFER if config.run.deterministic else (*MAY_DIFFER, *HARDWARE)
     allowed = re.compile("|".join(map(translate, may_differ)))
     flat = {f"{name}: {key}": value for name, state in states().items() for key, value in configs.flatten(state).items()}
-    differences = peers.differences({key: _text(value) for key, value in flat.items() if not allowed.match(key)})
+    values = {key: value for key, value in flat.items() if not allowed.match(key)}
+    values |= {key: tensor_sha256(value)[:12] for key, value in values.items() if isinstance(value, torch.Tensor)}
+    differences = peers.differences({key: json.dumps(value) for key, value in values.items()})
     if not differences:
         return
     of_data = {key for key in differences if key.startswith(("data: ", "held-out photos: "))}
@@ -105,10 +102,6 @@ def _compare(
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _text(value: Any) -> str:
-    return json.dumps(tensor_sha256(value)[:12] if isinstance(value, torch.Tensor) else value)
 
 
 def _by_rank(values: Sequence[str | None]) -> str:

@@ -39,7 +39,7 @@ def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tupl
     problems = [
         (printable(photo.sample), why)
         for photo in data.scanned.photos
-        if (why := strict_problem(photo.source, photo.caption if photo.has_caption else None, LAYOUTS))
+        if (why := strict_problem(photo.source, photo.caption if photo.caption_from else None, LAYOUTS))
     ]
     return problems + [
         (printable(sample), f"too long for {encoder}, which reads {report.tokens[encoder].limit} tokens")
@@ -146,10 +146,10 @@ def _alike_rows(groups: Sequence[Sequence[Photo]], held_out: set[str]) -> Iterat
 def _small_rows(data: DataPlan) -> Iterator[tuple[str, str, str, str]]:
     for example in data.examples:
         if example.small:
-            (width, height), photo = example.bucket, example.photo
-            scale = max(width / photo.width, height / photo.height)
+            (width, height), (across, down) = example.bucket, example.photo.size
+            scale = max(width / across, height / down)
             enlarged = f"{scale:.2f} x" if scale > 1 else "no"
-            yield printable(example.sample), _by(photo.size), _by(example.bucket), enlarged
+            yield printable(example.sample), _by((across, down)), _by(example.bucket), enlarged
 
 
 def _pictures(data: DataPlan, report: captions.CaptionReport, phases: Phases) -> Sections:

@@ -10,15 +10,15 @@ from typing import Any
 
 from trainer.base.account import Account, Entry, Heading
 from trainer.base.console import printable
-from trainer.base.errors import one_line, reading
+from trainer.base.errors import one_line, reading, shown
 from trainer.base.text import refuse_stand_in
 from trainer.data.images.kinds import IMAGES, TABLES
 from trainer.data.layouts import apart
 from trainer.data.layouts.apart import Apart
 from trainer.data.layouts.folder import captions_note
-from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
+from trainer.data.layouts.records import FIELDS, caption_field, caption_in
 from trainer.data.layouts.table import FILE_NAMES
-from trainer.data.layouts.walk import NO_OWNERS, LeaveOut, walk
+from trainer.data.layouts.walk import NO_OWNERS, Folder, LeaveOut
 from trainer.data.sources import HUB as PREFIX
 from trainer.data.sources import File, FoundPhoto, Listing, Source
 
@@ -109,7 +109,7 @@ def _listing(source: Source, owned: Apart) -> Listing:
     dataset, column = _with_images(loaded, source.image_column)
     field = caption_field([each for each in loaded.column_names if each != column], source.caption_column)
     if source.caption_column and field is None:
-        raise ValueError(f"has no column {source.caption_column} for captions ({shortened(loaded.column_names, 200)})")
+        raise ValueError(f"has no column {source.caption_column} for captions ({shown(loaded.column_names, 200)})")
     images, problems = Images(source.path, dataset, column, _roots(name)), []
     captions = _captions(loaded, field, problems, source.path) if source.captions == "auto" and field else {}
     photos, of_column = [], f"column {field}"
@@ -144,7 +144,7 @@ def _enter_the_rest(
 
 def _paths(root: str, leave_out: LeaveOut = lambda *_: None, owned: Apart = NO_OWNERS) -> Iterator[str]:
     """The files of a folder on this disk, as `walk` finds them."""
-    return (os.path.join(root, folder + file) for folder, files in walk(root, leave_out, [], owned) for file in files)
+    return (os.path.join(root, folder + file) for folder, files in Folder(root, owned).walk(leave_out, []) for file in files)
 
 
 def _spelled(path: str) -> tuple[str, str | None, str | None]:
@@ -262,7 +262,7 @@ def _with_images(loaded: Any, asked: str | None) -> tuple[Any, str]:
     column = asked or (columns[0] if len(columns) == 1 else None)
     if column not in loaded.column_names:
         which = f"no column {asked}" if asked else "several columns of images" if columns else "no column of images"
-        raise ValueError(f"has {which} ({shortened(loaded.column_names, 200)}); name it with image_column")
+        raise ValueError(f"has {which} ({shown(loaded.column_names, 200)}); name it with image_column")
     try:
         return loaded.select_columns([column]).cast_column(column, datasets.Image(decode=False)), column
     except (TypeError, ValueError, NotImplementedError) as error:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import isqrt
+from math import isqrt, prod
 
 from trainer import config as configs
 from trainer.base.account import Account, Entry, Heading, counted
@@ -27,13 +27,13 @@ def data_account(data: DataPlan) -> Account:
     """What became of all files, of which photos the crop cuts most away, and how far the others are stretched."""
     least, beyond, stretch = dict[str, float](), dict[str, None](), 0.0
     for example in (*data.examples, *data.held_out):
-        photo, (width, height) = example.photo, example.bucket
+        photo, (width, height), (across, down) = example.photo, example.bucket, example.photo.size
         share = buckets.share_kept(*photo.size, example.bucket, crop=views.plain(example).crop)
         if share < 0.5:
             least[str(photo.image)] = min(share, least.get(str(photo.image), share))
         elif share < 1 and photo.aspect > data.table.max_aspect:
             beyond[str(photo.image)] = None
-        change = photo.width * height / (photo.height * width)
+        change = across * height / (down * width)
         stretch = max(stretch, change - 1, 1 / change - 1)
     names = [f"{name}: {share:.0%}" for name, share in sorted(least.items(), key=lambda item: item[1])]
     why, remedy = "the crop keeps less than half of it", "cut it into several photos, or raise data.max_aspect"
@@ -188,7 +188,7 @@ def _references(examples: Sequence[Example]) -> str:
     if how == "framed":
         area, done, bucket = buckets.WHOLE_AREA, "framed by their edges, mirrored,", buckets.framed_bucket
     changes = {
-        f"shrunk to the area of {isqrt(area)} x {isqrt(area)}": lambda each: each.photo.width * each.photo.height > area,
+        f"shrunk to the area of {isqrt(area)} x {isqrt(area)}": lambda each: prod(each.photo.size) > area,
         f"{done} to sides that the model takes": lambda each: bucket(*each.photo.size, step=1) != each.bucket,
     }
     text = f"{counted(len(examples[0].references), 'reference')} beside each photo"

@@ -174,27 +174,27 @@ def test_fit_equals_resizing_the_whole_photo_and_cropping(width, height, bucket)
     # Middle values: where the filter overshoots 0..255 Pillow clips between its passes, whose order varies with size.
     noise = np.random.default_rng(width * 1000 + height).integers(80, 176, (height, width, 3), dtype=np.uint8)
     image = Image.fromarray(noise)
-    fitted, placement = fit(image, bucket)
+    fitted, placement = fit(image, bucket), place(width, height, bucket)
     (top, left), (rh, rw) = placement.crop_top_left, placement.resized_size
     whole = image.resize((rw, rh), RESIZE_FILTER).crop((left, top, left + bucket[0], top + bucket[1]))
     assert np.abs(np.asarray(fitted).astype(int) - np.asarray(whole)).max() <= 2  # two roundings
 
 
 def test_fit_bounds_its_memory_for_a_very_narrow_photo():
-    fitted, placement = fit(Image.new("RGB", (1, 50_000), "red"), (704, 1408))  # in full: 704 x 35 million pixels
-    assert fitted.size == (704, 1408) and placement.resized_size == (35_200_000, 704)
+    fitted = fit(Image.new("RGB", (1, 50_000), "red"), (704, 1408))  # in full: 704 x 35 million pixels
+    assert fitted.size == (704, 1408) and place(1, 50_000, fitted.size).resized_size == (35_200_000, 704)
 
 
 def test_flip_mirrors_the_fitted_photo():
     image = load_rgb("examples/bear_plushie/00.jpg")
-    plain, mirrored = fit(image, (80, 48))[0], fit(image, (80, 48), flip=True)[0]
+    plain, mirrored = fit(image, (80, 48)), fit(image, (80, 48), flip=True)
     assert np.array_equal(np.asarray(plain)[:, ::-1], np.asarray(mirrored))
 
 
 def test_fit_keeps_directions_and_colours():
     image = Image.new("RGB", (200, 100), "red")
     image.paste("blue", (0, 0, 100, 100))
-    pixels = to_pixels(fit(image, (64, 48))[0])
+    pixels = to_pixels(fit(image, (64, 48)))
     assert pixels[:, 24, 5].tolist() == [-1, -1, 1] and pixels[:, 24, 60].tolist() == [1, -1, -1]
 
 

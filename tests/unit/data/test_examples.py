@@ -50,7 +50,7 @@ def test_where_nothing_may_be_cut_a_photo_beyond_the_buckets_is_refused() -> Non
     with pytest.raises(UserError) as refused:
         examples(whole, step=64, enlarge=False, seed=7)
     assert str(refused.value) == (
-        "data.crop = 'none': 1 photo has sides beyond data.max_aspect = 2; set data.max_aspect = 4.1, or crop or remove "
+        "data.crop = 'none': 1 photo beyond data.max_aspect = 2; set data.max_aspect = 4.1, or crop or remove "
         "these:\n"
         "  photos/wide.jpg: 4010 x 1000 pixels"
     )
@@ -62,9 +62,7 @@ def test_photos_too_small_for_any_bucket_are_all_named_with_the_remedy() -> None
     with pytest.raises(UserError) as refused:
         examples(photos, step=64, enlarge=False, seed=7)
     lines = str(refused.value).splitlines()
-    assert lines[0] == (
-        "data.sources: 3 photos are too small; remove them, lower the resolution, or set data.enlarge = true:"
-    )
+    assert lines[0] == ("data.sources: 3 photos too small; remove them, lower the resolution, or set data.enlarge = true:")
     assert lines[1:] == [
         "  photos/a.jpg: 255 x 900 pixels, too small for a bucket of resolution 1024 (no side of a bucket is shorter than "
         "256 pixels)",

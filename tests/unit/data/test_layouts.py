@@ -22,7 +22,7 @@ from PIL import Image
 
 from tests import photos as photos_of
 from tests.harness import PHOTOS
-from tests.photos import scan
+from tests.photos import notes_of, scan
 from trainer.base.errors import UserError
 from trainer.data.examples import examples
 from trainer.data.identity import fingerprint
@@ -303,7 +303,7 @@ def test_every_layout_gives_the_same_samples_and_captions(layout: Layout, small,
         path = f"hf:{path.rstrip('/')}{layout.dataset}"
     scanned = scan([Source(4, path, 2, **layout.keys)], strict_captions=True)
     assert [
-        (photo.sample, photo.caption, photo.has_caption, photo.repeats, photo.width, photo.height, photo.image.read())
+        (photo.sample, photo.caption, bool(photo.caption_from), photo.repeats, *photo.size, photo.image.read())
         for photo in scanned.photos
     ] == [
         (f"4/{layout.name(stem)}", layout.captions(stem), True, 2 * layout.repeats, *WIDE[stem], small[stem])
@@ -350,7 +350,7 @@ def test_of_several_captions_the_first_kind_is_taken_and_the_others_are_named(tm
         "a.caption": ".txt is used instead",
         "b.json": ".caption is used instead",
     }
-    assert "1 from .caption, 1 from .txt; 1 images have none" in told(listing).notes[0]
+    assert "1 from .caption, 1 from .txt; 1 images have none" in notes_of(told(listing))[0]
 
 
 def test_a_caption_of_exactly_the_image_s_name_belongs_to_it_alone(tmp_path):
@@ -419,7 +419,7 @@ def test_captions_by_name_read_no_file(tmp_path):
 def test_captions_left_out_by_name_are_not_missing_in_strict_mode(small, tmp_path):
     write(tmp_path, pngs(small))
     photos = scan([Source(0, str(tmp_path), captions="none")], strict_captions=True).photos
-    assert [(photo.caption, photo.has_caption) for photo in photos] == [("", False)] * 5
+    assert [(photo.caption, bool(photo.caption_from)) for photo in photos] == [("", False)] * 5
     with pytest.raises(UserError, match="5 problems"):
         scan([Source(0, str(tmp_path))], strict_captions=True)
 
@@ -429,11 +429,11 @@ def test_auto_that_finds_nothing_says_what_it_found(tmp_path):
     listing = listed(tmp_path)
     assert captions_of(listing) == {"a.png": None, "b.png": None}
     assert (
-        "captions of" in told(listing).notes[0]
-        and ": none." in told(listing).notes[0]
-        and "found 2 .tags, 1 .md" in told(listing).notes[0]
+        "captions of" in notes_of(told(listing))[0]
+        and ": none." in notes_of(told(listing))[0]
+        and "found 2 .tags, 1 .md" in notes_of(told(listing))[0]
     )
-    assert 'captions = "filename"' in told(listing).notes[0]
+    assert 'captions = "filename"' in notes_of(told(listing))[0]
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_which_folders_are_kohya_s(name, repeats, tmp_path):
     listing = listed(tmp_path)
     (item,) = listing.found
     assert item.repeats == (repeats or 1) and (item.caption is None) == (repeats is None)
-    assert any(f"{repeats} repeats of 1 images" in line for line in told(listing).notes) == (repeats is not None)
+    assert any(f"{repeats} repeats of 1 images" in line for line in notes_of(told(listing))) == (repeats is not None)
 
 
 def problems(root: Path | str, **keys) -> list[str]:
@@ -551,7 +551,7 @@ def test_two_tables_in_a_folder_are_refused_and_one_of_them_can_be_named(tmp_pat
 )
 def test_a_table_of_another_name_is_told_to_be_renamed(tmp_path, name: str, text: str, right: str):
     write(tmp_path, {"a.png": "x", name: text})
-    warnings = [note for note in told(listed(tmp_path)).notes if note.startswith("warning: ")]
+    warnings = [note for note in notes_of(told(listed(tmp_path))) if note.startswith("warning: ")]
     expected = f"warning: {tmp_path}/{name} is not read; rename it to {right}, and its rows give the captions"
     assert warnings == ([expected] if right else [])
     if right:
@@ -630,7 +630,7 @@ def test_null_is_no_caption_in_a_json_file_as_in_a_table(small, tmp_path):
     write(tmp_path / "table", pngs({"a": small["00"], "b": small["01"]}) | {"metadata.jsonl": table})
     for folder in ("beside", "table"):
         photos = scan([Source(0, str(tmp_path / folder))]).photos
-        assert [(photo.caption, photo.has_caption) for photo in photos] == [("", False), ("", True)]
+        assert [(photo.caption, bool(photo.caption_from)) for photo in photos] == [("", False), ("", True)]
     assert [photo.caption_from for photo in scan([Source(0, str(tmp_path / "beside"))]).photos] == ["", ".json"]
     with pytest.raises(UserError) as refused:
         scan([Source(0, str(tmp_path / "beside"))], strict_captions=True)
@@ -798,7 +798,7 @@ def test_a_caption_that_is_json_is_its_field(tmp_path, small, where, text: str, 
     scanned = scan([Source(0, str(tmp_path), caption_column="mine" if field == "mine" else None)])
     assert scanned.photos[0].caption == caption
     noted = f"1 photo: its caption is the field {field} of a JSON text ({tmp_path}/a.png)"
-    assert (noted in scanned.notes) == bool(field)
+    assert (noted in notes_of(scanned)) == bool(field)
 
 
 @pytest.mark.parametrize(

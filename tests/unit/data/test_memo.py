@@ -90,7 +90,7 @@ def test_of_copies_one_is_looked_at(folder):
     memo, looked = Memo(), []
     for name, kind in (("00.jpg", "photo"), ("copy.jpg", "photo"), ("copy.jpg", "mask")):
         given = memo.facts(
-            source(folder), kind, File(str(folder), name), lambda data: looked.append(data) or Facts("a", (1, 2))
+            source(folder), kind, File(str(folder), name), lambda data, sha256: looked.append(data) or Facts("a", (1, 2))
         )
         assert given == Facts("a", (1, 2))
     assert looked == [(folder / "00.jpg").read_bytes()] * 2

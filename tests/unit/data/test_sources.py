@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.photos import scan
+from tests.photos import notes_of, scan
 from trainer.base.console import printable
 from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import Phases
@@ -63,8 +63,8 @@ def write(folder: Path, name: str, data: bytes | str) -> Path:
 def test_the_example_folder():
     photos = scan([Source(0, str(PHOTOS), 3)]).photos
     assert [photo.sample for photo in photos] == [f"0/0{i}.jpg" for i in range(5)]
-    assert [(photo.width, photo.height) for photo in photos] == [(768, 512), (768, 768), (640, 768), (512, 768), (768, 640)]
-    assert all(photo.repeats == 3 and photo.has_caption and "sks plush bear" in photo.caption for photo in photos)
+    assert [photo.size for photo in photos] == [(768, 512), (768, 768), (640, 768), (512, 768), (768, 640)]
+    assert all(photo.repeats == 3 and photo.caption_from and "sks plush bear" in photo.caption for photo in photos)
     assert len({photo.sha256 for photo in photos}) == 5
 
 
@@ -77,7 +77,7 @@ def test_order_names_and_what_is_left_out(tmp_path):
     photos = scan([Source(0, str(tmp_path / "one")), Source(1, str(tmp_path / "two"), 2)]).photos
     assert [photo.sample for photo in photos] == ["0/a.b.png", "0/a/z.png", "0/b.PNG", "1/b.png"]
     assert [photo.caption for photo in photos] == ["caption é", "", "", ""]
-    assert [photo.has_caption for photo in photos] == [True, False, True, False]
+    assert [bool(photo.caption_from) for photo in photos] == [True, False, True, False]
     assert [photo.repeats for photo in photos] == [1, 1, 1, 2]
 
 
@@ -108,7 +108,7 @@ def test_exif_orientation(orientation, tmp_path):
     path = write(tmp_path, "a.png", encoded(Image.fromarray(np.ascontiguousarray(stored)), "PNG", exif=exif))
     assert np.array_equal(np.asarray(load_rgb(path))[..., 0], upright)
     (photo,) = scan([Source(0, str(tmp_path))]).photos
-    assert (photo.width, photo.height) == (6, 4)
+    assert photo.size == (6, 4)
 
 
 def test_a_rotated_jpeg_has_its_sides_swapped(tmp_path):
@@ -270,7 +270,7 @@ def test_what_belongs_to_a_photo_is_found_in_either_form_of_its_letters(tmp_path
     (photo, _) = scan([Source(0, str(tmp_path), masks="files", references="files")]).photos
     assert (photo.sample, photo.caption, photo.mask is not None) == (f"0/{theirs}.png", "a cup", True)
     assert len(photo.beside.references) == 1
-    assert not any("names that look the same" in note for note in scan([Source(0, str(tmp_path))]).notes)
+    assert not any("names that look the same" in note for note in notes_of(scan([Source(0, str(tmp_path))])))
     table = tmp_path / "table"
     write(table, f"{theirs}.png", encoded(flat("RGB", "red"), "PNG"))
     write(table, "metadata.jsonl", json.dumps({"file_name": f"{mine}.png", "text": "a cup"}))
@@ -288,7 +288,7 @@ def test_two_photos_whose_names_differ_in_form_alone_have_their_own(tmp_path):
     write(tmp_path / "table", "metadata.jsonl", "\n".join(rows))
     for folder in ("beside", "table"):
         scanned = scan([Source(0, str(tmp_path / folder))])
-        assert any("2 photos: names that look the same (Unicode's NFC and NFD)" in note for note in scanned.notes)
+        assert any("2 photos: names that look the same (Unicode's NFC and NFD)" in note for note in notes_of(scanned))
         assert {photo.sample: photo.caption for photo in scanned.photos} == {
             f"0/{forms[0]}.png": "composed",
             f"0/{forms[1]}.png": "decomposed",

@@ -181,7 +181,7 @@ def test_a_reference_is_shown_as_the_stock_pipeline_shows_it(stock, monkeypatch,
         stock(image=[image], prompt="", height=64, width=64)
     bucket = buckets.nearest_size(*size, REFERENCE_SIZES, step=16)
     assert bucket in REFERENCE_SIZES and len(REFERENCE_SIZES) == 17
-    ours, _ = buckets.fit(image, bucket, crop=buckets.WHOLE)
+    ours = buckets.fit(image, bucket, crop=buckets.WHOLE)
     assert torch.equal(buckets.to_pixels(ours)[None], shown.value.args[0])
 
 

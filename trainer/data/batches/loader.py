@@ -1,7 +1,4 @@
-"""From occurrences to batches: reads the cache and applies the draws that belong to data (views, captions).
-
-Without a cache, photos are decoded here, also by workers, and encoded by the main process.
-"""
+"""From occurrences to batches: reads the cache and applies the draws that belong to data (views, captions)."""
 
 import itertools
 import signal
@@ -40,12 +37,10 @@ class Encoders:
 class Reader:
     """Makes the Batch of a micro-batch: `reader[occurrences]`. A pure function of its arguments and the cache.
 
-    examples: by sample. The cache must hold every view of them, and its mask.
-    latent_side: pixels to a side of one latent, as the masks were made for.
-    cache: None if nothing is cached; then `encoders` make what a batch needs, with the same bytes.
-    latent_fingerprint, text_fingerprint: as the cache was filled with; no text fingerprint means that captions are
-    encoded live and `Batch.conditioning` is None.
-    collate: stacks the conditioning of single captions. preserve_as: replaces triggers in `preserved_captions`; None: none.
+    examples: by sample. cache: holds every view of them, and its mask; None: `encoders` make what a batch needs, with the
+    same bytes. latent_side: pixels to a side of one latent. latent_fingerprint, text_fingerprint: as the cache was filled
+    with; no text fingerprint: captions are encoded live and `Batch.conditioning` is None. collate: stacks the conditioning of
+    single captions. preserve_as: replaces triggers in `preserved_captions`; None: none.
     """
 
     examples: Mapping[str, Example]
@@ -95,17 +90,15 @@ class Reader:
 
     def loss_weights(self, example: Example, view: View) -> torch.Tensor | None:
         """fp32 [h, w]: the weight of each latent by its mask, times the photo's weight; None: 1 everywhere."""
-        photo, source, side = example.photo, example.photo.source, self.latent_side
-        if photo.mask is None and photo.loss_weight == 1:
-            return None
+        photo, side = example.photo, self.latent_side
         if photo.mask is None:
             width, height = example.bucket
-            return torch.full((height // side, width // side), photo.loss_weight)
+            return None if photo.loss_weight == 1 else torch.full((height // side, width // side), photo.loss_weight)
         if self.cache is None:
             mask = _as_scanned(photo.mask.place, lambda: masks.on_latents(example, view, side=side))
         else:
             mask = self.cache.get(mask_key(example, view, side=side))["mask"]
-        return (mask + (1 - mask) * source.unmasked_weight) * photo.loss_weight
+        return (mask + (1 - mask) * photo.source.unmasked_weight) * photo.loss_weight
 
     def finish(self, batch: Batch) -> Batch:
         """Completes the batch of `read`. It may encode, so only the process with the encoders may call it."""
@@ -136,11 +129,8 @@ class Reader:
 
 def _stacked(weights: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """None counts as 1 everywhere. The result is None if all are."""
-    shapes = {weight.shape for weight in weights if weight is not None}
-    if not shapes:
-        return None
-    (shape,) = shapes
-    return torch.stack([torch.ones(shape) if weight is None else weight for weight in weights])
+    given = next((weight for weight in weights if weight is not None), None)
+    return None if given is None else torch.stack([torch.ones_like(given) if each is None else each for each in weights])
 
 
 def _as_scanned(place: Place | None, read: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -166,13 +156,11 @@ class _Reads(Dataset):
 def iterate(
     updates: Iterable[Sequence[MicroBatch]], reader: Reader, *, num_workers: int, pin: bool = False
 ) -> Generator[list[Batch]]:
-    """One list of Batches per update, in order; `updates` holds this process's share of each (an empty one gives []).
+    """One list of Batches per update, in order; `updates` holds this process's share of each (an empty one gives []), and may
+    be lazy and endless. The result does not depend on `num_workers`. Close the generator to end the workers early.
 
-    Raises DataError if an entry can no longer be read, or if a worker died.
-
-    `updates` may be lazy and go on over many epochs: with workers it is read a few batches ahead, in this process. The
-    result does not depend on `num_workers`. Close the generator to end the workers early.
     pin: workers read into page-locked memory, so that the copy to the GPU overlaps with computing.
+    Raises DataError if an entry can no longer be read, or if a worker died.
     """
     if num_workers == 0:
         for update in updates:
@@ -218,10 +206,7 @@ def _next(batches: Iterator[Sent | Batch]) -> Batch:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals to the main process, which ends the current step first; share out the cache's memory.
-
-    Where `signals.blocked` works, it has seen to the signals already.
-    """
+    """Leave signals to the main process, also where `signals.blocked` holds none back; share out the cache's memory."""
     for signum in signals.HANDLED:
         signal.signal(signum, signal.SIG_IGN)
     info = get_worker_info()

@@ -1,8 +1,5 @@
-"""The order of an epoch and how it is cut into batches and updates: pure functions of seed and epoch.
-
-The order of the samples depends neither on batch size nor on the number of processes; both only cut it. Epochs and
-steps count from 0 here.
-"""
+"""The order of an epoch and how it is cut into batches and updates: pure functions of seed and epoch, which count from 0, as
+steps do. The order of the samples depends neither on batch size nor on the number of processes; both only cut it."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,10 +28,9 @@ def epoch_batches(
 ) -> Iterator[MicroBatch]:
     """The epoch's micro-batches, each of one layout: a bucket, and sizes of references.
 
-    Going through the global order, a batch is emitted when its layout has `batch_size` samples; what remains of each
-    follows as one shorter batch, in the order of first samples. Nothing is dropped or shown twice.
-    fill: these batches are filled with further appearances of the layout's first samples in this order, each with
-    the next repeat number of its photo, so that it has draws of its own.
+    Going through the global order, a batch is emitted when its layout has `batch_size` samples; what remains of each follows
+    as one shorter batch, in the order of first samples. fill: these are filled with further appearances of the layout's first
+    samples, each with the next repeat number of its photo, so that it has draws of its own.
     """
     open_batches: dict[ReferenceLayout, list[Occurrence]] = {}
     firsts: dict[ReferenceLayout, list[Occurrence]] = {}
@@ -61,10 +57,8 @@ def batches_per_epoch(examples: Sequence[Example], *, batch_size: int) -> int:
 
 
 def updates(batches: Iterable[MicroBatch], *, group: int) -> Iterator[list[MicroBatch]]:
-    """An epoch's micro-batches in groups, one per update; the last group may be short.
-
-    group: micro-batches of an update, of all processes: step.accumulation for each of them.
-    """
+    """An epoch's micro-batches in groups, one per update; the last may be short. group: micro-batches of an update, of all
+    processes: step.accumulation for each of them."""
     left = iter(batches)
     while update := list(islice(left, group)):
         yield update
@@ -80,8 +74,8 @@ def all_updates(
     fill: bool = False,
     began: tuple[int, int] = (0, 0),
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end. group: of an
-    update, of all processes."""
+    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end. group: as
+    `updates` takes it."""
     length = steps_per_epoch(examples, batch_size=batch_size, group=group)
     epoch, skip = update_at(after, steps_per_epoch=length, began=began)
     every = numbered(examples)
@@ -105,14 +99,12 @@ def epoch_of(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)
     """The epoch in which step `step` was made, both from 1. began: the (step, epoch) at which training on these photos
     began."""
     first, epoch = began
-    return epoch + (step - first - 1) // steps_per_epoch + 1 if step > first else max(1, epoch)
+    return update_at(step - 1, steps_per_epoch=steps_per_epoch, began=began)[0] + 1 if step > first else max(1, epoch)
 
 
 def update_at(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """(epoch, index of the update in the epoch) of a global step, all counted from 0.
-
-    began: the (step, epoch) at which training on these photos began; `step` is not before it.
-    """
+    """(epoch, index of the update in the epoch) of a global step, all counted from 0. began: the (step, epoch) at which
+    training on these photos began; `step` is not before it."""
     first, epoch = began
     epochs, index = divmod(step - first, steps_per_epoch)
     return epoch + epochs, index

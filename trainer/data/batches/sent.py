@@ -13,11 +13,8 @@ LARGE = 2**18  # bytes of a tensor: from here on sharing its memory is quicker t
 
 @dataclass(frozen=True)
 class Sent:
-    """A batch on its way from a worker: its large tensors in shared memory, the small ones as bytes.
-
-    torch itself shares the memory of each tensor, and the main process asks the worker for each of them. For the small ones
-    that takes longer than to read the batch (docs/benchmarks/programs.md).
-    """
+    """A batch on its way from a worker: its large tensors in shared memory, the small ones as bytes. torch itself would share
+    the memory of each, which takes longer than to read the batch (docs/benchmarks/programs.md)."""
 
     packed: Any
 

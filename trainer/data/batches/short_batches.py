@@ -47,10 +47,9 @@ def would_fill(examples: Iterable[Example], *, batch_size: int) -> tuple[int, in
 def merged(examples: Sequence[Example], *, batch_size: int, enlarge: bool) -> tuple[Example, ...]:
     """The examples. Those in buckets with fewer appearances in an epoch than a batch are moved to other buckets.
 
-    The smallest bucket goes first. Each of its photos moves to the bucket nearest to its own aspect ratio, of those that
-    are at most APART from the photo's first bucket, however often it moves, and that it covers (unless `enlarge`). If one
-    photo of a bucket has no such bucket, the bucket stays. This repeats until every bucket that is smaller than a batch
-    stays. References keep their sizes: only buckets with the same ones beside them are merged.
+    The smallest bucket goes first. Each of its photos moves to the bucket nearest to its own aspect ratio, of those that are
+    at most APART from the photo's first bucket, that it covers (unless `enlarge`), and that have the same references beside
+    them. If one photo has none, its bucket stays. This repeats until every bucket that is smaller than a batch stays.
     """
     members: dict[ReferenceLayout, list[int]] = defaultdict(list)
     for index, example in enumerate(examples):
@@ -79,8 +78,8 @@ def _near(one: Bucket, other: Bucket) -> bool:
 
 
 def _way(example: Example, buckets: Iterable[Bucket], enlarge: bool) -> Bucket | None:
-    photo = example.photo
+    width, height = example.photo.size
     near = [bucket for bucket in buckets if _near(bucket, example.bucket)]
-    open_ones = [bucket for bucket in near if enlarge or covers(photo.width, photo.height, bucket)]
-    shape = math.log(photo.width / photo.height)
+    open_ones = [bucket for bucket in near if enlarge or covers(width, height, bucket)]
+    shape = math.log(width / height)
     return min(open_ones, key=lambda b: (abs(math.log(b[0] / b[1]) - shape), b), default=None)

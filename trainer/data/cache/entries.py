@@ -1,9 +1,8 @@
 """Entries of a cache, by their keys: on disk, or in this process's memory.
 
-An entry is the bytes of a safetensors file, which holds, in its metadata, a SHA-256 of its tensors and metadata. Many lie in
-one file, a pack: a safetensors file with a tensor of bytes for each key. A pack is written once, whole, and not synced, as a
-damaged entry is noticed when it is first read, and made again at the next start. Caches of before have a file for each entry.
-A folder of entries may be shared by runs and processes, at the same time.
+An entry is the bytes of a safetensors file, with a SHA-256 of its tensors and metadata. Many lie in one file, a pack, which
+is written once, whole, and not synced: a damaged entry is noticed when it is first read, and made again at the next start.
+Caches of before have a file for each entry. Runs and processes may share a folder at the same time.
 """
 
 import errno
@@ -31,12 +30,10 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)  # someone else's cache: it
 
 
 class Cache:
-    """Entries in `directory`, the most recently used ones also in memory, up to `memory_bytes`.
-
-    Every entry is verified once in a process, when it is first read. What is put is there for others after `flush`.
-    limit: bytes of the directory; above it, files of which no running process uses an entry are deleted. foresee: takes the
-    bytes that all missing entries will have, once the first one is there.
-    """
+    """Entries in `directory`, the most recently used ones also in memory, up to `memory_bytes`. Every entry is verified once
+    in a process, when it is first read. What is put is there for others after `flush`. limit: bytes of the directory; above
+    it, files of which no running process uses an entry are deleted. foresee: takes the bytes that all missing entries will
+    have, once the first one is there."""
 
     def __init__(
         self,
@@ -150,7 +147,12 @@ class Cache:
         tensors = self._read(key)
         if tensors is None:
             raise DataError(f"cache entry {key} ({self.path(key)}) is missing or damaged; {self._note_damage(key)}")
-        self._remember(key, tensors)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size <= self.memory_bytes:
+            self._memory[key] = tensors
+            self._memory_used += size
+        while self._memory_used > self.memory_bytes:
+            self._forget(next(iter(self._memory)))
         return tensors
 
     def origin(self, key: str) -> str:
@@ -185,9 +187,7 @@ class Cache:
             self._use = pruning.Use(self.directory)
             self._shared = pruning.shared(self.directory)
         except OSError as error:
-            if error.errno not in READ_ONLY:
-                raise
-            self._warn(error)
+            self._note_read_only(error)
         if self.limit is not None and self._use is not None:
             pruning.require_locks(self._use, "data.cache_limit")
 
@@ -225,12 +225,12 @@ class Cache:
         except FileNotFoundError:
             return False
         except OSError as error:
-            if error.errno not in READ_ONLY:
-                raise
-            self._warn(error)
+            self._note_read_only(error)
         return True
 
-    def _warn(self, error: OSError) -> None:
+    def _note_read_only(self, error: OSError) -> None:
+        if error.errno not in READ_ONLY:
+            raise error
         self.unprotected = self.unprotected or (
             f"this run may not write to {error.filename} ({error.strerror}), so it cannot mark which entries of the cache it "
             "uses: other runs and users may delete them. Ask their owner for the right to "
@@ -260,15 +260,6 @@ class Cache:
                 self._not_finite.add(key)
         return tensors
 
-    def _remember(self, key: str, tensors: Tensors) -> None:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if size > self.memory_bytes:
-            return
-        self._memory[key] = tensors
-        self._memory_used += size
-        while self._memory_used > self.memory_bytes:
-            self._forget(next(iter(self._memory)))
-
     def _forget(self, key: str) -> None:
         if key in self._memory:
             self._memory_used -= sum(tensor.nbytes for tensor in self._memory.pop(key).values())
@@ -284,7 +275,6 @@ class MemoryCache:
         """Nobody else can prune them."""
 
     def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
-        """The keys, each once and in order, that have no entry."""
         return [key for key in dict.fromkeys(keys) if key not in self._entries]
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -297,11 +287,9 @@ class MemoryCache:
         return finite(self._entries[key])
 
     def get(self, key: str) -> Tensors:
-        """An entry's tensors, shared with later callers: do not change them."""
         return self._entries[key]
 
     def origin(self, key: str) -> str:
-        """How a message describes an entry that already existed."""
         return "encoded already"
 
     def share_memory(self, count: int) -> None:

@@ -1,7 +1,4 @@
-"""Photos and captions become entries of a cache, each addressed by everything that went into it.
-
-A changed photo, caption, preprocessing or encoder has another key, so a stale entry is never read.
-"""
+"""Photos and captions become entries of a cache, addressed by all that went into them: a stale one is never read."""
 
 import hashlib
 import json
@@ -12,7 +9,6 @@ import torch
 
 from trainer.base import tiles
 from trainer.base.console import printable
-from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Conditioning
 from trainer.data import buckets
@@ -21,7 +17,7 @@ from trainer.data.examples import Example
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
-from trainer.data.memo import CHANGED
+from trainer.data.memo import read_unchanged
 from trainer.data.threads import in_threads
 
 PREPROCESSING_VERSION = 1  # raise it when `decode.decode` or `buckets.fit` gives other pixels
@@ -35,11 +31,8 @@ def _key(kind: str, **inputs: object) -> str:
 
 
 def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
-    """The key of the latents of one view. `fingerprint` stands for the image encoder, its weights and its dtypes.
-
-    Some inputs count only where they are not the default: choices (decode.Decoded), a crop that is not at the centre, changed
-    colours, tiles. So a photo keeps its key when such a key of the config is introduced.
-    """
+    """The key of the latents of one view. `fingerprint` stands for the image encoder, its weights and its dtypes. Choices, a
+    moved crop, changed colours and tiles count where there are any: other photos keep the keys that they had before."""
     photo, around = example.photo, "frame" if view.reference and example.showing == "framed" else "crop"
     return _key(
         "latent",
@@ -73,8 +66,8 @@ def mask_key(example: Example, view: View, *, side: int) -> str:
 
 def _crop(example: Example, view: View) -> dict[str, list[int]]:
     photo = example.photo
-    crop = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
-    if crop == buckets.place(photo.width, photo.height, example.bucket):
+    crop = buckets.place(*photo.size, example.bucket, crop=view.crop)
+    if crop == buckets.place(*photo.size, example.bucket):
         return {}
     return {"crop": [*crop.resized_size, *crop.crop_top_left]}
 
@@ -119,12 +112,10 @@ def fill_latents(
 ) -> int:
     """Make the latents that are not cached yet; returns how many were made. wanted: what `latents_wanted` gives.
 
-    `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo
-    at a time, so that an entry does not depend on its neighbours: with SDXL's VAE on a CPU two
-    at once gave other bits for each of 4 photos. Entries hold "latents", fp32 [C, h, w].
+    `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo at a
+    time: with SDXL's VAE on a CPU two at once gave other bits. Entries hold "latents", fp32 [C, h, w].
     `on_non_finite` is called with a description of every photo whose latents hold NaN or infinity, new or cached; if it
-    raises, the new ones are not kept.
-    Raises UserError if a photo changed after the scan.
+    raises, the new ones are not kept. Raises UserError if a photo changed after the scan.
     """
 
     def made(todo: list[str]) -> Entries:
@@ -132,9 +123,8 @@ def fill_latents(
             for key, pixels_3HW in zip(todo, decoded, strict=True):
                 yield key, {"latents": latents_of(pixels_3HW, encode)}, {"sample": wanted[key][0].sample}
 
-    described = {
-        key: f"the latents of {printable(example.sample)} ({example.photo.image})" for key, (example, _) in wanted.items()
-    }
+    what = "the latents of {} ({})".format
+    described = {key: what(printable(each.sample), each.photo.image) for key, (each, _) in wanted.items()}
     return _fill(cache, described, made, dict.fromkeys(wanted, on_non_finite), phases, "photo")
 
 
@@ -146,20 +136,16 @@ def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.
 def fill_masks(
     cache: Cache | MemoryCache, wanted: Mapping[str, tuple[Example, View]], *, side: int, phases: Phases = QUIET
 ) -> int:
-    """Make the masks that are not cached yet; returns how many were made. wanted: what `masks_wanted`
-    gives for the same side.
-
-    Entries hold "mask", fp32 [h, w]. Raises UserError if a mask changed after the scan.
-    """
+    """Make the masks that are not cached yet; returns how many were made. wanted: what `masks_wanted` gives for the same
+    side. Entries hold "mask", fp32 [h, w]. Raises UserError if a mask changed after the scan."""
 
     def made(todo: list[str]) -> Entries:
         with closing(in_threads(lambda key: masks.on_latents(*wanted[key], side=side), todo)) as results:
             for key, mask in zip(todo, results, strict=True):
                 yield key, {"mask": mask}, {"sample": wanted[key][0].sample}
 
-    described = {
-        key: f"the mask of {printable(example.sample)} ({example.photo.mask.place})" for key, (example, _) in wanted.items()
-    }
+    what = "the mask of {} ({})".format
+    described = {key: what(printable(each.sample), each.photo.mask.place) for key, (each, _) in wanted.items()}
     return _fill(cache, described, made, dict.fromkeys(wanted, _never), phases, "mask") if wanted else 0
 
 
@@ -226,9 +212,5 @@ def _fill(
 def pixels(example: Example, view: View) -> torch.Tensor:
     """fp32 [3, H, W] in [-1, 1]: what the image encoder gets. Raises UserError where the photo changed after the scan."""
     photo = example.photo
-    data = photo.image.read()
-    # The key was made from the hash of the scan: other bytes must not be stored under it.
-    if hashlib.sha256(data).hexdigest() != photo.sha256:
-        raise UserError(f"{photo.image} {CHANGED}")
-    image = decode(data, background=photo.source.background).image
+    image = decode(read_unchanged(photo.image, photo.sha256), background=photo.source.background).image
     return buckets.to_pixels(view.show(image, example))

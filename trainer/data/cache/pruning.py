@@ -1,9 +1,8 @@
 """Pruning of a cache's folder: deletes the least recently used files of entries, and none that a running process uses.
 
-A file's time of modification is when a run last asked for one of its entries. A process that uses the folder locks one byte
-of a file. The byte's offset is the time when the process began, in milliseconds, and the lock ends with the process. So every
-file that was asked for since the first running process began is in use, and a kill leaves nothing to clean up. All times are
-the file system's own.
+A file's time of modification is when a run last asked for one of its entries. A process that uses the folder locks, until it
+ends, one byte of a file, whose offset is the time when the process began. So every file that was asked for since the first
+running process began is in use. All times are the file system's own, in milliseconds.
 """
 
 import contextlib
@@ -132,15 +131,11 @@ def prune(
 
 def entries(folder: Path) -> Iterator[CacheEntry]:
     """All entries, in no order. Other processes may delete entries meanwhile."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as groups:
-        for group in groups:
-            if re.fullmatch(f"[0-9a-f]{{2}}|{PACKS}", group.name) and group.is_dir():
-                with os.scandir(group) as names:
-                    for name in names:
-                        if re.fullmatch(r"[0-9a-f]{64}\.safetensors", name.name):
-                            with contextlib.suppress(FileNotFoundError):
-                                status = name.stat()
-                                yield CacheEntry(Path(name.path), status.st_size, _milliseconds(status))
+    for path in folder.glob("*/*.safetensors"):
+        if re.fullmatch(rf"([0-9a-f]{{2}}|{PACKS})/[0-9a-f]{{64}}", f"{path.parent.name}/{path.stem}"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                yield CacheEntry(path, status.st_size, _milliseconds(status))
 
 
 def parse_age(text: str) -> float:

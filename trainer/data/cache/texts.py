@@ -1,8 +1,7 @@
 """Captions through a model's text encoders, one encoder after another: each is gone before the next comes.
 
-What the earlier encoders give is kept in the host's memory until the last one has seen the caption, too. It is bounded: so
-many captions go through all encoders in rounds. Entries for parts on the disk would be written, read and deleted for nothing,
-and few runs need a second round: 512 MiB are 2000 captions of SDXL and 170,000 of Flux, whose last encoder gives nearly all.
+What the earlier encoders give is kept in the host's memory until the last one has seen the caption, too. It is bounded, so
+captions go through all encoders in rounds: 512 MiB are 2000 captions of SDXL and 170,000 of Flux.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,10 +34,8 @@ def one_after_another(
     """Each of the captions with its conditioning, on the CPU, with a batch dimension of 1, in any order.
 
     encoders: by name, in their order. Inside its context an encoder is in memory; its function maps captions to its part of
-      their conditioning, tensors [B, ...] by name.
-    join: the parts of all encoders, in their order -> the conditioning.
-    together: how many captions an encoder may get at once, if that gives the bytes of one at a time. `say` is called with a
-      line if it does not.
+    their conditioning, tensors [B, ...] by name. join: the parts of all encoders, in their order -> the conditioning.
+    together: how many captions an encoder may get at once, if that gives the bytes of one at a time; else `say` gets a line.
     """
     allowed = dict.fromkeys(encoders, together)
 
@@ -75,12 +72,9 @@ def at_once(count: int, together: int) -> int:
 
 
 def _encoded(captions: list[str], encode: Encode, together: int, differ: Callable[[], None]) -> Iterator[tuple[str, Tensors]]:
-    """Each caption with one encoder's part of its conditioning, on the CPU, in any order.
-
-    Whether batching changes bits depends on the shapes, not on the values. So the shortest and the longest captions are
-    encoded one by one and at once. If all their bits agree, the rest is encoded in batches of that shape; else `differ` is
-    called.
-    """
+    """Each caption with one encoder's part of its conditioning, on the CPU, in any order. Whether batching changes bits
+    depends on the shapes, not on the values: the shortest and the longest captions are encoded one by one and at once. If all
+    their bits agree, the rest is encoded in batches of that shape; else `differ` is called."""
 
     def alone(caption: str) -> tuple[str, Tensors]:
         tensors = encode([caption])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 
 from trainer.base import draws
+from trainer.base.account import counted
 from trainer.base.console import printable, shortlist
 from trainer.base.errors import UserError
 from trainer.base.text import holds, replaced
@@ -26,10 +27,9 @@ class Tokens:
 class CaptionReport:
     """What the start of a run reports about captions: the samples concerned, by all variants of their captions.
 
-    missing: no caption was found.  empty: one was found, and a variant of it has no text.
-    truncated: by text encoder, with a variant of more tokens than it reads; the rest of it is not trained on.
-    tokens: by text encoder, of every variant. rows: of a denoiser that takes captions of one padded length at once, how many
-    texts have which.
+    missing: no caption was found. empty: one was found, and a variant of it has no text. truncated: by text encoder, with a
+    variant of more tokens than it reads. tokens: by text encoder, of every variant. rows: of a denoiser that takes captions
+    of one padded length at once, how many texts have which.
     """
 
     photos: int
@@ -44,10 +44,8 @@ class CaptionReport:
         named = {"missing": self.missing, "empty": self.empty}
         named |= {f"truncated by {encoder}": samples for encoder, samples in self.truncated.items()}
         counts = ", ".join(f"{len(samples)} {what}" for what, samples in named.items())
-        lines = [f"captions of {self.photos} photo{'' if self.photos == 1 else 's'}: {counts}"]
-        for what, samples in named.items():
-            if samples:
-                lines.append(f"  {what}: {shortlist(samples, SHOWN)}")
+        lines = [f"captions of {counted(self.photos, 'photo')}: {counts}"]
+        lines += [f"  {what}: {shortlist(samples, SHOWN)}" for what, samples in named.items() if samples]
         if len(self.rows) > 1:
             sizes = ", ".join(f"{rows} ({count})" for rows, count in sorted(self.rows.items()))
             lines.append(f"  padded to {sizes} tokens: captions of several sizes in a batch are computed size by size")
@@ -62,13 +60,12 @@ def report(
     by_sample = {example.photo.sample: example for example in examples}  # the same at every size
     tokens = tokens or {}
     too_long = {
-        encoder: {text for text, count in counted.counts.items() if count > counted.limit}
-        for encoder, counted in tokens.items()
+        encoder: {text for text, count in each.counts.items() if count > each.limit} for encoder, each in tokens.items()
     }
     return CaptionReport(
         photos=len(by_sample),
-        missing=tuple(sample for sample, example in by_sample.items() if not example.photo.has_caption),
-        empty=tuple(sample for sample, e in by_sample.items() if e.photo.has_caption and "" in e.captions),
+        missing=tuple(sample for sample, example in by_sample.items() if not example.photo.caption_from),
+        empty=tuple(sample for sample, e in by_sample.items() if e.photo.caption_from and "" in e.captions),
         truncated={
             encoder: tuple(sample for sample, example in by_sample.items() if not texts.isdisjoint(example.captions))
             for encoder, texts in too_long.items()
@@ -79,10 +76,8 @@ def report(
 
 
 def frequency(examples: Iterable[Example]) -> dict[str, int]:
-    """How many appearances in an epoch may show each caption, or each tag if the source splits captions into tags.
-
-    A caption with several variants counts for what any of them contains. Regularisation images do not count.
-    """
+    """How many appearances in an epoch, but for regularisation images, may show each caption, or each tag if the source
+    splits captions into tags: in any of a caption's variants."""
     counts: Counter[str] = Counter()
     for example in {e.photo.sample: e for e in examples if not e.photo.source.regularisation}.values():
         rules, variants = example.photo.source.caption_rules, set(example.captions)
@@ -100,10 +95,8 @@ def triggers(examples: Iterable[Example]) -> tuple[str, ...]:
 
 def refuse_truncated(captions: CaptionReport) -> None:
     """Strict mode's check for length; `scan` makes those for missing and empty captions. Raises UserError."""
-    lines = [
-        f"  {printable(sample)}: too long for {name}" for name, samples in captions.truncated.items() for sample in samples
-    ]
-    if lines:
+    too_long = [(sample, name) for name, samples in captions.truncated.items() for sample in samples]
+    if lines := [f"  {printable(sample)}: too long for {name}" for sample, name in too_long]:
         raise UserError("captions would be truncated; shorten these:\n" + "\n".join(lines))
 
 
@@ -116,8 +109,6 @@ def drawn(seed: int, occurrence: Occurrence, example: Example) -> str:
 
 def undropped(seed: int, occurrence: Occurrence, example: Example) -> str:
     """The same where nothing is dropped."""
-    if len(example.captions) == 1:
-        return example.captions[0]
     return example.captions[int(draws.uniform(seed, "caption", *astuple(occurrence)) * len(example.captions))]
 
 

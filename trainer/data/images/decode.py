@@ -34,8 +34,7 @@ Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 
 DECODE_ERRORS = (*OF_DECODERS, Image.DecompressionBombError, Image.DecompressionBombWarning)
 
-# The transposition that undoes each EXIF orientation. PIL's ImageOps.exif_transpose does this too, but then rewrites
-# the EXIF block, which fails on malformed tags that do not matter here.
+# By EXIF orientation. PIL's ImageOps.exif_transpose also rewrites the EXIF block, which fails on malformed tags.
 TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -50,11 +49,8 @@ TRANSPOSITIONS = {
 @dataclass(frozen=True)
 class Decoded:
     """An image as it was decoded. image: 8-bit sRGB, upright. alpha: "L", of the same size; None where every pixel is opaque.
-
-    format: one of FORMATS.
-    choices: what decides the pixels besides the file's bytes and `fill.PREPROCESSING_VERSION`; usually empty.
-    notes: for people: what differs from the file.
-    """
+    format: one of FORMATS. choices: what decides the pixels besides the file's bytes and `fill.PREPROCESSING_VERSION`. notes:
+    for people: what differs from the file."""
 
     image: Image.Image
     alpha: Image.Image | None
@@ -227,10 +223,7 @@ def _grey16_to_8(image: Image.Image) -> Image.Image:
 
 
 def _applied(profile: bytes, image: Image.Image, plain: Image.Image, notes: list[str]) -> Image.Image:
-    """The image in sRGB. `plain` itself if the profile changes nothing, is sRGB, or is unusable; the last is noted.
-
-    image: in the profile's mode, if the file is consistent. plain: the same as RGB, without the profile.
-    """
+    """The image in sRGB. `plain`, the same without the profile, if that changes nothing, is sRGB, or is unusable."""
     if image.mode not in ("L", "CMYK"):
         image = plain
     try:
@@ -257,10 +250,8 @@ SRGB = object()  # stands for the transform that is not needed
 
 @functools.lru_cache(maxsize=16)
 def _transform(profile: bytes, mode: str) -> tuple[str, Any]:
-    """(the profile's name, the transform of `mode` to sRGB: SRGB if it does nothing, None if the profile has another mode).
-
-    Relative colorimetric with black point compensation, as photo editors do it.
-    """
+    """(the profile's name, the transform of `mode` to sRGB: SRGB if it does nothing, None if the profile has another mode):
+    relative colorimetric with black point compensation, as photo editors do it."""
     source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
     name = "".join(filter(str.isprintable, ImageCms.getProfileDescription(source))).strip()[:60]
     if source.profile.xcolor_space.strip() != {"L": "GRAY"}.get(mode, mode):

@@ -1,8 +1,5 @@
-"""The part of a JPEG XL file that is read before it is decoded: where the picture is in the file, and its size.
-
-pillow-jxl-plugin decodes a file when it opens it, and unpacks its boxes. So it gets the picture alone (the codestream of
-ISO/IEC 18181-1, without the boxes of 18181-2), and only after its size was checked.
-"""
+"""The part of a JPEG XL file that is read before it is decoded: pillow-jxl-plugin decodes a file when it opens it. So it gets
+the picture alone (the codestream of ISO/IEC 18181-1, without the boxes of 18181-2), after its size was checked."""
 
 MAGIC = b"\xff\x0a"
 CONTAINER = b"\x00\x00\x00\x0cJXL \r\n\x87\n"

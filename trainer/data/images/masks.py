@@ -1,20 +1,14 @@
-"""Masks, averaged to the grid of the latents.
-
-A mask is grey: white has weight 1, black has `unmasked_weight`. It is a file of its own, or the photo's transparency.
-"""
-
-import hashlib
+"""Masks, averaged to the grid of the latents: white has weight 1, black has `unmasked_weight`."""
 
 import numpy as np
 import torch
 from PIL import Image
 
-from trainer.base.errors import UserError
 from trainer.data import buckets
 from trainer.data.examples import Example
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.views import View
-from trainer.data.memo import CHANGED
+from trainer.data.memo import read_unchanged
 
 
 def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
@@ -24,21 +18,17 @@ def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
     """
     photo, (width, height) = example.photo, example.bucket
     assert photo.mask is not None
-    data = photo.mask.place.read()
-    if hashlib.sha256(data).hexdigest() != photo.mask.sha256:
-        raise UserError(f"{photo.mask.place} {CHANGED}")
+    data = read_unchanged(photo.mask.place, photo.mask.sha256)
     mask = decode(data).alpha if photo.source.masks == "alpha" else decode_mask(data)
-    assert mask is not None and mask.size == (photo.width, photo.height)
-    crop = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
+    assert mask is not None and mask.size == photo.size
+    crop = buckets.place(*photo.size, example.bucket, crop=view.crop)
     averaged = area_average(mask, buckets.kept_box(crop), (height // side, width // side))
     return (averaged.flip(1) if view.flip else averaged).contiguous()
 
 
 def area_average(mask: Image.Image, box: tuple[float, float, float, float], grid: tuple[int, int]) -> torch.Tensor:
-    """fp32 (rows, columns) = grid: the mean of each cell of the box (left, top, right, bottom).
-
-    A pixel is weighted by the part of it that lies in the cell.
-    """
+    """fp32 (rows, columns) = grid: the mean of each cell of the box (left, top, right, bottom), a pixel weighted by the part
+    of it that lies in the cell."""
     left, top, right, bottom = box
     rows = _averages(np.asarray(mask), top, bottom, grid[0])
     cells = _averages(rows.T, left, right, grid[1]).T

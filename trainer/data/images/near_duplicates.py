@@ -1,8 +1,5 @@
-"""Near duplicates: copies that were re-encoded, resized, mirrored, cropped, made lighter or grey, found by perceptual hashes.
-
-A photo has a print of the whole, of its mirror image, and of each of VIEWS, where a copy may have lost a tenth of its sides.
-Two photos look alike if the whole of one is alike to a print of the other.
-"""
+"""Near duplicates: copies that were re-encoded, resized, mirrored, cropped, made lighter or grey, found by perceptual hashes:
+two photos look alike if the print of the whole of one is alike to a print of the other (`look`)."""
 
 from collections.abc import Sequence
 

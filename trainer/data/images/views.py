@@ -1,9 +1,5 @@
-"""Views of a photo: mirrored or not, its crop, its colours.
-
-A photo has a finite number of variants (`image_variants`), so that each can be encoded once. A view is a variant, mirrored or
-not. The view of an appearance is drawn by (seed, epoch, sample, repeat). A variant depends on (seed, sample, its number)
-alone.
-"""
+"""Views of a photo: one of its variants (crop and colours), mirrored or not. There are finitely many, so that each can be
+encoded once. The view of an appearance is drawn by (seed, epoch, sample, repeat), a variant by (seed, sample, its number)."""
 
 from dataclasses import astuple, dataclass, replace
 
@@ -32,15 +28,14 @@ class View:
 
     def place(self, example: Example) -> Placement:
         """The place of the photo in its bucket."""
-        photo = example.photo
-        return buckets.place(photo.width, photo.height, example.bucket, flip=self.flip, crop=self.crop)
+        return buckets.place(*example.photo.size, example.bucket, flip=self.flip, crop=self.crop)
 
     def show(self, image: Image.Image, example: Example) -> Image.Image:
         """The photo as it is trained, the reference as it is shown."""
         if self.reference:
             show = buckets.framed if example.showing == "framed" else buckets.show_reference
             return show(image, example.bucket, flip=self.flip)
-        fitted, _ = buckets.fit(image, example.bucket, flip=self.flip, crop=self.crop)
+        fitted = buckets.fit(image, example.bucket, flip=self.flip, crop=self.crop)
         for enhancer, factor in zip(ENHANCERS, self.colours, strict=False):
             fitted = enhancer(fitted).enhance(factor)
         return fitted

@@ -36,7 +36,7 @@ def sort_out(files: Collection[str], wanted: Collection[str] = ()) -> Contents:
         plain = name in wanted or not captioned.isdisjoint((folded(_stem(name)), folded(name)))
         if suffix in CAPTIONS:
             contents.captions.append(name)
-        elif _is_mask(name) or not plain and folded(without_mask_ending(name)) in images:
+        elif name.lower().endswith(MASK_ENDINGS) or not plain and folded(without_mask_ending(name)) in images:
             contents.masks.append(name)
         elif further and not plain and folded(further[1]) in images:
             contents.rest.append((name, "a further mask or a condition image of the photo beside it"))
@@ -57,14 +57,10 @@ def without_mask_ending(name: str) -> str:
     return name[: -len(next(ending for ending in PROBABLE_MASK_ENDINGS if lower.endswith(ending)))]
 
 
-def _is_mask(name: str) -> bool:
-    return name.lower().endswith(MASK_ENDINGS)
-
-
 def why_no_photo(name: str, lacking: Mapping[str, str]) -> str:
     """Why a file is not a photo to train on, by its name; "" if it is one. lacking: see plugins.py."""
-    suffix = os.path.splitext(name)[1].lower()
-    if _is_mask(name):
+    suffix = _suffix(name)
+    if name.lower().endswith(MASK_ENDINGS):
         return "a mask"
     if suffix in IMAGES:
         return lacking.get(IMAGES[suffix], "")

@@ -15,7 +15,7 @@ from trainer.data.layouts.apart import Apart
 from trainer.data.layouts.beside import Companions, folded, readable, sort_out, why_no_photo, without_mask_ending
 from trainer.data.layouts.records import JsonCaption, caption_field
 from trainer.data.layouts.references import References, listed, refuse_differing, unused
-from trainer.data.layouts.table import FILE_NAMES, IMAGE_COLUMN, ImageTable, first_row, read_table
+from trainer.data.layouts.table import FILE_NAMES, IMAGE_COLUMN, ImageRow, ImageTable, first_row, read_table
 from trainer.data.layouts.walk import NO_OWNERS, Folder, Tree
 from trainer.data.sources import CaptionPlace, File, FoundPhoto, Listing, Source
 
@@ -25,11 +25,8 @@ CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
 
 def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
     """A folder's photos and captions. path: the folder, or a table in it. If there is a table, the images that it names are
-    used, else every image. owned: folders that are not the source's own.
-
-    With `captions = "auto"` the caption of an image is the first of these that exists: the text of its row, the file beside
-    it (CAPTIONS), the words of the kohya folder around it.
-    """
+    used, else every image. With `captions = "auto"` the caption is the first of these that exists: the text of the image's
+    row, the file beside it (CAPTIONS), the words of the kohya folder around it. owned: folders of others."""
     path = source.path or "."
     root, name = os.path.split(path)
     suffix = os.path.splitext(name)[1].lower()
@@ -60,8 +57,7 @@ class Reading:
         self.problems: list[str] = []
         self.around: dict[str, tuple[str, int, str] | None] = {}  # kohya's folder by folder
         self.tables: dict[str, ImageTable] = {}  # by folder
-        self.shown: set[str] = set()  # the references that a photo has
-        self.masks: set[str] = set()  # from a folder of their own
+        self.taken = {"references": set[str](), "masks": set[str]()}  # those that a photo has; masks of a folder of their own
         self.other_files: Counter[str] = Counter()  # by suffix
         self.undecodable: dict[str, list[str]] = {}  # images of which there is no readable one of the same name, by reason
 
@@ -77,11 +73,8 @@ class Reading:
             self._refuse_rows(table)
         self._refuse_idle_columns()
         self._refuse_undecodable()
-        apart = self.source.folders
-        if "references" in apart:
-            unused(apart["references"], self.shown, self._count_out, self.problems)
-        if "masks" in apart:
-            unused(apart["masks"], self.masks, self._count_out, self.problems, "a mask, and no image has its name")
+        for key, root in self.source.folders.items():
+            unused(root, self.taken[key], self._count_out, self.problems, key.removesuffix("s"))
         self.problems += refuse_differing(self.found)
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if self.found:
@@ -121,7 +114,7 @@ class Reading:
 
     def _read_folder(self, folder: str, files: list[str]) -> None:
         files, table = self._find_table(folder, files)
-        references = References(self.source, self.tree, folder, files)
+        references = References(self.source, self.tree, folder, files, self.problems)
         beside = references.beside
         wanted = {name for name in files if folder + name in table.rows} if table else ()
         contents = sort_out([name for name in files if name not in beside], wanted)
@@ -139,32 +132,29 @@ class Reading:
             why = "names that look the same (Unicode's NFC and NFD): each is trained, with a caption of exactly its own name"
             self.account.add(Heading.WARNING, why, twins, noun="photo", remedy="rename or remove one of them")
         for image in contents.images:
-            name, row = folder + image, None
-            if table is not None:
-                row = table.rows.pop(name, None)
-                if row is None:
-                    rest.append((image, f"no row of {printable(table.name)} names it"))
-                    not_trained.append(image)
-                    continue
-            caption, origin = self._caption(folder, image, row.caption if row else None, captions, around)
+            name = folder + image
+            row = ImageRow(0) if table is None else table.rows.pop(name, None)
+            if row is None:
+                assert table is not None
+                rest.append((image, f"no row of {printable(table.name)} names it"))
+                not_trained.append(image)
+                continue
+            caption, origin = self._caption(folder, image, row.caption, captions, around)
             origin = "" if origin == NO_CAPTION else origin or table.name
             mask = None
             if mask_root and (mask_name := masks_apart.take(image)):
                 mask = File(mask_root, folder + mask_name)
-                self.masks.add(folder + mask_name)
+                self.taken["masks"].add(folder + mask_name)
             elif self.source.masks == "files" and (mask_name := masks.take(image)):
                 mask = self.tree.place(folder + mask_name)
             places = references.take(image) if self.source.references else ()
-            repeats = (around[1] if around else 1) * (row.repeats if row else 1)
-            weight = row.loss_weight if row else 1.0
-            photo = FoundPhoto(self.source, name, self.tree.place(name), caption, mask, places, repeats, origin, weight)
-            self.found.append(photo)
+            repeats, place = (around[1] if around else 1) * row.repeats, self.tree.place(name)
+            self.found.append(FoundPhoto(self.source, name, place, caption, mask, places, repeats, origin, row.loss_weight))
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
         rest += captions.rest(not_trained, instead) + references.rest(not_trained)
         rest += masks.rest(not_trained, f'a mask, and masks = "{self.source.masks}"')
-        self.shown |= {folder + name for name in references.taken}
-        self.problems += references.problems
+        self.taken["references"] |= {folder + name for name in references.taken}
         readable_stems = {os.path.splitext(image)[0] for image in contents.images}
         for name in contents.unread:
             stem, suffix = os.path.splitext(name)
@@ -262,7 +252,7 @@ class Reading:
             note(f"{printable(os.path.join(self.root, table.name))}: names the images, {column}")
         files = Counter(photo.caption for photo in self.found if not isinstance(photo.caption, str | None))
         masks = {photo.mask for photo in self.found if photo.mask}
-        used = {"caption file": files, "mask": masks, "table of images": self.tables, "reference": self.shown}
+        used = {"caption file": files, "mask": masks, "table of images": self.tables, "reference": self.taken["references"]}
         for noun, items in used.items():
             self.account.add(Heading.USED, "", count=len(items), noun=noun)
         if shared := [str(photo.image) for photo in self.found if files[photo.caption] > 1]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.base.errors import shown
 from trainer.base.text import decoded
 from trainer.data.sources import Place
 
@@ -21,17 +22,11 @@ def caption_in(value: Any) -> str | None:
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         value = "\n".join(value)
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"the caption is not text but {shortened(value)}")
+        raise ValueError(f"the caption is not text but {shown(value)}")
     try:
         return value if value is None else value.encode().decode().strip()
     except UnicodeEncodeError as error:
         raise ValueError(f"the caption is not Unicode (half a character at {error.start})") from error
-
-
-def shortened(value: Any, length: int = 60) -> str:
-    """A value as Python writes it, cut to `length` characters."""
-    text = repr(value)
-    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def unwrapped(text: str, asked: str | None) -> tuple[str, str]:
@@ -49,7 +44,7 @@ def unwrapped(text: str, asked: str | None) -> tuple[str, str]:
     caption = caption_in(record[field]) if field else None
     if field is None or caption is None:
         raise ValueError(
-            f"the caption is JSON without {' or '.join(FIELDS)} (it has {shortened(list(record))}); write its text alone, or "
+            f"the caption is JSON without {' or '.join(FIELDS)} (it has {shown(list(record))}); write its text alone, or "
             'the object below "caption" in a .json file to train it as it stands'
         )
     return caption, field
@@ -77,7 +72,7 @@ class JsonCaption:
         if field is None:
             asked = self.field or " or ".join(FIELDS)
             raise ValueError(
-                f"has no field {asked} (it has {shortened(list(record))}); name the caption's field with caption_column"
+                f"has no field {asked} (it has {shown(list(record))}); name the caption's field with caption_column"
             )
         value = record[field]
         return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else caption_in(value)

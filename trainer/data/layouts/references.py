@@ -10,11 +10,9 @@ from trainer.base.console import printable
 from trainer.data.images import plugins
 from trainer.data.images.kinds import IMAGES
 from trainer.data.layouts.beside import folded, why_no_photo
-from trainer.data.layouts.walk import LeaveOut, Tree, walk
+from trainer.data.layouts.walk import Folder, LeaveOut, Tree
 from trainer.data.sources import File, FoundPhoto, Place, Source
 
-BESIDE = "files"  # in place of a folder: beside the photos
-NOT_SHOWN = "a reference, and no image has its name"
 ALONE = {"references": "NAME.ref.png", "masks": "NAME.mask.png"}  # what is looked for beside the photos
 _NUMBERED = re.compile(r"(.+)\.ref([1-9]\d*)?", re.DOTALL | re.IGNORECASE)
 
@@ -23,40 +21,32 @@ class References:
     """Finds the references of the photos of one folder: NAME.ref.png, NAME.ref2.png, ... beside them, or in a folder of
     their own, where the first may have the photo's own name."""
 
-    def __init__(self, source: Source, tree: Tree, folder: str, files: Sequence[str]) -> None:
-        """folder: within the source, with a slash at its end. files: in it."""
-        asked, self.problems = source.references, []
-        beside = asked == BESIDE
-        self.root = None if beside or asked is None else asked
+    def __init__(self, source: Source, tree: Tree, folder: str, files: Sequence[str], problems: list[str]) -> None:
+        """folder: within the source, with a slash at its end. files: in it. problems: get what is missing or doubled."""
+        self.root, self.problems = source.folders.get("references"), problems
         self._tree, self._folder = tree, folder
         self.taken: set[str] = set()  # their names, without the folder
         # One whose photo has exactly its name belongs to that photo alone; of others the letters' case does not count.
         self._images = {stem for stem, suffix in map(os.path.splitext, files) if suffix.lower() in IMAGES}
         self._by_name: dict[tuple[str, bool], dict[int, list[str]]] = {}  # by the photo's name, and whether it is exact
-        if asked is not None:
-            for name in files if beside else listed(self.root or "", folder, self.problems):
-                self._sort_in(name, plain=not beside)
-
-    def _sort_in(self, name: str, *, plain: bool) -> None:
-        """plain: whether a name without a number is that of a first one."""
-        stem, suffix = os.path.splitext(name)
-        if suffix.lower() not in IMAGES or name.startswith("."):
-            return
-        numbered = _NUMBERED.fullmatch(stem)
-        if numbered is None and not plain:
-            return
-        base, number = (stem, 1) if numbered is None else (numbered[1], int(numbered[2] or 1))
-        key = (base, True) if base in self._images else (folded(base), False)
-        self._by_name.setdefault(key, {}).setdefault(number, []).append(name)
+        names = listed(self.root, folder, problems) if self.root else files if source.references else ()
+        for name in names:
+            stem, suffix = os.path.splitext(name)
+            numbered = _NUMBERED.fullmatch(stem)
+            # In a folder of their own a name without a number is that of a first one.
+            if suffix.lower() in IMAGES and not name.startswith(".") and (numbered or self.root):
+                base, number = (numbered[1], int(numbered[2] or 1)) if numbered else (stem, 1)
+                key = (base, True) if base in self._images else (folded(base), False)
+                self._by_name.setdefault(key, {}).setdefault(number, []).append(name)
 
     @property
     def beside(self) -> set[str]:
         """The files of the photos' own folder that are references."""
-        every = {name for numbered in self._by_name.values() for names in numbered.values() for name in names}
-        return set() if self.root else every
+        by_name = {} if self.root else self._by_name
+        return {name for numbered in by_name.values() for names in numbered.values() for name in names}
 
     def take(self, image: str) -> tuple[Place, ...]:
-        """The references of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
+        """The references of a photo, in order. image: its name in the folder."""
         stem = os.path.splitext(image)[0]
         by_number: dict[int, list[str]] = {}
         for key in ((stem, True), (folded(stem), False)):
@@ -73,16 +63,14 @@ class References:
         for number, names in by_number.items():
             if len(names) > 1:
                 self.problems.append(f"{where}: {', '.join(map(printable, names))} are all its reference {number}; keep one")
-        return tuple(self._place(by_number[number][0]) for number in sorted(by_number))
-
-    def _place(self, name: str) -> Place:
-        return File(self.root, self._folder + name) if self.root else self._tree.place(self._folder + name)
+        names = (self._folder + by_number[number][0] for number in sorted(by_number))
+        return tuple(File(self.root, name) if self.root else self._tree.place(name) for name in names)
 
     def rest(self, left_out: Iterable[str]) -> list[tuple[str, str]]:
         """(name, reason) of references beside the photos that no photo has. left_out: images that are not trained on."""
         unused = {folded(os.path.splitext(image)[0]) for image in left_out}
         return [
-            (name, "its image is left out" if folded(stem) in unused else NOT_SHOWN)
+            (name, "its image is left out" if folded(stem) in unused else "a reference, and no image has its name")
             for (stem, _), by_number in (() if self.root else self._by_name.items())
             for names in by_number.values()
             for name in names
@@ -102,12 +90,12 @@ def listed(root: str, folder: str, problems: list[str]) -> list[str]:
         return []
 
 
-def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str], idle: str = NOT_SHOWN) -> None:
-    """Leave out the files in a folder of references or masks that no photo has. taken: by their names within it."""
-    for folder, files in walk(root, lambda name, why, count: leave_out(os.path.join(root, name), why, count), problems):
+def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str], noun: str) -> None:
+    """Leave out the files in a folder of references or masks that no photo has. taken: by name. noun: what a file is."""
+    for folder, files in Folder(root).walk(lambda name, *why: leave_out(os.path.join(root, name), *why), problems):
         for name in files:
             if folder + name not in taken:
-                why = why_no_photo(name, plugins.lacking()) or idle
+                why = why_no_photo(name, plugins.lacking()) or f"a {noun}, and no image has its name"
                 leave_out(os.path.join(root, folder + name), why, 1)
 
 

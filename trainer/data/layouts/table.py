@@ -1,7 +1,4 @@
-"""A table of images (the imagefolder convention): each row names an image file and its caption.
-
-https://huggingface.co/docs/datasets/image_dataset#imagefolder
-"""
+"""A table of images (https://huggingface.co/docs/datasets/image_dataset#imagefolder): a row names a file and its caption."""
 
 import csv
 import json
@@ -14,9 +11,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.base.console import printable
+from trainer.base.errors import shown
 from trainer.base.text import composed, decoded, opened, refuse_stand_in, spaced, visible
 from trainer.data.images.kinds import TABLES
-from trainer.data.layouts.records import caption_field, caption_in, shortened
+from trainer.data.layouts.records import caption_field, caption_in
 from trainer.data.sources import Source
 
 FILE_NAMES = frozenset(f"metadata{suffix}" for suffix in TABLES)  # a folder's table has one of these names
@@ -45,11 +43,6 @@ class ImageTable:
     problems: list[str] = field(default_factory=list)
     forms: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def folder(self) -> str:
-        """The folder of the files that it may name, with a slash at its end; "" for the source's own."""
-        return self.name[: self.name.rfind("/") + 1]
-
     def adopt(self, names: list[str]) -> None:
         """Give rows the names of files from which only the form of the letters (a Mac's) or of spaces differs."""
         present, lacking = set(names), [name for name in names if name not in self.rows]
@@ -70,7 +63,7 @@ def first_row(path: str) -> dict[str, Any]:
 def read_table(root: str, name: str, source: Source) -> ImageTable:
     """Reads a table. Its `problems` say why rows cannot be used."""
     table, path = ImageTable(name), os.path.join(root, name)
-    column = source.image_column or IMAGE_COLUMN
+    column, folder = source.image_column or IMAGE_COLUMN, name[: name.rfind("/") + 1]
 
     def refuse(why: str) -> None:
         table.problems.append(f"{printable(path)}: {why}")
@@ -78,14 +71,14 @@ def read_table(root: str, name: str, source: Source) -> ImageTable:
     try:
         for number, row in _rows(Path(path)):
             if column not in row:
-                refuse(f"row {number} has no column {column} ({shortened(list(row), 200)}); name it with image_column")
+                refuse(f"row {number} has no column {column} ({shown(list(row), 200)}); name it with image_column")
                 if not table.rows:
                     return table  # the other rows will not have it either
                 continue
             field = caption_field(row, source.caption_column)
             table.caption_column = table.caption_column or field
             try:
-                image, caption = table.folder + _image_name(row[column], column), caption_in(row[field]) if field else None
+                image, caption = folder + _image_name(row[column], column), caption_in(row[field]) if field else None
                 repeats = _number(row, "repeats", 1, "1 or more; to leave a photo out, remove its row")
                 weight = _number(row, "loss_weight", 1e-6, "a number above 0")
                 if repeats % 1:
@@ -108,7 +101,7 @@ def read_table(root: str, name: str, source: Source) -> ImageTable:
 def _image_name(value: Any, column: str) -> str:
     """Relative to the table's folder, with slashes. Raises ValueError for anything else."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{column} is not a file name: {shortened(value)}")
+        raise ValueError(f"{column} is not a file name: {shown(value)}")
     name = posixpath.normpath(value.replace("\\", "/"))
     if name.startswith(("/", "../")) or name in (".", "..") or name[1:2] == ":":
         raise ValueError(f"{column} = {value!r} is not in the table's folder; name files in it, relative to it")
@@ -124,7 +117,7 @@ def _number(row: dict[str, Any], column: str, least: float, wanted: str) -> floa
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not least <= number < math.inf:
-        raise ValueError(f"{column} = {shortened(value)} is not {wanted}")
+        raise ValueError(f"{column} = {shown(value)} is not {wanted}")
     return number
 
 
@@ -148,7 +141,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"row {number} is not JSON ({error})") from error
             if not isinstance(row, dict):
-                raise ValueError(f"row {number} is not a JSON object but {shortened(row)}")
+                raise ValueError(f"row {number} is not a JSON object but {shown(row)}")
             yield number, row
 
 
@@ -159,13 +152,11 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = csv.reader(file, strict=True, delimiter=separator)
         names = [visible(name) for name in next(rows, [])]
         for number, cells in enumerate(rows, start=1):
-            if not cells:
-                continue
-            if len(cells) != len(names):
+            if cells and len(cells) != len(names):
                 counts = f"row {number} has {len(cells)} cells, the first line {len(names)}"
-                mark = MARKS[separator]
-                raise ValueError(f"{counts}; put text that has {mark} in quotes")
-            yield number, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                raise ValueError(f"{counts}; put text that has {MARKS[separator]} in quotes")
+            if cells:
+                yield number, {name: cell or None for name, cell in zip(names, cells, strict=True)}
 
 
 def _separator(file: TextIO) -> str:

@@ -34,60 +34,52 @@ class Tree(Protocol):
 
 
 class Folder:
-    """A Tree that is a folder on the disk."""
+    """A Tree that is a folder on the disk, listed once; no file is opened. Symbolic links are followed, and a folder that is
+    reached twice is read once. Left out is what is not of the person (apart.py), and what is `owned`."""
 
     def __init__(self, root: str, owned: Apart = NO_OWNERS) -> None:
         self.title = self.root = root
         self._owned = owned
 
     def walk(self, leave_out: LeaveOut, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-        return walk(self.root, leave_out, problems, self._owned)
+        ahead, seen = [""], {}
+        while ahead:
+            folder = ahead.pop()
+            path = os.path.join(self.root, folder) if folder else self.root
+            files, inner = [], []
+            try:
+                status = os.stat(path)
+                key = status.st_dev, status.st_ino
+                first = seen.setdefault(key, folder)
+                if first != folder:
+                    leave_out(folder, f"a link to the folder {printable(first or self.root)}, which is read already", 0)
+                    continue
+                if folder and key in self._owned.owners:
+                    if self._owned.owners[key]:
+                        leave_out(folder, self._owned.owners[key], 0)
+                    continue
+                with os.scandir(path) as entries:
+                    names = {entry.name: _is_folder(entry) for entry in entries}
+                of_a_run = key in self._owned.outputs or holds_run(names.keys())
+                if folder and of_a_run:
+                    leave_out(folder, apart.RUN, _files_below(path))
+                    continue
+                for name, is_folder in names.items():
+                    why = apart.why(name, is_folder=is_folder) or (apart.RUN if of_a_run and made_by_run(name) else "")
+                    if why:
+                        count = _files_below(os.path.join(path, name)) if is_folder else 1
+                        leave_out(folder + name + "/" * is_folder, why, count)
+                    elif is_folder:
+                        inner.append(folder + name + "/")
+                    else:
+                        files.append(name)
+            except OSError as error:
+                problems.append(f"{printable(path)}: {error.strerror}")
+            ahead += sorted(inner, key=lambda name: name[:-1], reverse=True)
+            yield folder, sorted(files)
 
     def place(self, name: str) -> Place:
         return File(self.root, name)
-
-
-def walk(root: str, leave_out: LeaveOut, problems: list[str], owned: Apart = NO_OWNERS) -> Iterator[tuple[str, list[str]]]:
-    """A folder's files, as `Tree.walk` gives them. Symbolic links are followed; a folder that is reached twice is read once.
-    Each folder is listed once, and no file is opened.
-
-    leave_out: called for what is not of the person (apart.py), for folders of others, and for one that was read before.
-    """
-    ahead, seen = [""], {}
-    while ahead:
-        folder = ahead.pop()
-        path = os.path.join(root, folder) if folder else root
-        files, inner = [], []
-        try:
-            status = os.stat(path)
-            key = status.st_dev, status.st_ino
-            first = seen.setdefault(key, folder)
-            if first != folder:
-                leave_out(folder, f"a link to the folder {printable(first or root)}, which is read already", 0)
-                continue
-            if folder and key in owned.owners:
-                if owned.owners[key]:
-                    leave_out(folder, owned.owners[key], 0)
-                continue
-            with os.scandir(path) as entries:
-                names = {entry.name: _is_folder(entry) for entry in entries}
-            of_a_run = key in owned.outputs or holds_run(names.keys())
-            if folder and of_a_run:
-                leave_out(folder, apart.RUN, _files_below(path))
-                continue
-            for name, is_folder in names.items():
-                why = apart.why(name, is_folder=is_folder) or (apart.RUN if of_a_run and made_by_run(name) else "")
-                if why:
-                    count = _files_below(os.path.join(path, name)) if is_folder else 1
-                    leave_out(folder + name + "/" * is_folder, why, count)
-                elif is_folder:
-                    inner.append(folder + name + "/")
-                else:
-                    files.append(name)
-        except OSError as error:
-            problems.append(f"{printable(path)}: {error.strerror}")
-        ahead += sorted(inner, key=lambda name: name[:-1], reverse=True)
-        yield folder, sorted(files)
 
 
 def _files_below(path: str) -> int:

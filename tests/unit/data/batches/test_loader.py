@@ -105,8 +105,8 @@ def test_a_batch_holds_what_its_occurrences_say(dataset):
             expected = cache.get(text_key(batch.captions[i], fingerprint="text"))
             assert own.keys() == expected.keys() == {"sequence", "mask", "pooled"}
             assert all(torch.equal(own[name], expected[name]) for name in own)
-            placement = place(photo.width, photo.height, bucket, flip=flip)
-            assert batch.original_size[i].tolist() == [photo.height, photo.width] == list(placement.original_size)
+            placement = place(*photo.size, bucket, flip=flip)
+            assert batch.original_size[i].tolist() == [*photo.size[::-1]] == list(placement.original_size)
             assert batch.crop_top_left[i].tolist() == list(placement.crop_top_left)
             assert batch.target_size[i].tolist() == [bucket[1], bucket[0]]
             flips.add(flip)

@@ -78,7 +78,7 @@ def test_what_merging_keeps(sizes, batch_size):
     kept = short_batches.appearances(after)
     assert set(kept) <= set(short_batches.appearances(before))
     for old, new in zip(before, after, strict=True):
-        assert covers(old.photo.width, old.photo.height, new.bucket)
+        assert covers(*old.photo.size, new.bucket)
         assert new.merged == (new.bucket != old.bucket)
         if not new.merged:
             continue

@@ -349,7 +349,7 @@ def test_fill_latents(tmp_path):
         photo, bucket = example.photo, example.bucket
         for flip in (False, True):
             stored = cache.get(latent_key(example, View(flip), fingerprint="vae"))["latents"]
-            expected = encode(to_pixels(fit(decode(photo.image.read()).image, bucket, flip=flip)[0])[None])[0]
+            expected = encode(to_pixels(fit(decode(photo.image.read()).image, bucket, flip=flip))[None])[0]
             assert stored.shape == (3, bucket[1] // 8, bucket[0] // 8) and torch.equal(stored, expected)
 
 

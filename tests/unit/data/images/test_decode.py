@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from tests.harness import ROOT
-from tests.photos import scan
+from tests.photos import notes_of, scan
 from trainer.base.errors import UserError
 from trainer.data.cache.fill import latent_key
 from trainer.data.examples import Example
@@ -315,7 +315,7 @@ def test_masks_are_read_as_they_are():
 def test_a_name_of_another_format_is_told(tmp_path):
     (tmp_path / "a.jpg").write_bytes(encoded(small_photo(), "PNG"))
     (tmp_path / "b.JPG").write_bytes(encoded(small_photo(), "JPEG"))
-    notes = scan([Source(0, str(tmp_path))]).notes
+    notes = notes_of(scan([Source(0, str(tmp_path))]))
     assert f"1 photo: its name ends in .jpg, its bytes are PNG ({tmp_path}/a.jpg)" in notes
 
 

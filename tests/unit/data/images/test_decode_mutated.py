@@ -36,7 +36,7 @@ told, photos = "", []
 try:
     scanned = survey([Source(0, sys.argv[1])])
     refuse_damaged(scanned)
-    photos = [(p.sample, p.sha256, p.width, p.height, p.caption, p.notes) for p in scanned.photos]
+    photos = [(p.sample, p.sha256, p.size, p.caption, p.notes) for p in scanned.photos]
 except UserError as error:
     told = str(error)
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

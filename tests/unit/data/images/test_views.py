@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.photos import epoch_batches, scan, survey
+from tests.photos import epoch_batches, notes_of, scan, survey
 from tests.unit.data.cache.test_fill import fill_latents, fill_text, singly
 from trainer.base import draws
 from trainer.base.errors import UserError
@@ -279,7 +279,7 @@ def test_masks_lie_in_a_folder_of_their_own(tmp_path):
         (f"{apart}/other.png", "a mask, and no image has its name"),
     )
     noted = f"1 photo: no mask of its name in the folder of masks, so it counts everywhere ({photos}/bare.png)"
-    assert noted in scanned.notes and "found: 4 photos, 3 masks, 3 left out" in scanned.account.lines()
+    assert noted in notes_of(scanned) and "found: 4 photos, 3 masks, 3 left out" in scanned.account.lines()
     shutil.copytree(apart, tmp_path / "moved")
     moved = scan([Source(0, str(photos), captions="none", masks=str(tmp_path / "moved"), resolutions=(64,))])
     elsewhere = {photo.sample: photo for photo in moved.photos}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests import photos as photos_of
-from tests.photos import survey
+from tests.photos import notes_of, survey
 from trainer.base.account import Account, Heading
 from trainer.data import layouts
 from trainer.data.layouts import apart
@@ -42,7 +42,7 @@ def samples(scanned: Scanned) -> list[str]:
 
 
 def warnings(scanned: Scanned) -> str:
-    return "\n".join(note for note in scanned.notes if note.startswith("warning"))
+    return "\n".join(note for note in notes_of(scanned) if note.startswith("warning"))
 
 
 def items(account: Account, heading: Heading) -> int:
@@ -156,7 +156,7 @@ def test_black_masks_are_warned_of_and_refused_where_there_are_no_others(tmp_pat
     Image.new("L", (64, 64)).save(tmp_path / "own/a.png")
     scanned = seen(tmp_path / "own", masks="files")
     said = f"1 photo: {BLACK} ({tmp_path}/own/a.png); {WHITE}"
-    assert f"warning: {said}" in scanned.notes and len(scanned.photos) == 3 and not scanned.damaged
+    assert f"warning: {said}" in notes_of(scanned) and len(scanned.photos) == 3 and not scanned.damaged
     assert not warnings(seen(tmp_path / "own", masks="files", unmasked_weight=0.1))
     for name in ("b.png", "c.png"):
         (tmp_path / "own" / name).unlink()
@@ -243,7 +243,7 @@ def test_a_caption_of_several_photos_is_named(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("a bear")
     scanned = seen(tmp_path)
-    assert any(note.startswith("3 photos: one caption is that of three photos") for note in scanned.notes)
+    assert any(note.startswith("3 photos: one caption is that of three photos") for note in notes_of(scanned))
     assert f"2 photos: one caption file for two photos of one name ({tmp_path}/d.jpg, {tmp_path}/d.png)" in warnings(scanned)
     for name in ("d.jpg", "d.png"):
         (tmp_path / name).unlink()

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests import photos as photos_of
-from tests.photos import scan, survey
+from tests.photos import notes_of, scan, survey
 from trainer import config as configs
 from trainer.base.account import Heading
 from trainer.base.errors import UserError
@@ -65,7 +65,7 @@ def test_captions_come_from_the_first_column_that_has_them(tmp_path):
     path = saved(tmp_path / "d", columns, "image")
     listing = listed(path)
     assert captions(listing) == ["said", None, ""]
-    assert told(listing).notes[0] == f"captions of {path}: 2 from column text; 1 images have none"
+    assert notes_of(told(listing))[0] == f"captions of {path}: 2 from column text; 1 images have none"
     assert captions(listed(path, caption_column="prompt")) == ["p"] * 3
     assert captions(listed(path, caption_column="all")) == ["a\nb", "c", None]
     assert captions(listed(path, captions="none")) == [None] * 3
@@ -73,7 +73,9 @@ def test_captions_come_from_the_first_column_that_has_them(tmp_path):
 
 def test_without_a_column_of_captions_its_columns_are_told(tmp_path):
     listing = listed(saved(tmp_path / "d", {"image": encoded(1), "words": ["x"]}, "image"))
-    assert captions(listing) == [None] and "none. Its columns: image, words. caption_column names" in told(listing).notes[0]
+    assert (
+        captions(listing) == [None] and "none. Its columns: image, words. caption_column names" in notes_of(told(listing))[0]
+    )
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path):
@@ -282,7 +284,7 @@ def folder_of_photos(root: Path, *names: str, table: bool = True) -> Path:
 def test_words_in_names_of_photos_make_no_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
     scanned = scan([Source(0, f"hf:{folder_of_photos(tmp_path / 'set', *names)}", resolutions=(64,))])
     assert sorted(photo.caption for photo in scanned.photos) == sorted(Path(name).stem for name in names)
-    assert any("the folder is read whole" in note for note in scanned.notes) and not scanned.left_out
+    assert any("the folder is read whole" in note for note in notes_of(scanned)) and not scanned.left_out
 
 
 def test_a_dataset_has_no_photos_of_others_and_names_what_looks_unintended(tmp_path: Path) -> None:
@@ -353,6 +355,6 @@ def test_parquet_files_of_which_one_is_named_like_a_split_are_all_read(tmp_path:
         dataset = datasets.Dataset.from_dict({"image": encoded(2), "text": ["one", "two"]})
         dataset.cast_column("image", datasets.Image()).to_parquet(tmp_path / name)
     listing = listed(f"hf:{tmp_path}")
-    assert len(listing.found) == 4 and "does not divide it" in "".join(told(listing).notes)
+    assert len(listing.found) == 4 and "does not divide it" in "".join(notes_of(told(listing)))
     (problem,) = photos_of.listing(Source(0, str(tmp_path))).problems
     assert problem.endswith(f"for the dataset in them give hf:{tmp_path}")

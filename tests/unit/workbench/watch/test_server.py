@@ -282,7 +282,7 @@ def test_a_pipe_is_no_file_of_a_run(runs: Path, browse) -> None:
     for path in ("/fast/x.png", "/fast/samples/step-00000004/x.png", "/fast/adapters.safetensors", "/other/config.toml"):
         assert browser.get(path)[0] == 404
     page = browser.text("/")
-    assert "fast, step 4" in page and f"could not be read: Not a regular file: {runs / 'other'}" in page
+    assert "fast, step 4" in page and f"could not be read: not a regular file: {runs / 'other'}" in page
 
 
 def test_only_this_machine_can_ask(runs: Path) -> None:
