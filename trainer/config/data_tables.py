@@ -40,8 +40,9 @@ class SourceTable(Table):
     """As `data.masks`, for this source; or the folder of its masks, which have the photos' names."""
     unmasked_weight: Unmasked | None = None
     """As `data.unmasked_weight`, for this source."""
-    references: GivenPath | None = None
-    """The images that the model is shown beside each photo: `files` (`NAME.ref.png`, `NAME.ref2.png`), or their folder."""
+    references: GivenPath | Annotated[tuple[GivenPath, ...], Field(strict=False, min_length=2)] | None = None
+    """The images that the model is shown beside each photo: `files` (`NAME.ref.png`, `NAME.ref2.png`), their folder, or a
+    list: a folder for each of a photo's, under the photo's name."""
     held_out: Annotated[str, Field(min_length=1), AfterValidator(expand_source)] | None = None
     """Photos that are not trained on, as `data.held_out` takes them from the others: a folder, or what else `path` may be."""
     loss_weight: Positive = 1.0

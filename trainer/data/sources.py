@@ -35,7 +35,8 @@ class Source:
     colour_jitter: the share by which brightness, contrast and saturation may differ. image_variants: of each photo.
     masks: "none"; "files" beside the photos; "alpha": their transparency; else the masks' folder.
     unmasked_weight: the weight of black parts.
-    references: where the images are that the model is shown beside each photo: "files" beside it, or a folder; None: none.
+    references: where the images are that the model is shown beside each photo: "files" beside it, a folder, or a folder for
+    each of a photo's; None: none.
     held_out_path: where the photos are that are not trained on. apart: whether it is the source of such.
     loss_weight: multiplies the loss of each of its photos. regularisation: its photos do not show the subject; they preserve
     what the model knew before.
@@ -57,7 +58,7 @@ class Source:
     colour_jitter: float = 0.0
     image_variants: int = 4
     masks: str = "none"
-    references: str | None = None
+    references: str | tuple[str, ...] | None = None
     unmasked_weight: float = 0.0
     held_out_path: str | None = None
     apart: bool = False
@@ -77,8 +78,10 @@ class Source:
 
     @property
     def folders(self) -> dict[str, str]:
-        """The folders of what lies apart from its photos, by key."""
-        given = {"references": self.references, "masks": self.masks}
+        """The folders of what lies apart from its photos, by key; of several of references by `references[0]` and so on."""
+        several = self.references if isinstance(self.references, tuple) else ()
+        given = {"references": None if several else self.references, "masks": self.masks}
+        given |= {f"references[{place}]": path for place, path in enumerate(several)}
         return {key: path for key, path in given.items() if path not in (None, "none", "files", "alpha")}
 
     @property

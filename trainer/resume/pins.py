@@ -34,7 +34,7 @@ MAY_CHANGE = (
 # `pin_quantization`; what an adapter started from is pinned by the piece "start".
 PLACES = (
     "model.path", "model.config", "model.revision", "model.variant", "model.components.*.path", "data.sources.*.path",
-    "data.sources.*.references", "data.sources.*.masks", "data.sources.*.held_out",
+    "data.sources.*.references*", "data.sources.*.masks", "data.sources.*.held_out",
     "adapter.init_from", "adapter.under",
 )  # fmt: skip
 

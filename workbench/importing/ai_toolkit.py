@@ -185,11 +185,11 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
     if table.flag("is_reg"):
         source["regularisation"] = (True, table.told("is_reg"))
     draft.sources.append(source)
-    folders, line = [folder for folder in table.entries("control_path") if folder], table.told("control_path")
-    if len(folders) == 1:
-        source["references"] = (str(folders[0]), line)
-    elif folders:
-        draft.note(ABSENT, f"{line}: {common.ONE_FOLDER}")
+    numbered = [f"control_path_{place}" for place in (1, 2, 3)]  # of its window; they stand in the place of the list
+    controls = [name for name in numbered if table.get(name)] or ["control_path"]
+    if folders := [str(folder) for name in controls for folder in table.entries(name) if folder]:
+        source["references"] = (folders if len(folders) > 1 else folders[0], ", ".join(map(table.told, controls)))
+    table.pass_by("control_path", *numbered)
     passed = programs()["idle"]["ai-toolkit"].split()
     table.pass_by(*passed, *(["network_weight"] if table.number("network_weight", 1) == 1 else []))
     common.carry_rest(draft, table)

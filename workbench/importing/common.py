@@ -24,7 +24,6 @@ from workbench.importing.reading import as_number, as_share, literal, path_here
 PHOTOS = "data/my_photos"  # stands for the folder of photos that a config does not name
 CONV = "*conv*"
 TEXT_LAYERS = "*layers.*"  # of a CLIP text encoder: its attention and MLP, without what stands around the layers
-ONE_FOLDER = "one folder of references goes with a source; put further ones beside the photos as NAME.ref.png, NAME.ref2.png"
 PATHS = ("path", "output_dir", "init_from", "under", "config", "cache_dir", "references", "truth")
 WRITE = re.compile(r"write (\w+) = (\"[^\"]+\"|\d+|true) in \[([\w.]+)\]")  # a sentence that is a line of a config
 NEEDED = {"run.name": "any", "run.output_dir": "any", "run.max_steps": 1, "model.family": "any", "model.path": "any",

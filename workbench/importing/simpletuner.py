@@ -207,10 +207,13 @@ def _source(draft: Draft, table: Options, options: Options, references: Mapping[
         trigger, line = table.line("instance_prompt", "word")
         source["trigger"] = (trigger or "", f"{line}: the caption of every photo")
     shown = [references[name] for name in table.entries("conditioning_data") if name in references]
-    if len(shown) == 1:
-        source["references"] = shown[0]
-    elif shown:
-        draft.note(ABSENT, f"{path}: {table.told('conditioning_data')}: {common.ONE_FOLDER}")
+    if shown:
+        folders = [folder for folder, _ in shown]
+        source["references"] = (folders if len(folders) > 1 else folders[0], "; ".join(why for _, why in shown))
+    sampling = "conditioning_multidataset_sampling"
+    if len(shown) > 1 and options.word(sampling, "random") == "random":
+        why = options.told(sampling, "random")
+        draft.note(DIFFERS, f"{path}: {why}: one of its {len(shown)} references at a time there, all of them here")
     if table.flag("is_regularisation_data"):
         source["regularisation"] = (True, table.told("is_regularisation_data"))
     if table.number("probability", 1) != 1:

@@ -57,7 +57,8 @@ class Reading:
         self.problems: list[str] = []
         self.around: dict[str, tuple[str, int, str] | None] = {}  # kohya's folder by folder
         self.tables: dict[str, ImageTable] = {}  # by folder
-        self.taken = {"references": set[str](), "masks": set[str]()}  # those that a photo has; masks of a folder of their own
+        # What a photo has, by (root or "", name); masks of a folder of their own.
+        self.taken = {"references": set[tuple[str, str]](), "masks": set[tuple[str, str]]()}
         self.other_files: Counter[str] = Counter()  # by suffix
         self.undecodable: dict[str, list[str]] = {}  # images of which there is no readable one of the same name, by reason
 
@@ -74,7 +75,8 @@ class Reading:
         self._refuse_idle_columns()
         self._refuse_undecodable()
         for key, root in self.source.folders.items():
-            unused(root, self.taken[key], self._count_out, self.problems, key.removesuffix("s"))
+            kind = key.partition("[")[0]
+            unused(root, self.taken[kind], self._count_out, self.problems, kind.removesuffix("s"))
         self.problems += refuse_differing(self.found)
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if self.found:
@@ -144,7 +146,7 @@ class Reading:
             mask = None
             if mask_root and (mask_name := masks_apart.take(image)):
                 mask = File(mask_root, folder + mask_name)
-                self.taken["masks"].add(folder + mask_name)
+                self.taken["masks"].add((mask_root, folder + mask_name))
             elif self.source.masks == "files" and (mask_name := masks.take(image)):
                 mask = self.tree.place(folder + mask_name)
             places = references.take(image) if self.source.references else ()
@@ -154,7 +156,7 @@ class Reading:
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
         rest += captions.rest(not_trained, instead) + references.rest(not_trained)
         rest += masks.rest(not_trained, f'a mask, and masks = "{self.source.masks}"')
-        self.taken["references"] |= {folder + name for name in references.taken}
+        self.taken["references"] |= references.taken
         readable_stems = {os.path.splitext(image)[0] for image in contents.images}
         for name in contents.unread:
             stem, suffix = os.path.splitext(name)

@@ -30,17 +30,17 @@ def save(path: Path, size: tuple[int, int] = (64, 64), seed: int = 0) -> None:
     Image.fromarray(pixels).save(path, format="PNG")
 
 
-def source(folder: Path, references: str | None = "files", **more) -> Source:
+def source(folder: Path, references: str | tuple[str, ...] | None = "files", **more) -> Source:
     return Source(0, str(folder), references=references, resolutions=(64,), **({"captions": "none"} | more))
 
 
-def shown(folder: Path, references: str | None = "files") -> dict[str, list[str]]:
+def shown(folder: Path, references: str | tuple[str, ...] | None = "files") -> dict[str, list[str]]:
     """The names of each photo's references."""
     photos = scan([source(folder, references)]).photos
     return {photo.sample: [Path(str(each.image)).name for each in photo.beside.references] for photo in photos}
 
 
-def problems(folder: Path, references: str = "files") -> str:
+def problems(folder: Path, references: str | tuple[str, ...] = "files") -> str:
     return "\n".join(survey([source(folder, references)]).damaged)
 
 
@@ -57,6 +57,25 @@ def test_they_lie_beside_the_photos_or_in_a_folder_of_their_own(tmp_path: Path) 
     found = {"0/a.jpg": ["a.png", "a.ref2.png"], "0/sub/b.png": ["b.ref.jpg", "b.ref2.jpg"]}
     assert shown(tmp_path / "apart", str(tmp_path / "apart" / "before")) == found
     assert shown(tmp_path / "apart", str(tmp_path / "apart" / "before") + "/../before") == found
+
+
+def test_a_folder_for_each_of_a_photos_references_has_it_under_the_photos_name(tmp_path: Path) -> None:
+    """As most programs that train edits keep them (OneTrainer#1665). What is not there is named by its folder."""
+    photos, before, style = (tmp_path / name for name in ("after", "before", "style"))
+    for folder, ending in ((photos, "jpg"), (before, "png"), (style, "webp")):
+        for name in ("a", "sub/b"):
+            save(folder / f"{name}.{ending}")
+    save(before / "other.png")
+    folders = (str(before), str(style))
+    assert shown(photos, folders) == {"0/a.jpg": ["a.png", "a.webp"], "0/sub/b.jpg": ["b.png", "b.webp"]}
+    assert shown(photos, folders[::-1])["0/a.jpg"] == ["a.webp", "a.png"]
+    assert [path for path, _ in survey([source(photos, folders)]).left_out] == [str(before / "other.png")]
+    (before / "a.png").rename(before / "a.ref2.png")
+    assert f"a.jpg: it has reference 2, and reference 1 (in {before}) is missing" in problems(photos, folders)
+    (style / "a.webp").unlink()
+    assert f"a.jpg: no reference image for it (a.* in {before}/ and {style}/)" in problems(photos, folders)
+    gone = str(tmp_path / "gone")
+    assert f"references[1] = '{gone}': no such folder" in problems(photos, (str(before), gone))
 
 
 def test_references_of_names_that_differ_in_case_alone_are_told_apart(tmp_path: Path) -> None:

@@ -442,6 +442,17 @@ def test_ai_toolkits_preservation_is_ours(tmp_path: Path) -> None:
     assert (found["objective.preserve"], found["objective.preserve_as"]) == (0.5, "dog")
 
 
+def test_ai_toolkits_window_has_a_folder_for_each_reference(tmp_path: Path) -> None:
+    """Its numbered fields stand in the place of the list."""
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    fields = "control_path_1: before\n          control_path_2: style\n          control_path_3: null\n"
+    text = file.read_text().replace("arch: flux,", "arch: flux2_klein_4b,")
+    file.write_text(text.replace("- folder_path: img\n", f"- folder_path: img\n          {fields}"))
+    draft = drafted(file)
+    assert configs.tree(checked(draft, file))["data"]["sources"][0]["references"] == ["before", "style"]
+    assert not [line for line in draft.notes[UNKNOWN] if "control" in line]
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_simpletuners_kontext_has_its_variant_and_its_pictures(tmp_path: Path, named: bool) -> None:
     """By its flavour, beside a path, too; the backend of references is no photos to train."""
@@ -459,10 +470,10 @@ def test_simpletuners_kontext_has_its_variant_and_its_pictures(tmp_path: Path, n
     assert found["data.sources.0.references"] == "before" and "data.sources.1.path" not in found
 
 
-def test_simpletuners_flux2_edits_and_further_folders_of_references_are_named(tmp_path: Path) -> None:
+def test_simpletuners_flux2_edits_with_every_folder_of_references(tmp_path: Path) -> None:
     """Its documentation's own form of a backend: a list (SimpleTuner#1711)."""
     file = foreign_configs.write(tmp_path, "SimpleTuner", "klein.safetensors")
-    tree = json.loads(file.read_text()) | {"--model_family": "flux2", "--conditioning_multidataset_sampling": "combined"}
+    tree = json.loads(file.read_text()) | {"--model_family": "flux2", "--conditioning_multidataset_sampling": "random"}
     file.write_text(json.dumps(tree))
     backends, beside = tmp_path / "backends.json", {"dataset_type": "conditioning", "conditioning_type": "reference_strict"}
     for shown in (["one"], ["one", "two"]):
@@ -473,8 +484,11 @@ def test_simpletuners_flux2_edits_and_further_folders_of_references_are_named(tm
         draft = drafted(file, data=[backends])
         found = configs.flatten(configs.tree(checked(draft, file)))
         assert found["data.sources.0.path"] == "after" and "data.sources.1.path" not in found
-        assert found.get("data.sources.0.references") == ("photos/one" if len(shown) == 1 else None)
-        assert any("NAME.ref2.png" in note for note in draft.notes[ABSENT]) == (len(shown) == 2)
+        several = len(shown) > 1
+        assert configs.tree(checked(draft, file))["data"]["sources"][0]["references"] == (
+            ["photos/one", "photos/two"] if several else "photos/one"
+        )
+        assert any("all of them here" in note for note in draft.notes[DIFFERS]) == several
         assert not [line for line in draft.notes[UNKNOWN] if "condition" in line]
 
 
