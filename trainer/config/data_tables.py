@@ -40,7 +40,7 @@ class SourceTable(Table):
     """As `data.masks`, for this source; or the folder of its masks, which have the photos' names."""
     unmasked_weight: Unmasked | None = None
     """As `data.unmasked_weight`, for this source."""
-    references: GivenPath | Annotated[tuple[GivenPath, ...], Field(strict=False, min_length=2)] | None = None
+    references: GivenPath | Annotated[tuple[GivenPath, ...], Field(strict=False, min_length=1)] | None = None
     """The images that the model is shown beside each photo: `files` (`NAME.ref.png`, `NAME.ref2.png`), their folder, or a
     list: a folder for each of a photo's, under the photo's name."""
     held_out: Annotated[str, Field(min_length=1), AfterValidator(expand_source)] | None = None
