@@ -240,7 +240,7 @@ def test_a_stop_step_may_come_in_mid_run(bench: Workbench) -> None:
     now = TensorFile(folder / "adapter.safetensors").read_all()
     for name in now:
         assert torch.equal(now[name], then[name]) == name.startswith("text_encoder."), name
-    assert Saved(folder).pieces["config"]["state"]["adapter"]["rules"][0]["stop_step"] == 2
+    assert Saved(folder, None).pieces["config"]["state"]["adapter"]["rules"][0]["stop_step"] == 2
 
 
 @pytest.mark.parametrize(

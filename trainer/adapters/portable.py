@@ -254,13 +254,13 @@ def of_state(
             scaling = kind.scaling(values, target.rank, target.alpha, rslora)
             layers[name] = made_of({end: recipe(value) for end, value in values.items()}, scaling)
         else:
-            a, b, m = (None if each is None else each.cpu() for each in kind.effective(values))
+            a, b, m = kind.effective(values)
             layers[name] = factors = Factors(recipe(a), recipe(b), target.alpha, rslora)
             if m is not None:
                 if meaning == "comfyui_released":
-                    m = released_scale(m, norms[name])
+                    m = released_scale(m.cpu(), norms[name])
                 else:
-                    m = magnitude(m, a.flatten(1), b.flatten(1), factors.scaling, norms[name])
+                    m = magnitude(m.cpu(), a.flatten(1).cpu(), b.flatten(1).cpu(), factors.scaling, norms[name])
                 layers[name] = replace(factors, magnitude=recipe(m))
         advance(1)
     return Portable(layers, meaning)

@@ -152,7 +152,7 @@ class Saved:
     census: what the config asks for; None: what the checkpoint has itself, to read it and not to go on from it. Raises
     UserError where a piece is missing, malformed, or of another version."""
 
-    def __init__(self, folder: Path, census: Mapping[str, Piece] | None = None, phases: Phases = QUIET) -> None:
+    def __init__(self, folder: Path, census: Mapping[str, Piece] | None, phases: Phases = QUIET) -> None:
         self.folder, self.phases = folder, phases
         tree = files.read_json(folder / STATE)
         layout = tree.get("layout") if isinstance(tree, dict) else None

@@ -79,8 +79,10 @@ def examples(
         remedy = f"set data.max_aspect = {least:g}, or crop or remove these"
         raise UserError(f"data.crop = 'none': {beyond}; {remedy}:\n" + "\n".join(shapes))
     if problems:
-        remedy = "remove them, lower the resolution, or set data.enlarge = true"
-        raise UserError(f"data.sources: {counted(len(problems), 'photo')} too small; {remedy}:\n" + "\n".join(problems))
+        count, listed = "1 photo is" if len(problems) == 1 else f"{len(problems)} photos are", "\n".join(problems)
+        raise UserError(
+            f"data.sources: {count} too small; remove them, lower the resolution, or set data.enlarge = true:\n{listed}"
+        )
     return tuple(made)
 
 

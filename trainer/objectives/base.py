@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
-import torch
 from torch import Tensor
 
 from trainer.objectives.losses import Loss, sample_losses
@@ -49,7 +48,7 @@ class Objective:
 
     def time_at(self, share: Tensor) -> Tensor:
         """[B]: the time at each share, in (0, 1), of the whole range, whatever `time` draws."""
-        return share.float()
+        raise NotImplementedError
 
     def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """(signal, sigma) of each time, fp32 [B]: what photo and noise are multiplied by."""
@@ -61,7 +60,7 @@ class Objective:
 
     def weight(self, time: Tensor) -> Tensor:
         """fp32 [B]: what the loss of each sample is multiplied by."""
-        return torch.ones(len(time), dtype=torch.float32)
+        raise NotImplementedError
 
     def describe(self) -> str:
         """The objective in words, for the start of a run."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor
 
 from trainer.base.errors import UserError
@@ -86,7 +87,7 @@ class Diffusion(Objective):
 
     def weight(self, time: Tensor) -> Tensor:
         if self.weighting.name == "none":
-            return super().weight(time)
+            return torch.ones(len(time), dtype=torch.float32)
         abar = self.alphas_cumprod[time]
         return self.weighting.weight(abar / (1 - abar), self.prediction)
 

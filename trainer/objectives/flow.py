@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from trainer.objectives.base import AtTime, Objective
@@ -43,11 +44,17 @@ class Flow(Objective):
         s = self._shift(tokens)
         return _shifted(self.times.draw(u, *self._range(s)), s).float()
 
+    def time_at(self, share: Tensor) -> Tensor:
+        return share.float()
+
     def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
         return 1 - time, time
 
     def target(self, latents: Tensor, noise: Tensor, at: AtTime) -> Tensor:
         return noise - latents
+
+    def weight(self, time: Tensor) -> Tensor:
+        return torch.ones(len(time), dtype=torch.float32)
 
     def progress(self, time: Tensor) -> Tensor:
         return time.double()

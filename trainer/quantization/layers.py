@@ -64,8 +64,8 @@ class FrozenLayer(nn.Module):
         self.kernels = kernels
         for name, tensor in format.empty_payload(self.weight_shape, device).items():
             self.register_buffer(f"payload_{name}", tensor)
-        bias = torch.empty(shape[0], dtype=torch.float32, device=device)
-        self.bias = nn.Parameter(bias, requires_grad=False) if has_bias else None
+        bias = torch.empty(shape[0], dtype=torch.float32, device=device) if has_bias else None
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         # Of the conversion: bytes of the weight as it was read, what was lost, and the row norms it had (fp32 [N], on the
         # CPU); None for a payload taken over, the last two also where nothing is quantised.
         self.bytes_before: int | None = None
@@ -197,10 +197,9 @@ class FrozenLayer(nn.Module):
     def compute_weight(self, g_N: torch.Tensor | None = None, *, again: bool = False) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer. again:
         it is asked for once more, in the backward pass of a block that runs again, and decoded once for both."""
-        weight = self.in_use()
+        weight, once = self.in_use(), memory.once()
         if g_N is None and weight.is_dense(self.compute_dtype):
             return weight.codes.view(self.weight_shape)
-        once = memory.once()
         if g_N is None and once and (decoded := once.pop(self, None)) is not None:
             return decoded
         keep = again and once is not None
@@ -228,13 +227,17 @@ class FrozenLayer(nn.Module):
         return self.cast_bias()[1]
 
     def row_norms(self) -> torch.Tensor:
-        """fp32 [N]: ||W_n|| of the dequantised weight; before the conversion they were `original_norms`."""
+        """fp32 [N]: ||W_n|| of the dequantised weight, over all dimensions but the first; before the conversion they were
+        `original_norms`."""
         return self.kernels.row_squares(self.stored()).sqrt()
 
     def matmul(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor:
         """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through. again: as
         `compute_weight` has it."""
-        return self.product(x, self.compute_weight(again=again))
+        weight = self.in_use()
+        if weight.is_dense(self.compute_dtype):
+            return self.product(x, weight.codes.view(self.weight_shape))
+        return self.converted_product(x, again)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b, in compute_dtype, differentiable in x; the bias is added with a rounding of its own."""
@@ -257,6 +260,10 @@ class FrozenLayer(nn.Module):
             dy = torch.mul(dy, self.broadcast(g_N), out=scratch(dy.shape, dy.dtype, dy.device))
             g_N = None
         return self.product_input_grad(dy, self.compute_weight(g_N), x_shape, add_to)
+
+    def converted_product(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
+        """The product with a weight that is not stored in `compute_dtype`."""
+        return self.product(x, self.compute_weight(again=again))
 
     def extra_repr(self) -> str:
         """The shape, the format and the compute dtype, in torch's print of a module."""
@@ -321,12 +328,13 @@ class FrozenLinear(FrozenLayer):
         by_row = weight.scale is not None and weight.block == self.in_features
         return weight if by_row and weight.codes.dtype == torch.float8_e4m3fn else None
 
-    def matmul(self, x, *, again=False):
-        weight = self.scaled_weight(x.numel() // self.in_features)
+    def converted_product(self, x, again=False):
+        x_MK = self.rows(x)
+        weight = self.scaled_weight(len(x_MK))
         if weight is None:
-            return super().matmul(x, again=again)
+            return super().converted_product(x, again)
         # Layers that share x quantise it once each: 3 bytes an element, next to which their products are long.
-        z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(self.rows(x)), weight, self.compute_dtype)
+        z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(x_MK), weight, self.compute_dtype)
         return self.expanded(z_MN, x.shape)
 
     def input_grad(self, dy, x_shape, g_N=None, add_to=None):

@@ -13,16 +13,22 @@ ROWS = 256  # of a dense change at once
 
 @dataclass
 class Residual:
-    """What is lost of a change of weights. lost, change: norms over all layers. shares: of each layer, lost by change."""
+    """What is lost of a change of weights. lost, change: norms over all layers. layers: the same two of each."""
 
     lost: float = 0.0
     change: float = 0.0
-    shares: dict[str, float] = field(default_factory=dict)
+    layers: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, layer: str, lost: float, change: float) -> None:
-        """Enter a layer's norms."""
+        """Enter norms of a layer, or of some of its rows."""
         self.lost, self.change = math.hypot(self.lost, lost), math.hypot(self.change, change)
-        self.shares[layer] = _share(lost, change)
+        before = self.layers.get(layer, (0.0, 0.0))
+        self.layers[layer] = math.hypot(before[0], lost), math.hypot(before[1], change)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Lost by change, of each layer."""
+        return {layer: _share(*norms) for layer, norms in self.layers.items()}
 
     @property
     def share(self) -> float:

@@ -236,17 +236,20 @@ def common_phrase(captions: Sequence[str]) -> str:
     texts = [re.findall(r"[\w'-]+", caption) for caption in captions]
     if len(texts) == 1 and len(texts[0]) > WORDS:
         return ""
+    lowered = [[word.lower() for word in words] for words in texts]
     for length in range(WORDS, 0, -1):
-        written: dict[str, str] = {}  # by the phrase in lower case, as the first caption has it
-        counts: Counter[str] = Counter()
-        for words in texts:
-            phrases = [" ".join(words[i : i + length]) for i in range(len(words) - length + 1)]
-            for phrase in phrases:
-                written.setdefault(phrase.lower(), phrase)
-            counts.update({phrase.lower() for phrase in phrases})
-        often = [run for run, count in counts.items() if count >= SHARE * len(texts) and COMMON.isdisjoint(run.split())]
+        counts: Counter[tuple[str, ...]] = Counter()
+        for words in lowered:
+            counts.update({tuple(words[i : i + length]) for i in range(len(words) - length + 1)})
+        often = [run for run, count in counts.items() if count >= SHARE * len(texts) and COMMON.isdisjoint(run)]
         if often:
-            return written[max(often, key=lambda run: (counts[run], run.split()))]
+            phrase = max(often, key=lambda run: (counts[run], run))
+            return next(
+                " ".join(words[i : i + length])
+                for words, lower in zip(texts, lowered, strict=True)
+                for i in range(len(words) - length + 1)
+                if tuple(lower[i : i + length]) == phrase
+            )
     return ""
 
 

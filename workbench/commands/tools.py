@@ -45,8 +45,10 @@ def run_tool(work: Callable[[], int | None]) -> int:
 def handling(signums: Iterable[int], handler: Callable[[int, object], None]) -> Iterator[None]:
     """A block in which `handler` is called for these signals. A SIGHUP that was ignored stays so (nohup)."""
     ignored = {signals.HANGUP} if signals.HANGUP and signal.getsignal(signals.HANGUP) == signal.SIG_IGN else set()
-    before = {each: signal.signal(each, handler) for each in {*signums} - ignored}
+    before = {each: signal.getsignal(each) for each in {*signums} - ignored}
     try:
+        for each in before:
+            signal.signal(each, handler)
         yield
     finally:
         for each, earlier in before.items():

@@ -104,9 +104,11 @@ def judge(
     moved = bool(changes) and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > MOVED
     if change is not None and change < TOO_LITTLE and not moved:
         it = "it" if course.rate_of == levers else course.rate_of
-        less = f"no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a picture can show"
-        remedy = f"train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
-        return Verdict("nothing", f"nothing was learned: {less}; {remedy}")
+        text = (
+            f"nothing was learned: no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a "
+            f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
+        )
+        return Verdict("nothing", text)
     changed = f" (layers changed by {moved_by(change)} of their own weights)" if change is not None else ""
     if not known:
         verdict = _by_steps(rows, changed, bool(useless))

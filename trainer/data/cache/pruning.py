@@ -131,11 +131,15 @@ def prune(
 
 def entries(folder: Path) -> Iterator[CacheEntry]:
     """All entries, in no order. Other processes may delete entries meanwhile."""
-    for path in folder.glob("*/*.safetensors"):
-        if re.fullmatch(rf"([0-9a-f]{{2}}|{PACKS})/[0-9a-f]{{64}}", f"{path.parent.name}/{path.stem}"):
-            with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                yield CacheEntry(path, status.st_size, _milliseconds(status))
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as groups:
+        for group in groups:
+            if re.fullmatch(f"[0-9a-f]{{2}}|{PACKS}", group.name) and group.is_dir():
+                with os.scandir(group) as names:
+                    for name in names:
+                        if re.fullmatch(r"[0-9a-f]{64}\.safetensors", name.name):
+                            with contextlib.suppress(FileNotFoundError):
+                                status = name.stat()
+                                yield CacheEntry(Path(name.path), status.st_size, _milliseconds(status))
 
 
 def parse_age(text: str) -> float:

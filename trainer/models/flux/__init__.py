@@ -100,12 +100,13 @@ def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
     """[B, C, H, W] -> [B, (H/2)(W/2), 4C], each token a 2 x 2 patch, channel-major."""
-    return torch.pixel_unshuffle(latents, 2).flatten(2).transpose(1, 2).contiguous()
+    batch, channels, height, width = latents.shape
+    patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
 
 
 def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The inverse of `pack` for latents of `height` x `width`."""
-    # Not pixel_shuffle, whose result lies channels last: gradients would be summed in another order.
     batch, _, packed = tokens.shape
     patches = tokens.view(batch, height // 2, width // 2, packed // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(batch, packed // 4, height, width)
@@ -118,16 +119,17 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.full((noised.shape[0],), float(model.options["guidance"]), device=noised.device)
-    shown = (noised, *batch.references)
-    sizes = [(each.shape[-2] // 2, each.shape[-1] // 2) for each in shown]
-    ids = [flow.positions(index, *size, device=noised.device) for index, size in enumerate(sizes)]
+    shown, ids = pack(noised), flow.positions(0, height // 2, width // 2, device=noised.device)
+    for index, each in enumerate(batch.references, 1):
+        beside = flow.positions(index, each.shape[-2] // 2, each.shape[-1] // 2, device=noised.device)
+        shown, ids = torch.cat([shown, pack(each.to(noised))], dim=1), torch.cat([ids, beside])
     tokens = transformer(
-        hidden_states=torch.cat([pack(each.to(noised)) for each in shown], dim=1),
+        hidden_states=shown,
         encoder_hidden_states=conditioning.sequence,
         pooled_projections=conditioning.pooled,
         timestep=time,
         guidance=guidance,
-        img_ids=torch.cat(ids),
+        img_ids=ids,
         txt_ids=torch.zeros(conditioning.sequence.shape[1], 3, device=noised.device),
         return_dict=False,
     )[0]

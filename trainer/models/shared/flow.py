@@ -67,8 +67,10 @@ def as_scheduled(scheduler: ComponentConfig, family: str, *, timesteps: str = "a
 
 def positions(image: int, *counts: int, device: torch.device | str) -> torch.Tensor:
     """fp32 [product of the counts, 1 + their number]: (image, index on each axis) of every token, the last axis fastest."""
-    axes = (torch.arange(count, device=device) for count in counts)
-    return torch.cartesian_prod(torch.full((1,), image, device=device), *axes).float()
+    ids = torch.full((*counts, 1 + len(counts)), float(image), device=device)
+    for axis, count in enumerate(counts, 1):
+        ids[..., axis] = torch.arange(count, device=device).view(-1, *(1 for _ in counts[axis:]))
+    return ids.view(-1, 1 + len(counts))
 
 
 def pipeline(model: Model, request: SampleRequest, name: str, **others: Any) -> Any:

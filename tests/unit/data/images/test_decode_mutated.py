@@ -185,7 +185,7 @@ def test_each_is_named_or_read_as_it_is(tmp_path, count, seconds):
     second = scanned(tmp_path, seconds)
     assert not second["told"] and {sample for sample, *_ in second["photos"]} == {f"0/{name}" for name in left}
     survived = Counter()
-    for sample, digest, width, height, caption, notes in second["photos"]:
+    for sample, digest, (width, height), caption, notes in second["photos"]:
         name = sample.removeprefix("0/")
         done, kind, written = files[name]
         data = (tmp_path / name).read_bytes()
