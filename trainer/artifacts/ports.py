@@ -172,9 +172,12 @@ def _no_folder(config: Config) -> str | None:
 
 def _tensorboard(config: Config) -> bool:
     """Its files are a default: a run without trackers says that there are none."""
-    return config.logging.tensorboard and "logging.tensorboard" in {
-        f"logging.{key}" for key in config.logging.model_fields_set
-    }
+    return config.logging.tensorboard and "tensorboard" in config.logging.model_fields_set
+
+
+def _auto(value: object) -> object:
+    """The value where it leaves the choice to the part."""
+    return value if value == "auto" else None
 
 
 # By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing.
@@ -183,10 +186,8 @@ ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
     "layouts": {"data.sources": _no_folder},
     "planning": {
         "memory.fit": attrgetter("memory.fit"),
-        "memory.resident_blocks": lambda config: (
-            config.memory.offload == "blocks" and config.memory.resident_blocks == "auto" and "auto"
-        ),
-        "step.compile": lambda config: config.step.compile == "auto" and "auto",
+        "memory.resident_blocks": lambda config: config.memory.offload == "blocks" and _auto(config.memory.resident_blocks),
+        "step.compile": lambda config: _auto(config.step.compile),
     },
     "pages": {"export.base_model": attrgetter("export.base_model")},
     "summary": {},
