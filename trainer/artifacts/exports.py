@@ -156,7 +156,8 @@ class Artifacts:
         try:
             written = self.export_newest()
         except NotTrained as error:
-            return self.context.processes.say(f"warning: {error}")
+            self.context.processes.say(f"warning: {error}")
+            return
         step = self.state.progress.step
         self.context.processes.say(f"adapter files of step {step} (overwritten at the next stop or at the end):")
         self._say_where(written)

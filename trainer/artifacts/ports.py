@@ -170,27 +170,32 @@ def _no_folder(config: Config) -> str | None:
     return next((p for p in paths if p.startswith(HUB) or (ARCHIVE.fullmatch(p) and not Path(p).is_dir())), None)
 
 
-def _tensorboard(config: Config) -> bool:
-    """Its files are a default: a run without trackers says that there are none."""
-    return config.logging.tensorboard and "logging.tensorboard" in {
-        f"logging.{key}" for key in config.logging.model_fields_set
-    }
+def _is_written(config: Config, key: str) -> bool:
+    table, _, name = key.partition(".")
+    return name in getattr(config, table).model_fields_set
 
 
-# By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing.
+def _auto(value: object) -> object:
+    """The value where it leaves the choice to the part."""
+    return value if value == "auto" else None
+
+
+# By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing. TensorBoard's
+# files are a default: a run without trackers says that there are none.
 ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
     "adapter_files": {key: attrgetter(key) for key in ("adapter.init_from", "adapter.under")},
     "layouts": {"data.sources": _no_folder},
     "planning": {
         "memory.fit": attrgetter("memory.fit"),
-        "memory.resident_blocks": lambda config: (
-            config.memory.offload == "blocks" and config.memory.resident_blocks == "auto" and "auto"
-        ),
-        "step.compile": lambda config: config.step.compile == "auto" and "auto",
+        "memory.resident_blocks": lambda config: config.memory.offload == "blocks" and _auto(config.memory.resident_blocks),
+        "step.compile": lambda config: _auto(config.step.compile),
     },
     "pages": {"export.base_model": attrgetter("export.base_model")},
     "summary": {},
-    "trackers": {"logging.tensorboard": _tensorboard, "logging.wandb": attrgetter("logging.wandb")},
+    "trackers": {
+        "logging.tensorboard": lambda config: config.logging.tensorboard and _is_written(config, "logging.tensorboard"),
+        "logging.wandb": attrgetter("logging.wandb"),
+    },
     "mirror": {"checkpoint.mirror": attrgetter("checkpoint.mirror")},
 }
 # What a run lacks without a part, in words.

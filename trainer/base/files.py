@@ -103,8 +103,9 @@ def refuse_taken(path: Path, made: Path | None = None, *, place: str = "OUT") ->
 
 class FileGroup:
     """Files that belong together, written one after another in a `with` block: all get their names at its end, or, where it
-    raises, none does, and those of before stay. Only a kill between two names leaves some of the old and some of the new.
-    keep: raises UserError where the place of one of them is taken (`refuse_taken`)."""
+    raises, none does, and those of before stay. Between two names nothing is written and no signal heard; only a kill there
+    leaves some of the old and some of the new. keep: raises UserError where the place of one of them is taken
+    (`refuse_taken`)."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._named: list[tuple[Path, Path]] = []

@@ -28,7 +28,7 @@ from trainer.runtime.attention import TORCHS_OWN, Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.processes import Processes
 from trainer.runtime.sharding import Sharder
-from trainer.runtime.streaming import FORWARD, Streamer
+from trainer.runtime.streaming import Streamer
 
 
 def without_modules(source: ModelSource, options: Mapping[str, Any], tokenizers: dict[str, Any] | None = None) -> Model:
@@ -141,9 +141,8 @@ class Components:
     def enter(self, owner: str) -> None:
         """Have a streamed block pass by, as before its forward; nothing where that full name is of none."""
         name, _, block = owner.partition(".")
-        streamer = self.streamers.get(name)
-        if streamer is not None and block in streamer.blocks:
-            streamer.enter(dict(zip(streamer.blocks, streamer.streamed, strict=True))[block], FORWARD)
+        if name in self.streamers and block in self.streamers[name].blocks:
+            self.streamers[name].enter_block(block)
 
     def _converted(self, name: str) -> ConvertedWeights | None:
         """The cache of a component's converted weights, where the config asks for one."""

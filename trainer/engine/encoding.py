@@ -75,8 +75,9 @@ def encode(
         # All of it before any is encoded: a limit takes what nobody claims.
         for part in (wanted.latents, wanted.masks, wanted.captions, wanted.prompts):
             cache.claim(part)
-        for line in filter(None, (cache.unprotected, *cache.damaged)) if isinstance(cache, Cache) else ():
-            processes.say(f"warning: {line}")
+        if isinstance(cache, Cache):
+            for line in filter(None, (cache.unprotected, *cache.damaged)):
+                processes.say(f"warning: {line}")
         if isinstance(cache, Cache) and processes.count > 1:
             made = _fill(wanted.only(processes.takes), plan, components, cache, on_non_finite)
             processes.wait(obey=True)

@@ -111,11 +111,12 @@ def count_prompt_tokens(model: Model, captions: Sequence[str]) -> dict[str, tupl
     """(tokens of each caption, special ones counted, before truncation; tokens it may have) of every tokenizer, by name."""
     found: dict[str, tuple[list[int], int]] = {}
     for name, tokenizer in model.tokenizers.items():
-        found[name] = counts, _ = [], tokenizer.model_max_length
+        counts: list[int] = []
         # Several at once, which a tokenizer shares out over the cores, and not all, whose ids would fill the memory.
         for start in range(0, len(captions), COUNTED_AT_ONCE):
             some = list(captions[start : start + COUNTED_AT_ONCE])
             counts += map(len, tokenizer(some, truncation=False, return_attention_mask=False, verbose=False).input_ids)
+        found[name] = counts, tokenizer.model_max_length
     return found
 
 
@@ -162,8 +163,8 @@ class ImagePart:
     objective: Callable[..., Objective]
     # (model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
     encode: Callable[[Model, torch.Tensor], torch.Tensor]
-    # (model, noised fp32 [B, C, h, w], time [B], conditioning, batch: of which tensors alone are there) -> the objective's
-    # prediction [B, C, h, w], all on the model's device.
+    # (model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w]. All tensors
+    # are on the model's device, the batch's too, of which nothing else is there.
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     draw: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]  # (..., negative) -> PIL image
     timesteps: tuple[str, ...] = ()  # what objective.timesteps may be, where it is read; the first is what "auto" is
@@ -189,7 +190,8 @@ class AdapterPart:
     presets: Mapping[str, tuple[str, ...]]  # of adapter.targets, by name: fnmatch patterns of the denoiser's layers
     # (component, config, whether photos have references) -> fnmatch patterns of layers whose output never reaches the loss.
     no_gradient: Callable[[str, dict, bool], tuple[str, ...]] = lambda component, config, references: ()
-    # Component -> its unusual prefix in kohya files, or that as a function of its config; names behind a dot keep their dots.
+    # Component -> its unusual prefix in kohya files, or that as a function of its config. Behind one that ends in a dot,
+    # names keep their dots.
     kohya: Mapping[str, str | Callable[[ComponentConfig], str]] = field(default_factory=dict)
     # Text encoder that diffusers' loader of adapters does not take, so a folder of PEFT's holds its adapter -> what stands
     # before its layers' names in the pipeline's module.

@@ -59,7 +59,8 @@ def culprit(config: ComponentConfig, library: str, class_name: str, build: Calla
 
 
 def read_json(path: Path, instead: ComponentConfig | None = None) -> dict[str, Any]:
-    """A JSON object, infinities too, which schedulers' configs have. instead: of a missing file; None: raise."""
+    """A JSON object, infinities too, which schedulers' configs have. instead: returned where the file is missing; None:
+    raise."""
     try:
         refuse_irregular(path)
         tree = json.loads(decoded(path.read_bytes()))

@@ -43,7 +43,8 @@ HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_
 
 @dataclass(frozen=True)
 class Alarm:
-    """What left its range, and at which step. before: the last step whose loss has no part in it; sound: surely none."""
+    """What left its range, and at which step. before: the last step whose loss has no part in it. sound: the last step known
+    to be good."""
 
     step: int
     what: str

@@ -31,15 +31,11 @@ def noise_schedule(scheduler: Mapping[str, Any], *, published: Mapping[str, Any]
             + ", ".join(repr(published[key]) for key in BETAS)
         )
     steps, start, end, schedule = (scheduler[key] for key in BETAS)
-    whole = type(steps) is int and 1 <= steps <= MOST_STEPS
-    shares = (type(beta) in (int, float) and 0 < beta < 1 for beta in (start, end))
-    needed = (f"a whole number from 1 to {MOST_STEPS:,}", "a number between 0 and 1", "a number between 0 and 1")
-    for key, fits, what in zip(BETAS, (whole, *shares), needed, strict=False):
-        if not fits:
-            raise UserError(
-                f"the model's scheduler_config.json has {key} = {scheduler[key]!r:.80}: {what} is needed; the published "
-                f"model has {published[key]}"
-            )
+    if not (type(steps) is int and 1 <= steps <= MOST_STEPS):
+        raise _refused("num_train_timesteps", steps, f"a whole number from 1 to {MOST_STEPS:,} is needed", published)
+    for key, beta in (("beta_start", start), ("beta_end", end)):
+        if not (type(beta) in (int, float) and 0 < beta < 1):
+            raise _refused(key, beta, "a number between 0 and 1 is needed", published)
     if schedule == "scaled_linear":
         betas = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64).square()
     elif schedule == "linear":
@@ -51,3 +47,9 @@ def noise_schedule(scheduler: Mapping[str, Any], *, published: Mapping[str, Any]
         root = alphas_cumprod.sqrt()
         alphas_cumprod = ((root - root[-1]) * root[0] / (root[0] - root[-1])).square()
     return alphas_cumprod
+
+
+def _refused(key: str, value: Any, needed: str, published: Mapping[str, Any]) -> UserError:
+    return UserError(
+        f"the model's scheduler_config.json has {key} = {value!r:.80}: {needed}; the published model has {published[key]}"
+    )

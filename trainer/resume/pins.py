@@ -20,8 +20,9 @@ from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, never
 from trainer.runtime.attention import OWN
 
 # A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
-# step.accumulation may as far as accumulation x processes stays (`pin_data`); step.attention changes the last bits:
-# `pin_environment` compares what it comes to.
+# step.accumulation may as far as accumulation x processes stays (`pin_data`); the policy for values that are not finite
+# matters only where the run would have ended. step.attention changes the last bits: `pin_environment` compares what it comes
+# to.
 MAY_CHANGE = (
     "run.max_steps", "run.epochs", "run.stop_after", "run.lost_after", "run.output_dir", "model.cache_dir",
     "model.allow_distilled",

@@ -22,8 +22,8 @@ from trainer.run.run import Run
 def opened(run: Run) -> Iterator[None]:
     """A block with the output folder, held for this run alone: with the resolved config, without what a killed start left.
 
-    A checkpoint with other values than this run is pinned to (--allow) gives its place to one that pins these, so that the
-    next start needs no --allow.
+    After all that can refuse the run: a refused one leaves the output as it was. A checkpoint with other values than this run
+    is pinned to (--allow) gives its place to one that pins these, so that the next start needs no --allow.
     """
     config, step, resumed = run.plan.config, run.progress.step, run.resumed
     processes, phases, layout = run.context.processes, run.context.phases, run.context.layout

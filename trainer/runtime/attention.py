@@ -1,6 +1,8 @@
 """Which of torch's kernels compute the denoiser's attention (step.attention), and attention over few tokens on a CPU.
 
-Text encoders and the VAE have masks, fp32 and wide heads, which not every kernel takes: they keep torch's own order.
+Text encoders and the VAE have masks, fp32 and wide heads, which not every kernel takes. They, and the denoiser under "auto"
+where cuDNN's is not the faster, have torch's own order: flash, memory-efficient, plain (precision.py leaves cuDNN's out of
+it).
 """
 
 import warnings
@@ -21,7 +23,8 @@ from trainer.base.protocols import Kernels
 from trainer.kernels import dora_torch
 
 # Queries up to which copies in fp32, and attention of these, are faster on a CPU than torch's attention in 16 bits (by up to
-# 8 times, torch 2.13, docs/benchmarks/cpu.md), at every head size, forward and backward.
+# 8 times, torch 2.13, docs/benchmarks/cpu.md), at every head size, forward and backward. Over many tokens the copies cost
+# memory and, in bf16, more time than they save.
 FEW = 128
 
 KERNELS = {

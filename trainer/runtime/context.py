@@ -1,4 +1,4 @@
-"""The surroundings of a run's parts."""
+"""What everybody in a run needs to speak, to wait and to write."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True)
 class RunContext:
-    """What everybody in a run needs to speak, wait and write. phases: announces long pieces of work."""
+    """What everybody needs to speak, wait and write. processes: this process among its equals. phases: announces long
+    pieces of work. layout: where the run's files lie."""
 
     processes: Processes
     phases: Phases

@@ -45,7 +45,8 @@ class Position:
         return self.step == self.last
 
     def due(self, every: int | Every, *, ends: bool = False) -> bool:
-        """Whether something is due here. ends: before the first step and after the last one, too."""
+        """Whether something is due here. every: so many steps, or an Every; 0 is never. ends: before the first step and after
+        the last one, too."""
         every = Every(every) if isinstance(every, int) else every
         if ends and self.step in (0, self.last):
             return every.every > 0

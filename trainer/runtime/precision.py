@@ -169,7 +169,8 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     # The one attention whose backward torch does not make deterministic (2.11 to 2.13). Under the first flag it is refused by
-    # itself, also as step.attention = "cudnn"; a later version that lets it in would have to be shown first.
+    # itself, also as step.attention = "cudnn"; a later version that lets it in would have to be shown first. The others:
+    # flash and memory-efficient attention order their sums under that flag, plain attention is products and a softmax.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

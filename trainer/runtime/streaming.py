@@ -195,6 +195,11 @@ class Streamer:
         """Nothing computes: any slot may be taken."""
         self.now = None
 
+    def enter_block(self, name: str) -> None:
+        """Enter a streamed block by its name, on the way forward."""
+        place = next(place for place, block in zip(self.streamed, self.blocks, strict=True) if block == name)
+        self.enter(place, FORWARD)
+
     def close(self) -> None:
         """Let go of the masters and the slots, and of the blocks."""
         for hook in self._hooks:

@@ -1,7 +1,9 @@
 """Adapter files of all kinds as one internal form (portable.py). What a file is, its keys say.
 
 A DoRA's `.lora_magnitude_vector` is of the output axis, `.dora_scale` of that ([N, 1]) or of the input axis ([1, K]). The
-scale is alpha / rank, 1 without an alpha; LyCORIS' `.scalar` is one more factor, `.lora_mid` a Tucker core between A and B.
+scale is alpha / rank: alpha stands beside the module, in diffusers' `lora_adapter_metadata`, or in the config that PEFT saves
+beside the file (peft.py); without any of them the scale is 1. LyCORIS' `.scalar` is one more factor, `.lora_mid` a Tucker
+core between A and B.
 """
 
 import json

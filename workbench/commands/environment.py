@@ -37,7 +37,8 @@ def choose_waiting():
     """Choose how long OpenMP's threads look for work before they give their core away, unless the user chose that.
 
     Its default is 3 ms, on cores that the thread they wait for may need: beside four endless loops no step ended within 100
-    s (benchmarks/busy.py). On a free machine to give the core away at once makes a step longer by a third.
+    s (benchmarks/busy.py). On a free machine to give the core away at once makes a step longer by a third. PyTorch's
+    OpenMP reads this once, when it is loaded.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = BESIDE_OTHERS if _others_run() else ALONE

@@ -209,7 +209,8 @@ def not_judged(groups: Sequence[Sequence[Seen]]) -> list[str]:
 
 
 def record(runs: Sequence[Seen], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """What the page says, as data. The interval of a pair at the last step is corrected for the other pairs."""
+    """What the page says, as data: of each run the measurements and the median seconds and largest bytes of a step, of each
+    pair the difference and its interval by step. An interval at the last step is corrected for the other pairs."""
     return {
         "runs": [
             {

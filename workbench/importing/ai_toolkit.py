@@ -86,8 +86,10 @@ def _length(draft: Draft, options: Options) -> None:
     draft.set("checkpoint.every_steps", max(1, every // scale), why)
     draft.set("export.every_steps", max(1, every // scale), f"{why}: the adapter's files, too; they stay")
     every, why = options.line("sample.sample_every", "whole")
-    disabled = (0, options.told("train.disable_sampling")) if options.flag("train.disable_sampling") else ()
-    draft.set("validation.every_steps", *(disabled or (max(1, every // scale), why)))
+    if options.flag("train.disable_sampling"):
+        draft.set("validation.every_steps", 0, options.told("train.disable_sampling"))
+    else:
+        draft.set("validation.every_steps", max(1, every // scale), why)
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
@@ -96,7 +98,8 @@ def _network(draft: Draft, options: Options, family: Family) -> None:
     alpha = options.first("network.linear_alpha", "network.alpha", "network.linear_alpha")
     full = "network.lokr_full_rank"
     if not options.has(rank) and not (draft.value("adapter.type") == "lokr" and options.flag(full)):
-        return draft.cannot("adapter.rank", "network: neither linear nor rank is given")
+        draft.cannot("adapter.rank", "network: neither linear nor rank is given")
+        return
     common.set_scale(draft, options.line(rank, "whole"), options.line(alpha, "number"))
     common.set_targets(draft, family)
     kwargs = options.table("network.network_kwargs", "network_kwargs.")

@@ -77,7 +77,8 @@ def set_dtype(draft: Draft, component: str, value: str | None, why: str) -> None
     """Write the storage format of a component, or say that there is none of that name."""
     known = other_trainers.value_for(value, get_args(Dtype))
     if known is None:
-        return draft.note(ABSENT, f"{why}: no storage format of that name; the default is taken")
+        draft.note(ABSENT, f"{why}: no storage format of that name; the default is taken")
+        return
     draft.set(f"model.components.{component}.dtype", known, why)
     if known not in get_args(Compute) and other_trainers.plain(value or "") != known:
         draft.note(DIFFERS, f"{why}: {known} here is another way to scale and round than there (docs/precision.md)")
@@ -87,7 +88,8 @@ def set_compute(draft: Draft, family: Family, value: str | None, why: str, *, st
     """Write the number format of the computation. stores: the frozen weights have it, too, where nothing else is said."""
     known = other_trainers.value_for(value, get_args(Compute))
     if known is None:
-        return draft.note(ABSENT, f"{why}: no number format of that name; the default is taken")
+        draft.note(ABSENT, f"{why}: no number format of that name; the default is taken")
+        return
     draft.set("precision.compute", known, why)
     for component in (family.denoiser, *family.text_encoders) if stores else ():
         if f"model.components.{component}.dtype" not in draft.keys:
@@ -98,7 +100,8 @@ def set_targets(draft: Draft, family: Family) -> None:
     """Write the layers that the program adapts where its config does not say."""
     patterns = facts().targets[draft.trainer].get(family.name)
     if patterns is None:
-        return draft.note(FILL, f"adapter.targets: which layers {draft.trainer} adapts of this model was not looked up")
+        draft.note(FILL, f"adapter.targets: which layers {draft.trainer} adapts of this model was not looked up")
+        return
     targets = patterns.split() if "*" in patterns else patterns
     draft.set("adapter.targets", targets, f"the layers that {draft.trainer} adapts")
 
@@ -181,7 +184,8 @@ def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
     """Write the optimizer and what it is given: decay, betas and eps by our keys, the rest by the library's names."""
     known = draft.fixed.get("optimizer.name") or other_trainers.value_for(name.rpartition(".")[2], OPTIMIZERS)
     if known not in OPTIMIZERS:
-        return draft.cannot("optimizer.name", f"{why}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
+        draft.cannot("optimizer.name", f"{why}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
+        return
     draft.set("optimizer.name", known, why)
     taken, there_called = options_of(known), facts().optimizers
     defaults = there_called["defaults"].get(draft.trainer, {}).get(known, {})
@@ -223,7 +227,8 @@ def set_schedule(draft: Draft, name: str, why: str, warmup: Line, *, idle_when_c
     """Write the schedule and its warm-up. idle_when_constant: "constant" has none there, whatever is written."""
     known = other_trainers.value_for(name, get_args(ScheduleTable.model_fields["name"].annotation))
     if known is None:
-        return draft.cannot("schedule.name", f"{why}: no such schedule here")
+        draft.cannot("schedule.name", f"{why}: no such schedule here")
+        return
     draft.set("schedule.name", known, why)
     steps, line = warmup
     if idle_when_constant and other_trainers.plain(name) == "constant" and steps:

@@ -83,8 +83,10 @@ def _family(draft: Draft, options: Options) -> Family | None:
 
 
 def _length(draft: Draft, options: Options) -> None:
-    by_epochs = options.whole("max_train_epochs")
-    draft.carry(options, *(("max_train_epochs", "run.epochs") if by_epochs else ("max_train_steps", "run.max_steps")))
+    if options.whole("max_train_epochs"):
+        draft.carry(options, "max_train_epochs", "run.epochs")
+    else:
+        draft.carry(options, "max_train_steps", "run.max_steps")
     if not options.has("seed"):
         draft.note(DIFFERS, "seed is left out: another one each time there, 0 here")
 
@@ -172,7 +174,8 @@ def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: Li
     else:
         times = facts().times[draft.trainer].get(sampling)
         if times is None:
-            return draft.cannot("objective.timesteps", f"{line}: no such distribution here")
+            draft.cannot("objective.timesteps", f"{line}: no such distribution here")
+            return
         if times != "uniform":
             draft.set("objective.logit_std", *scale)
         if sampling == "uniform":
@@ -299,10 +302,12 @@ def _samples(draft: Draft, options: Options, family: Family, config: Path, data:
     if listed and not isinstance(options.get("sample_prompts"), list):
         path = find_beside(str(listed[0]), config, data)
         if path is None:
-            return draft.note(FILL, f"{options.told(told)}: not found; give it as --data, or write validation.prompts")
+            draft.note(FILL, f"{options.told(told)}: not found; give it as --data, or write validation.prompts")
+            return
         told = f"{told} = {path.name}"
         if path.suffix.lower() in (".json", ".toml"):
-            return draft.note(FILL, f"{told}: tables of prompts; write them as [[validation.samples]]")
+            draft.note(FILL, f"{told}: tables of prompts; write them as [[validation.samples]]")
+            return
         listed = read_text(path).splitlines()
     for line in listed:
         prompt, given = prompt_line(str(line))

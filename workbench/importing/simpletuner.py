@@ -80,7 +80,8 @@ def _lycoris(draft: Draft, options: Options, config: Path, data: Sequence[Path])
     name, line = options.line("lycoris_config", "word", "")
     file = find_beside(name, config, [path for path in data if path.name == PurePosixPath(name).name]) if name else None
     if file is None:
-        return draft.cannot("adapter.type", f"{line}: LyCORIS' own config says which kind it is: give it as --data, too")
+        draft.cannot("adapter.type", f"{line}: LyCORIS' own config says which kind it is: give it as --data, too")
+        return
     network = Options(dict(read_tree(file)), file, {"linear_dim": 4, "linear_alpha": 1, "algo": "lora"}, "lycoris_config ")
     common.set_type(draft, *network.line("algo", "word"), network.line("dora_wd", "flag"))
     common.set_scale(draft, network.line("linear_dim", "whole"), network.line("linear_alpha", "number"))
@@ -98,8 +99,9 @@ def _lycoris(draft: Draft, options: Options, config: Path, data: Sequence[Path])
 def _network(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:
     common.set_targets(draft, family)
     if options.word("lora_type") == "lycoris":
+        _lycoris(draft, options, config, data)
         options.pass_by("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "lycoris_config")
-        return _lycoris(draft, options, config, data)
+        return
     (kind, line), dora = options.line("lora_type", "word"), options.line("use_dora", "flag")
     common.set_type(draft, "lora" if kind == "standard" else "other", line, dora)
     rank = options.line("lora_rank", "whole")

@@ -150,7 +150,8 @@ def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, na
         with phases(f"fetching {folder_name(step)} from the mirror"):
             wrong = _fetch_one(mirror, step, ask, context, name)
         if wrong is None:
-            return say(f"{folder_name(step)} came from {mirror.url}")
+            say(f"{folder_name(step)} came from {mirror.url}")
+            return
         say(f"warning: {folder_name(step)} in {mirror.url} is not valid: {wrong}")
     if newest < 0:
         none = f"no valid checkpoint ({len(steps)} are damaged, or set aside here), and there is none in {root}"

@@ -3,6 +3,8 @@
 run.json                      whose the place is; written first
 checkpoints/step-00000500/    the files of a checkpoint and the log up to it; the manifest comes last, and goes first
 samples/ adapters/ ...        what else steps and the end left, where it lies in the output folder, too
+
+Nothing here is tried again, and no cause is known by its class: every backend raises its own.
 """
 
 from __future__ import annotations

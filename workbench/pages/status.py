@@ -154,9 +154,9 @@ def figures(history: History, blocks: Mapping[str, float | None]) -> dict[str, s
     rows: dict[str, str] = {}
     losses = series(history.rows, "loss")
     if known := [value for _, value in losses if value is not None]:
-        averaged = curves.smoothing_window(len(losses))
-        loss = curves.averaged(losses)[-1][1] if averaged else known[-1]
-        rows["Loss, averaged" if averaged else "Loss"] = f"{loss:.4g}"
+        window = curves.smoothing_window(len(losses))
+        loss = curves.averaged(losses)[-1][1] if window else known[-1]
+        rows["Loss, averaged" if window else "Loss"] = f"{loss:.4g}"
     if known := [value for _, value in series(history.rows, "held_out_loss") if value is not None]:
         rows["Held-out loss (lowest)"] = f"{known[-1]:.4g} ({min(known):.4g})"
     if (rate := history.last("lr")) is not None:

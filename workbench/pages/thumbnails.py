@@ -36,7 +36,7 @@ class Description:
 
 
 class Thumbnails:
-    """Thumbnails of files that may change: one is read again when its time or size is another."""
+    """Thumbnails of files that may change: one is read again when its size, inode, or a time (mtime, ctime) is another."""
 
     def __init__(self) -> None:
         self._made: dict[Path, tuple[Stamp, Picture | None]] = {}

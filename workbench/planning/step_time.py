@@ -108,11 +108,11 @@ class Machine:
     def taking(self, device: float, host: float) -> "Machine":
         """One that takes so large a part of this one's time on the device, and on the host."""
 
-        def taking(speed: Speed) -> Speed:
+        def slowed(speed: Speed) -> Speed:
             products = {width: rate / device for width, rate in speed.products.items()}
             return Speed(products, speed.memory / device, speed.launch * device, speed.host * host, speed.bus)
 
-        return Machine(taking(self.best), taking(self.worst), self.card)
+        return Machine(slowed(self.best), slowed(self.worst), self.card)
 
     def seconds(self, cost: Cost, share: float = 1.0, copied: int = 0) -> Range:
         """The least and the most that these operators take, with so large a share of their tensors (in bytes and FLOPs).

@@ -146,7 +146,9 @@ def _held_out(config: Config, data: DataPlan) -> list[str]:
         lines.append(f"  loss at fixed draws of {counts} photos: {passing} {when}")
         none = "warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
         apart = len(data.measured.get("held_out", ()))
-        lines += [f"  {warning}" for warning in [too_few(apart) if apart else none] if warning]
+        warning = too_few(apart) if apart else none
+        if warning:
+            lines.append(f"  {warning}")
     return lines
 
 

@@ -287,6 +287,7 @@ class MemoryCache:
         return finite(self._entries[key])
 
     def get(self, key: str) -> Tensors:
+        """An entry's tensors, shared with later callers: do not change them."""
         return self._entries[key]
 
     def origin(self, key: str) -> str:

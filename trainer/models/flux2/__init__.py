@@ -97,7 +97,7 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
             "the transformer's config.json has guidance_embeds = true: it is FLUX.2 [dev], which is not trained here; use "
             "FLUX.2 [klein]"
         )
-    qwen.check_depth(configs["text_encoder"], names.LAYERS[-1], f"layers {str(names.LAYERS)[1:-1]}")
+    qwen.check_depth(configs["text_encoder"], names.LAYERS[-1], f"layers {', '.join(map(str, names.LAYERS))}")
     texts = {"joint_attention_dim": [("text_encoder", "hidden_size")] * len(names.LAYERS)}
     variants.check_latents(configs, inputs, fold=4, texts=texts)
 

@@ -154,7 +154,7 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
             "the transformer is that of the distilled FLUX.3 klein (flow_map = true): it learned where each step lands "
             "(target_timestep), for which there is no objective here; train on flux-3-image-klein-base"
         )
-    qwen.check_depth(configs["text_encoder"], names.LAYERS[-1], f"layers {str(names.LAYERS)[1:-1]}", "Qwen3-VL")
+    qwen.check_depth(configs["text_encoder"], names.LAYERS[-1], f"layers {', '.join(map(str, names.LAYERS))}", "Qwen3-VL")
     texts = {"joint_attention_dim": [("text_encoder", "hidden_size")] * len(names.LAYERS)}
     variants.check_latents(configs, inputs, fold=4, texts=texts)
 
