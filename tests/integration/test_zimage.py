@@ -20,7 +20,7 @@ from tests.harness import Workbench, built
 from tests.integration.test_graphs import trained
 from trainer.base.errors import UserError
 from trainer.base.run_layout import Layout
-from trainer.base.tensorfile import TensorFile
+from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.models.weights import original_shape
 from trainer.runtime import precision
 from workbench.adapter_files.opening import open_adapter
@@ -163,7 +163,7 @@ def test_files_of_others_are_read(everything: Path, models: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model__variant": "turbo"}, r"Turbo, the distilled model .*model\.allow_distilled = true"),
+        ({"model__variant": "turbo"}, r"Turbo, the distilled model .*\(adapter\.under\); model\.allow_distilled = true"),
         ({"precision__compute": "fp16"}, r"the transformer of zimage does not compute in fp16: the inputs of .* 344,064"),
         ({"objective__guidance": 2.0}, r"objective\.guidance = 2\.0 has no effect on zimage"),
     ],
@@ -171,6 +171,20 @@ def test_files_of_others_are_read(everything: Path, models: Path, tmp_path: Path
 def test_what_is_refused(bench: Workbench, changed: dict, said: str) -> None:
     with pytest.raises(UserError, match=said), built(bench.config("zimage", **changed)):
         pass
+
+
+def test_turbo_is_trained_over_an_adapter_that_undoes_its_distillation(bench: Workbench) -> None:
+    """How people train on it (diffusion-pipe#470); of the file that ai-toolkit's users put there the keys."""
+    layer = "layers.0.feed_forward.w1"
+    weights = TensorFile(bench.models / "zimage/transformer/diffusion_pytorch_model.safetensors")
+    rows, columns = weights.shapes[f"{layer}.weight"]
+    stem = f"diffusion_model.{layer}"
+    write_tensors(
+        under := bench.tmp / "training_adapter.safetensors",
+        {f"{stem}.lora_A.weight": torch.ones(2, columns), f"{stem}.lora_B.weight": torch.ones(rows, 2)},
+    )
+    with built(bench.config("zimage", model__variant="turbo", adapter__under=str(under))) as run:
+        assert not run.plan.config.model.allow_distilled and run.plan.model.options["allow_distilled"]
 
 
 @pytest.mark.slow

@@ -153,6 +153,13 @@ def test_a_list_whose_items_are_refused_is_not_called_too_short_as_well() -> Non
         configs.parse(tree)
 
 
+def test_the_word_for_references_beside_the_photos_is_no_folder_of_a_list() -> None:
+    tree = tomllib.loads(configs.dumps(configs.parse(MINIMAL)))
+    tree["data"]["sources"] = [{"path": "photos", "references": ["before", "files"]}]
+    with pytest.raises(UserError, match="references: 'files' stands alone; in a list give folders"):
+        configs.parse(tree)
+
+
 def one_edits(word: str, rng: random.Random) -> set[str]:
     """A deletion, a substitution, an insertion and a swap."""
     i = rng.randrange(len(word))

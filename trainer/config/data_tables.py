@@ -84,6 +84,8 @@ class SourceTable(Table):
             raise ValueError(
                 "held_out: references of held-out photos lie beside them; set references = 'files', or leave it out"
             )
+        if isinstance(self.references, tuple) and "files" in self.references:
+            raise ValueError("references: 'files' stands alone; in a list give folders")
         return self
 
 

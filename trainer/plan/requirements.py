@@ -218,6 +218,10 @@ def _refuse(config: Config, unread: Mapping[str, str]) -> None:
 
 
 def family_options(config: Config, family: Family) -> dict[str, Any]:
-    """The values of the keys that the family reads, by their last names; of each sample's own keys none."""
+    """The values of the keys that the family reads, by their last names; of each sample's own keys none. A distilled model is
+    allowed over an adapter that undoes it."""
     single = [key.split(".") for key in family.reads if "*" not in key]
-    return {path[-1]: reduce(getattr, path, config) for path in single}
+    options = {path[-1]: reduce(getattr, path, config) for path in single}
+    if "allow_distilled" in options:
+        options["allow_distilled"] |= config.adapter.under is not None
+    return options

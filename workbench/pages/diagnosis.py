@@ -165,7 +165,7 @@ def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
         return f"the held-out loss was measured once, {start:.4g}, so no change is known"
     why = "this log, begun by an earlier version, has no losses by photo"
     if 1 in (_newest(rows, COUNT), len(_newest(rows, BY_PHOTO["held_out_loss"]) or ())):
-        why = "one photo never tells; hold out more (data.held_out)"
+        why = "one photo never tells; hold out more (data.held_out, or a source's)"
     return f"the held-out loss went from {start:.4g} to {now:.4g}, and {why}"
 
 

@@ -154,7 +154,7 @@ def _held_out(config: Config, data: DataPlan) -> list[str]:
 
 def too_few(apart: int) -> str:
     """The warning for a held-out loss of so few photos; "" where they are enough."""
-    why = "the held-out loss of one photo decides nothing, and that of two or three little; set data.held_out = 4 or more"
+    why = "the held-out loss of one photo decides nothing, and that of two or three little; hold out 4 or more"
     return f"warning: {why}" if apart < fixed_draws.ENOUGH else ""
 
 

@@ -5,6 +5,7 @@ from math import prod
 
 from trainer.adapters.kinds import kind_named
 from trainer.base.account import counted
+from trainer.base.console import printable
 from trainer.base.tensorfile import size_text
 from trainer.config import Config, IntervalTable
 from trainer.data.batches import short_batches
@@ -46,7 +47,7 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
     if sizes:
         lines.append(f"  weights in all   {size_text(total)}")
     lines += [f"  {line}" for line in model_account(plan.model.source, plan.model.options).lines()]
-    lines += [*_adapter_lines(plan), f"objective {plan.model.objective.describe()}"]
+    lines += [*_adapter_lines(plan), f"objective {plan.model.objective.describe()}{_preservation(config)}"]
     doubts = plan.model.objective.doubts()
     if plan.model.objective.stratified and config.data.batch_size * config.step.accumulation * plan.length.processes == 1:
         remedy = "raise data.batch_size or step.accumulation"
@@ -82,6 +83,16 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         if what and every.every and not every.steps(length.max_steps):
             lines.append(f"note: {asked}, and the run has {length.max_steps} steps: {what} at the end alone")
     return "\n".join(lines)
+
+
+def _preservation(config: Config) -> str:
+    given = config.objective
+    instead = (
+        f"{printable(repr(given.preserve_as))} in the trigger's place"
+        if given.preserve_as
+        else "captions without the trigger"
+    )
+    return f", preservation {given.preserve:g} ({instead})" if given.preserve else ""
 
 
 def _interval(table: IntervalTable, name: str) -> str:

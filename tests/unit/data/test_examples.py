@@ -62,7 +62,8 @@ def test_photos_too_small_for_any_bucket_are_all_named_with_the_remedy() -> None
     with pytest.raises(UserError) as refused:
         examples(photos, step=64, enlarge=False, seed=7)
     lines = str(refused.value).splitlines()
-    assert lines[0] == ("data.sources: 3 photos are too small; remove them, lower the resolution, or set data.enlarge = true:")
+    remedy = "remove them, lower the resolution, or set data.enlarge = true"
+    assert lines[0] == f"data.sources: 3 photos are too small; {remedy}:"
     assert lines[1:] == [
         "  photos/a.jpg: 255 x 900 pixels, too small for a bucket of resolution 1024 (no side of a bucket is shorter than "
         "256 pixels)",

@@ -37,8 +37,8 @@ def objective(scheduler: Mapping[str, Any], markers: Markers, *, allow_distilled
     if markers.distillation == DISTILLED and not allow_distilled:
         raise UserError(
             "this FLUX.2 klein is the distilled model (4 steps, no guidance), and training it collapses: images turn grey or "
-            "alike. Train on FLUX.2-klein-base. Where its name is wrong, set model.variant = 'base'; "
-            "model.allow_distilled = true trains it all the same"
+            "alike. Train on FLUX.2-klein-base, or over an adapter that undoes it (adapter.under). Where its name is wrong, "
+            "set model.variant = 'base'; model.allow_distilled = true trains it all the same"
         )
     return flow.objective(scheduler, "flux2", "uniform", unshifted=("uniform", "sigmoid"), **choices)
 

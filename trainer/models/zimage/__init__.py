@@ -45,8 +45,8 @@ def objective(scheduler: Mapping[str, Any], markers: Markers, *, allow_distilled
         who = "its name or model.variant" if markers.distillation == DISTILLED else "its scheduler's shift, 3,"
         raise UserError(
             f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {who} says: trained as it is, it loses "
-            "that and blurs. Train on Z-Image, the base model; model.allow_distilled = true trains it all the same, and what "
-            "was made of Turbo without distillation (De-Turbo)"
+            "that and blurs. Train on Z-Image, the base model, or over an adapter that undoes it (adapter.under); "
+            "model.allow_distilled = true trains it all the same, and what was made of Turbo without distillation (De-Turbo)"
         )
     return flow.as_scheduled(scheduler, "zimage", **choices)
 
