@@ -135,15 +135,14 @@ def _training(draft: Draft, options: Options, family: Family) -> None:
         _times(draft, options)
     held = [f"train.diff_output_preservation{end}" for end in ("", "_multiplier", "_class")]
     if options.flag(held[0]):
-        draft.set(
-            "objective.preserve",
-            options.number(held[1], 1.0, least=0),
-            f"{options.told(held[0])}, {options.told(held[1], 1)}",
-        )
+        why = f"{options.told(held[0])}, {options.told(held[1], 1)}"
+        draft.set("objective.preserve", options.number(held[1], 1.0, least=0), why)
         draft.set("objective.preserve_as", *options.line(held[2], "word", ""))
-    if not options.flag("train.blank_prompt_preservation"):
-        held.append("train.blank_prompt_preservation_multiplier")
-    options.pass_by(*held)
+    blank = "train.blank_prompt_preservation"
+    if options.flag(blank):
+        without = "the blank caption is held there; objective.preserve holds captions without their trigger"
+        draft.note(ABSENT, f"{options.told(blank)}: {without}")
+    options.pass_by(*held, f"{blank}_multiplier")
     preferred, line = options.line("train.content_or_style", "word")
     if preferred != "balanced":
         draft.note(ABSENT, f"{line}: times with a preference are objective.timesteps = power here")

@@ -154,7 +154,8 @@ def _times(draft: Draft, options: Options, family: Family) -> None:
         draft.set("objective.logit_std", *scale)
     follows = auto[0] and not shift[0]
     draft.set("objective.shift", *(("auto", auto[1]) if follows else (shift[0] or 1.0, shift[1])))
-    draft.set("objective.guidance", *guidance)
+    if "objective.guidance" in family.reads or options.has(facts().guidance[draft.trainer]):
+        draft.set("objective.guidance", *guidance)
 
 
 def _data(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:

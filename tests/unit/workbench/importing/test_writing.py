@@ -440,6 +440,9 @@ def test_ai_toolkits_preservation_is_ours(tmp_path: Path) -> None:
     file.write_text(text.replace("steps: 400", "steps: 400\n        diff_output_preservation: true"))
     found, _ = imported(file)
     assert (found["objective.preserve"], found["objective.preserve_as"]) == (0.5, "dog")
+    file.write_text(text.replace("steps: 400", "steps: 400\n        blank_prompt_preservation: true"))
+    draft = drafted(file)
+    assert any(line.startswith("train.blank_prompt_preservation = true: ") for line in draft.notes[ABSENT])
 
 
 def test_ai_toolkits_window_has_a_folder_for_each_reference(tmp_path: Path) -> None:
@@ -489,6 +492,7 @@ def test_simpletuners_flux2_edits_with_every_folder_of_references(tmp_path: Path
             ["photos/one", "photos/two"] if several else "photos/one"
         )
         assert any("all of them here" in note for note in draft.notes[DIFFERS]) == several
+        assert not any("guidance" in note for notes in draft.notes.values() for note in notes)
         assert not [line for line in draft.notes[UNKNOWN] if "condition" in line]
 
 
