@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import sys
 from types import ModuleType
 
 import pytest
 
 from scripts import adapter, data, inspect_checkpoint, make_model, sample
-from trainer.base.errors import NonFiniteError, UserError
+from trainer.base.errors import Interrupted, NonFiniteError, UserError
+from workbench.commands import tools
 
 PROGRAMS = [
     (adapter, "merge", ["merge", "model", "a.safetensors", "out"]),
@@ -50,3 +53,18 @@ def test_what_nobody_foresaw_is_raised(monkeypatch) -> None:
     monkeypatch.setattr(sample, "sample", ends)
     with pytest.raises(ZeroDivisionError):
         sample.main(["model", "--prompt", "a bear"])
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_sigterm_undoes_the_work_whoever_ignored_it_and_is_put_back(before: signal.Handlers) -> None:
+    """A parent's handlers are inherited; a SIGHUP that it ignored stays so (nohup)."""
+    handlers = {signal.SIGTERM: before, signal.SIGHUP: signal.SIG_IGN}
+    earlier = {each: signal.signal(each, handler) for each, handler in handlers.items()}
+    try:
+        with pytest.raises(Interrupted), tools.undoing():
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert {each: signal.getsignal(each) for each in handlers} == handlers
+    finally:
+        for each, handler in earlier.items():
+            signal.signal(each, handler)
