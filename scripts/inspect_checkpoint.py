@@ -103,7 +103,7 @@ def problem(folder: Path) -> str | None:
     reason = store.problem(folder)
     if reason is None:
         try:
-            Saved(folder, None)
+            Saved(folder, census=None)
         except UserError as error:
             reason = str(error).removeprefix(f"{folder} ").removeprefix(f"{folder}: ")
     return reason

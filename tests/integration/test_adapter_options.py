@@ -15,7 +15,7 @@ from trainer import config as configs
 from trainer.adapters.limits import drawn_rows
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
-from trainer.checkpoint.state import Saved
+from trainer.checkpoint.state import PIECES, Saved
 from trainer.resume import allowed_changes
 from workbench.commands import launch
 
@@ -240,7 +240,7 @@ def test_a_stop_step_may_come_in_mid_run(bench: Workbench) -> None:
     now = TensorFile(folder / "adapter.safetensors").read_all()
     for name in now:
         assert torch.equal(now[name], then[name]) == name.startswith("text_encoder."), name
-    assert Saved(folder, None).pieces["config"]["state"]["adapter"]["rules"][0]["stop_step"] == 2
+    assert Saved(folder, PIECES).pieces["config"]["state"]["adapter"]["rules"][0]["stop_step"] == 2
 
 
 @pytest.mark.parametrize(

@@ -425,7 +425,7 @@ class Reader:
             assert tensor_sha256(tensor) == tensor_sha256(tensors[name])
 
     def read_checkpoint(self) -> None:
-        saved = state.Saved(self.folder, None)
+        saved = state.Saved(self.folder, state.PIECES)
         for name in state.PIECES:
             assert all(type(key) is str for key in saved.state(name))
         saved.restore(**self.pieces)

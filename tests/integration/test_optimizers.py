@@ -16,7 +16,7 @@ from trainer import config as configs
 from trainer.artifacts import sampling
 from trainer.base.files import write_atomic
 from trainer.base.tensorfile import TensorFile
-from trainer.checkpoint.state import Saved
+from trainer.checkpoint.state import PIECES, Saved
 from trainer.optim import OPTIMIZERS
 from trainer.optim.libraries import Finds
 from workbench.adapter_files.opening import open_checkpoint
@@ -45,7 +45,7 @@ def same(one: Path, other: Path) -> None:
     for name in ("adapter.safetensors", "optimizer.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     for piece in ("optimizer", "schedule"):
-        assert Saved(one, None).pieces[piece] == Saved(other, None).pieces[piece]
+        assert Saved(one, PIECES).pieces[piece] == Saved(other, PIECES).pieces[piece]
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, monkeypatch,
     for file in ("bear.safetensors", "bear_comfyui.safetensors"):
         one, other = (bench.tmp / out / "adapters" / file for out in ("whole", "parts"))
         assert one.read_bytes() == other.read_bytes(), file
-    kept = {key.rpartition("|")[2] for key in Saved(whole, None).pieces["optimizer"]["tensors"]}
+    kept = {key.rpartition("|")[2] for key in Saved(whole, PIECES).pieces["optimizer"]["tensors"]}
     assert kept == {"growing": {"momentum"}, "averaging": {"z"}, "factored": {"rows", "columns", "v"}}[name]
-    assert Saved(whole, None).pieces["optimizer"]["state"].keys() == {
+    assert Saved(whole, PIECES).pieces["optimizer"]["state"].keys() == {
         f"param_groups.{group}|{key}" for group in (0, 1) for key in ENTRIES[name].group_keys
     }
 
@@ -96,7 +96,7 @@ def test_the_log_has_the_rate_that_an_optimizer_finds_and_the_highest_of_all_gro
     monkeypatch.setitem(OPTIMIZERS, "growing", replace(ENTRIES["growing"], finds=Finds(start="d", factor="k", guard="")))
     checkpoint = train(bench, "growing", "found", run__max_steps=2, run__stop_after=2, optimizer__lr=1.0, schedule__warmup=0)
     first, last = metrics_of(bench.tmp / "found")
-    assert 1e-3 < first["d"] < last["d"] == Saved(checkpoint, None).pieces["optimizer"]["state"]["param_groups.0|d"]
+    assert 1e-3 < first["d"] < last["d"] == Saved(checkpoint, PIECES).pieces["optimizer"]["state"]["param_groups.0|d"]
     assert "highest_lr" not in first
     train(bench, "adamw", "plus", run__max_steps=1, run__stop_after=1, optimizer__lora_plus=16.0, schedule__warmup=0)
     (row,) = metrics_of(bench.tmp / "plus")

@@ -143,8 +143,10 @@ def test_skipped_updates_change_nothing_are_logged_and_counted_over_restarts(ben
         assert entry["non_finite"] == "the loss of 0/02.jpg is not finite"
     folder = bench.tmp / "whole" / "checkpoints" / store.folder_name(LENGTH)
     assert TensorFile(folder / "optimizer.safetensors").read("group.0|step") == LENGTH - 3
-    assert state.Saved(folder, None).state("schedule")["last_epoch"] == LENGTH - 3, "the schedule waits for the optimizer"
-    assert state.Saved(folder, None).state("progress")["non_finite"] == 3
+    assert state.Saved(folder, state.PIECES).state("schedule")["last_epoch"] == LENGTH - 3, (
+        "the schedule waits for the optimizer"
+    )
+    assert state.Saved(folder, state.PIECES).state("progress")["non_finite"] == 3
     assert "the update is skipped (3 of at most 10)" in capsys.readouterr().out
     report = (bench.tmp / "whole" / "report.html").read_text()
     assert "updates skipped because a value was not finite" in report and "3 of 6" in report

@@ -6,7 +6,8 @@ of a text encoder .lora_magnitude_vector.weight, see `_magnitude_key`); alpha / 
 
 A LoKr's have lokr_w1, lokr_w2 or their pairs in place of A and B, as LyCORIS has them: in diffusers' keys with the scale in
 the first of them and without alpha. Where the original layout fuses layers, kohya's keys are diffusers' names behind
-`lycoris_`, which ComfyUI and LyCORIS read: of several products no one can be made. What ComfyUI does not know so has its own.
+`lycoris_`, which ComfyUI and LyCORIS read: of several products no one can be made. Layers that ComfyUI does not know by such
+a name keep their original one.
 
 kohya: PREFIX_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
 (Conv2d [N, 1, 1, 1]; of the input axis [1, K]). Layers that the original layout fuses (Flux's qkv, linear1) become one pair:

@@ -48,7 +48,7 @@ def find_start(
     results = steps or layout.adapters.exists()
     if folder is not None:
         # First: what is gone may have left a piece, which no key asks for any more.
-        configs.drop_removed(Saved(folder, None).state("config"), f"the checkpoint {folder}", MAY_CHANGE)
+        configs.drop_removed(Saved(folder, census=None).state("config"), f"the checkpoint {folder}", MAY_CHANGE)
         saved = Saved(folder, census(config), phases)
         config = as_chosen(config, saved.state("config"))
         saved.restore(config=pin_config(config, f"the checkpoint {folder}", allowed=allowed))

@@ -282,7 +282,7 @@ class OpenedCheckpoint:
 
     def averaged(self) -> "OpenedCheckpoint | None":
         """The checkpoint with the average that its run exports, not with its norms (`formats`); None where it keeps none."""
-        if "ema" not in (saved := Saved(self.folder, None)).pieces:
+        if "ema" not in (saved := Saved(self.folder, census=None)).pieces:
             return None
         average, decay = saved.state("ema"), saved.state("config")["ema"]["decay"]
         state = {name: average[key] for name in self._state if (key := ema.OF + name) in average}
@@ -327,7 +327,7 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
         raise UserError(f"{folder} does not exist{beside}")
     if (reason := store.problem(folder)) is not None:
         raise UserError(f"{folder} is not a valid checkpoint: {reason}")
-    saved = Saved(folder, None)
+    saved = Saved(folder, census=None)
     config, norms, origin, state = map(saved.state, ("config", "norms", "origin", "adapter"))
     try:
         alphas = {str(name): float(alpha) for name, alpha in origin["alphas"]}

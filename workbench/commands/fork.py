@@ -24,7 +24,7 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
         example = Layout(Path("RUN")).checkpoints / folder_name(500)
         raise UserError(f"--fork_from {checkpoint}: give a checkpoint's folder, for example {example}")
     folder = store.named(checkpoint, option="--fork_from")
-    tree = dict(Saved(folder, None).state("config"))
+    tree = dict(Saved(folder, census=None).state("config"))
     old = Layout(Path(tree["run"]["output_dir"]))
     tree["run"].pop("stop_after", None)
     tree["run"]["output_dir"] = f"{old.root}-from-{step_of(folder.name) or folder.name}"

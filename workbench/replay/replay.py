@@ -106,7 +106,7 @@ def span_of(folder: Path, step: int | None, *, every: bool) -> Span:
     if layout.checkpoints != folder.resolve().parent or not layout.metrics.is_file():
         why = f"so that there is no log to hold its steps against: {layout.metrics} is not there"
         raise UserError(f"{folder} does not lie in its run's folder, {why}; give the checkpoint at its place")
-    at = Saved(folder, None).values("progress")["step"]
+    at = Saved(folder, census=None).values("progress")["step"]
     entries = {entry["step"]: (entry.get("loss"), entry.get("grad_norm")) for entry in metrics.read_lines(layout.metrics)}
     later = [each for each in store.steps(layout.checkpoints) if each > at]
     following = layout.checkpoints / store.folder_name(later[0]) if later else None
@@ -165,7 +165,7 @@ def replay(span: Span, overrides: Sequence[str] = (), *, phases: Phases) -> Repl
 
 def _config(span: Span, overrides: Sequence[str], elsewhere: Path) -> Config:
     """The checkpoint's, with another output folder, and without what is done beside training."""
-    tree = Saved(span.folder, None).values("config")
+    tree = Saved(span.folder, census=None).values("config")
     configs.override(tree, overrides)
     tree["run"]["output_dir"] = str(elsewhere / "run")
     tree["data"].update(cache="memory", cache_dir=str(elsewhere), num_workers=0)
@@ -207,7 +207,7 @@ def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
     if config.step.compile != "none":
         differs.append("blocks were compiled there, and are not here")
     if span.following is not None:
-        there, later = (Saved(each, None).values("environment") for each in (span.folder, span.following))
+        there, later = (Saved(each, census=None).values("environment") for each in (span.folder, span.following))
         if there != later:
             differs.append("the run itself went on in another environment before its next checkpoint")
     return Rebuilt(plan, components, reader, state, watched(step, state.adapter), how, "; ".join(differs))
@@ -252,7 +252,7 @@ def _strangers(span: Span, state: TrainState) -> list[str] | None:
         return None
     if (problem := store.problem(span.following)) is not None:
         raise UserError(f"{span.following} is not a valid checkpoint: {problem}")
-    saved, strangers = Saved(span.following, None), list[str]()
+    saved, strangers = Saved(span.following, census=None), list[str]()
     pieces = {"adapter": state.adapter, "optimizer": state.optimizer} | ({"ema": state.average} if state.average else {})
     for piece, part in pieces.items():
         there, made = saved.state(piece), part.state_dict()

@@ -48,7 +48,7 @@ def test_every_piece_goes_there_and_back(tmp_path) -> None:
     contents = state.pack(before)
     for name in state.TENSOR_FILES:
         before[name].state["tensor"].zero_()  # the training goes on while the snapshot is written
-    saved = state.Saved(store.save(tmp_path, 1, contents), None)
+    saved = state.Saved(store.save(tmp_path, 1, contents), state.PIECES)
     saved.restore(**after)
     saved.finish()
     for name, piece in after.items():
@@ -63,7 +63,7 @@ def test_leaving_out_any_piece_raises(tmp_path, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         state.pack(without)
     folder = store.save(tmp_path, 1, state.pack(whole))
-    saved = state.Saved(folder, None)
+    saved = state.Saved(folder, state.PIECES)
     saved.restore(**without)
     with pytest.raises(ValueError, match=f"not restored: {name}"):
         saved.finish()
@@ -77,7 +77,7 @@ def test_leaving_out_any_piece_raises(tmp_path, name: str) -> None:
         change(changed["pieces"])
         (folder / "state.json").write_bytes(files.json_bytes(changed))
         with pytest.raises(UserError, match=expected):
-            state.Saved(folder, None)
+            state.Saved(folder, state.PIECES)
 
 
 @pytest.mark.parametrize("layout", [5, 7, "6", True, None])
@@ -112,7 +112,7 @@ def test_progress_counts_and_says_what_changed() -> None:
 
 @pytest.mark.parametrize("error", [KeyError("a"), TypeError("b"), ValueError("c"), AttributeError("d"), RecursionError("e")])
 def test_a_state_that_does_not_fit_is_the_users_to_mend(tmp_path, error: Exception) -> None:
-    saved = state.Saved(store.save(tmp_path, 1, state.pack(census())), None)
+    saved = state.Saved(store.save(tmp_path, 1, state.pack(census())), state.PIECES)
 
     class Odd(Piece):
         def load_state_dict(self, state) -> None:
