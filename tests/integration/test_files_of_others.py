@@ -38,7 +38,7 @@ from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.models.tokenizers import load_tokenizer
 from workbench.adapter_files.opening import open_adapter
-from workbench.importing.writing import drafted
+from workbench.importing.writing import draft_of
 
 ODD: tuple[Any, ...] = (
     None, True, 1, -1, 0, 1.5, 10**30, float("inf"), "x", "", [24], [], [[1]], {}, {"a": 1},
@@ -337,7 +337,7 @@ def test_configs_of_trainers_are_read_or_named(tmp_path: Path, count: int | None
         original = file.read_bytes()
         rewritten(file, changed(trees[file], path, odd))
         try:
-            drafted(main)
+            draft_of(main)
         except UserError as error:
             names = [str(part).lstrip("-") for part in path if isinstance(part, str)][-1:]
             if file.name not in str(error) or not all(n in str(error) or BECOMES.get(n, n) in str(error) for n in names):

@@ -1,32 +1,29 @@
-"""What is known of other trainers, as data."""
+"""Facts about other trainers, as data. A list of names is one string, separated by blanks."""
 
-import json
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from trainer.base.files import read_json
 
 
 @cache
 def programs() -> dict[str, Any]:
-    """programs.json: by what options a program is known (signs, one of each group; refused, two of them, and how to go on),
-    kohya_ss's names; by program what a name is here, and of what kind (plain), what says nothing beside what is read
-    (passed_by), and of its data what has no effect on the photos (idle)."""
-    return _content("programs.json")
+    """programs.json: the options that identify a program (signs: one of each group; refused: two of them, and the remedy)
+    and kohya_ss's names. By program: options that are only renamed here, with their kind (plain); options that need no key
+    beside those read (ignored); options of its data without an effect on the photos (idle); the options of a LoKr (lokr)."""
+    return read_json(Path(__file__).with_name("programs.json"))
 
 
 @cache
 def facts() -> SimpleNamespace:
-    """facts.json, what a config there and one here do not share. Lists of names are one string, parted by blanks.
+    """facts.json: where a config there differs from one here.
 
-    defaults, defaults_at, unlooked_defaults: by program, what an option is that its config leaves out, where that was looked
-    up, and where it was not. targets: by program and family, the layers adapted where the config does not say. layer_presets,
-    flavours, model_names: by family, OneTrainer's parts of layers' names, SimpleTuner's names of models ("": its default), a
-    pattern of all models' names. times, guidance, layers_option: by program, its names for these. optimizers: names and
-    defaults of options there. differs: by program and family ("": all), what it does otherwise whatever its config says.
+    defaults, defaults_at, unlooked_defaults: by program, the values of options that its config leaves out, the version they
+    were looked up in, and the options that were not looked up. targets: by program and family, the layers adapted by default.
+    layer_presets, flavours, model_names: by family, OneTrainer's parts of layers' names, SimpleTuner's names of models ("":
+    its default), a pattern of all models' names. times, guidance, layers_option: by program, its names for these. optimizers:
+    names and defaults of options there. differs: by program and family ("": all), differences that no option controls.
     """
-    return SimpleNamespace(**_content("facts.json"))
-
-
-def _content(name: str) -> dict[str, Any]:
-    return json.loads((resources.files("workbench.importing") / name).read_text(encoding="utf-8"))
+    return SimpleNamespace(**read_json(Path(__file__).with_name("facts.json")))

@@ -1,5 +1,5 @@
-"""The options of a training command, in a file of a shell: of Linux (sh), of Windows (.bat, .cmd), or PowerShell (.ps1).
-Words are split first and variables put in place then, so that no blank within a value parts it."""
+"""Parses the options of a training command in a shell script: sh, Windows (.bat, .cmd) or PowerShell (.ps1). Words are split
+before variables are expanded, so that a blank within a value does not split it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WRAPPED = re.compile(
     r"[\s@]*(?:call\s+)?\S*(?:cmd|bash|sh|powershell|pwsh)(?:\.exe)?\s+(?:/[ck]|-l?c|-command)\s+([\"'])(.*)\1\s*", re.I
 )
 LOOKS_LIKE_WINDOWS = re.compile(r"[\^`][ \t]*\n|[\s='\"](?:[A-Za-z]:\\|\\\\\w)")
-PASSED_ON = ("%*", "$*", "$@", "${@}")  # what a script was called with
+PASSED_ON = ("%*", "$*", "$@", "${@}")  # the script's own arguments
 IGNORED = re.compile(r"\s*(?:#|::|@?rem\b|@?echo\b)", re.I)
-END = re.compile(r"\"[^\"]*\"|'[^']*'|(\s\d?[<>#]|&+|[|;]+)")  # its group: where a command ends
+END = re.compile(r"\"[^\"]*\"|'[^']*'|(\s\d?[<>#]|&+|[|;]+)")  # group 1: the end of a command
 NAMED = re.compile(r"\$\{(\w+)(?::?-([^}]*))?(?:\[@\])?\}|\$(?:env:)?(\w+)|%(\w+)%|!(\w+)!|^@(\w+)$")
 ADDED = re.compile(r"\.Add\(\s*[\"'](--\w+)", re.I)  # an option that a PowerShell script adds to a list
 ASSIGNMENTS = [
@@ -32,36 +32,36 @@ ASSIGNMENTS = [
 
 
 def command_options(text: str, path: Path) -> dict[str, Any]:
-    """The options of the first command that runs a script for networks, whose name is the option `script`; empty where there
-    is none. path: of the file; its suffix says which shell, else the text does. Raises ValueError."""
+    """The options of the first command that runs a `*train_network` script, with its name as the option `script`; empty if
+    there is none. path: the file's; its suffix gives the shell, else the text does. Raises ValueError."""
     suffix, folder = path.suffix.lower(), str(path.absolute().parent)
     windows = suffix in (".bat", ".cmd", ".ps1") or suffix != ".sh" and LOOKS_LIKE_WINDOWS.search(text) is not None
-    text = re.sub(r"^[ \t]*>>[ \t]?", "", text, flags=re.MULTILINE)  # as PowerShell shows a command of several lines
+    text = re.sub(r"^[ \t]*>>[ \t]?", "", text, flags=re.MULTILINE)  # PowerShell's prompt for continued lines
     text = re.sub(r"[\^`][ \t]*\n" if windows else r"[\\^`][ \t]*\n", " ", text).replace("%~dp0", f"{folder}/")
-    known = {"psscriptroot": folder, "home": "~"}
+    values = {"psscriptroot": folder, "home": "~"}
 
     def value_of(match: re.Match[str]) -> str:
-        """What stands for a variable: its value, the default that is written beside it, or itself."""
+        """A variable's value, else the default written beside it, else the variable itself."""
         name = next(filter(None, (match[1], *match.groups()[2:])))
-        return known.get(name.lower(), match[0] if match[2] is None else match[2])
+        return values.get(name.lower(), match[0] if match[2] is None else match[2])
 
-    filled = partial(NAMED.sub, value_of)
+    expand = partial(NAMED.sub, value_of)
     for name, value in _assignments(text):
-        known[name.lower()] = filled(value.strip("\"'"))
+        values[name.lower()] = expand(value.strip("\"'"))
     split = partial(_split, escape="" if windows else "\\", quotes='"' if suffix in (".bat", ".cmd") else "\"'")
     for command in _commands(text):
-        if "train" not in filled(command):
+        if "train" not in expand(command):
             continue
-        words = [part for word in split(command) for part in _in_place(word, filled(word), split)]
+        words = [part for word in split(command) for part in _expanded(word, expand(word), split)]
         for place, word in enumerate(words):
-            match, behind = SCRIPT.search(word), words[place + 1 :]
-            if match and any(each.startswith("--") for each in behind):  # else its name alone, in a variable
-                return {"script": match[1], **_options(behind, ADDED.findall(text))}
+            match, arguments = SCRIPT.search(word), words[place + 1 :]
+            if match and any(argument.startswith("--") for argument in arguments):  # else its name alone, in a variable
+                return {"script": match[1], **_options(arguments, ADDED.findall(text))}
     return {}
 
 
 def variables(text: str) -> set[str]:
-    """The names that the text of a shell gives a value."""
+    """The names of the variables that a script sets."""
     return {name for name, _ in _assignments(text)}
 
 
@@ -70,7 +70,7 @@ def _assignments(text: str) -> list[tuple[str, str]]:
 
 
 def _split(line: str, escape: str = "", quotes: str = "\"'") -> list[str]:
-    """The words of a line. escape: none in Windows, where a backslash parts folders."""
+    """The words of a line. escape: none in Windows, where a backslash separates folders."""
     lexer = shlex.shlex(line, posix=True)
     lexer.whitespace_split, lexer.commenters, lexer.escape, lexer.quotes = True, "", escape, quotes
     return list(lexer)
@@ -92,19 +92,19 @@ def _commands(text: str) -> Iterator[str]:
             yield line[start:]
 
 
-def _in_place(word: str, filled: str, split: Callable[[str], list[str]]) -> list[str]:
-    """The words that a word becomes with the values of its variables: several where it is one that holds options."""
-    if NAMED.fullmatch(word) and filled.lstrip("@(\"' \n").startswith("--"):
-        return split(re.sub(r"^@?\(|\)$|(?<=[\"']),", " ", filled))
-    return [filled]
+def _expanded(word: str, value: str, split: Callable[[str], list[str]]) -> list[str]:
+    """The words in `value`, the expanded word: several if it is one variable that holds options."""
+    if NAMED.fullmatch(word) and value.lstrip("@(\"' \n").startswith("--"):
+        return split(re.sub(r"^@?\(|\)$|(?<=[\"']),", " ", value))
+    return [value]
 
 
 def _options(words: Sequence[str], added: Sequence[str] = ()) -> dict[str, Any]:
-    """`--name value ...` by name; without a value true, with several a list. added: what the file adds under conditions."""
+    """`--name value ...` by name: true without a value, else the value or a list. added: set by the file under conditions."""
     options: dict[str, Any] = {}
     values: list[Any] = []
     name = ""
-    for word in [*(each for each in words if each not in PASSED_ON), "--"]:
+    for word in [*(word for word in words if word not in PASSED_ON), "--"]:
         if word.startswith("--"):
             if name:
                 options[name] = values[0] if len(values) == 1 else values or True
@@ -121,5 +121,5 @@ def _options(words: Sequence[str], added: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def words(line: str) -> dict[str, Any]:
-    """The options in a line of words, as a person types them into a field of a window."""
+    """The options in one line, as typed into a field of a window."""
     return _options(_split(line))

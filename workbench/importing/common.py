@@ -1,4 +1,4 @@
-"""What the translations of all trainers need: the family, its layers and formats, optimizers, schedules, plain renames."""
+"""Steps shared by the translations of all trainers: family, layers, formats, optimizer, schedule, renamed options."""
 
 from __future__ import annotations
 
@@ -19,85 +19,85 @@ from trainer.optim.options import options_of
 from trainer.optim.table import OPTIMIZERS
 from workbench.importing.catalogues import facts, programs
 from workbench.importing.draft import ABSENT, ASSUMED, DIFFERS, FILL, SAME, SWITCHES, UNKNOWN, Draft, Line, Options, nested
-from workbench.importing.reading import as_number, as_share, literal, path_here
+from workbench.importing.reading import as_number, as_share, literal, local_path
 
-PHOTOS = "data/my_photos"  # stands for the folder of photos that a config does not name
+PHOTOS = "data/my_photos"  # placeholder for a folder of photos that the config does not name
 CONV = "*conv*"
-TEXT_LAYERS = "*layers.*"  # of a CLIP text encoder: its attention and MLP, without what stands around the layers
+TEXT_LAYERS = "*layers.*"  # of a CLIP text encoder: its attention and MLP, not its embeddings and projections
 PATHS = ("path", "output_dir", "init_from", "under", "config", "cache_dir", "references", "truth")
-WRITE = re.compile(r"write (\w+) = (\"[^\"]+\"|\d+|true) in \[([\w.]+)\]")  # a sentence that is a line of a config
+WRITE = re.compile(r"write (\w+) = (\"[^\"]+\"|\d+|true) in \[([\w.]+)\]")  # a sentence that sets a key
 NEEDED = {"run.name": "any", "run.output_dir": "any", "run.max_steps": 1, "model.family": "any", "model.path": "any",
           "data.sources": [{"path": "any"}]}  # fmt: skip
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
-def set_family(draft: Draft, word: str | None, why: str, model: str = "") -> Family | None:
-    """Write model.family for what another trainer calls `word`; None, and a refusal, where it is none of ours. model: a path
-    whose name tells the family where no word does."""
+def set_family(draft: Draft, word: str | None, reason: str, model: str = "") -> Family | None:
+    """Set model.family for another trainer's name `word`; None, and a refusal, if it is none of ours. model: a path whose
+    name identifies the family if there is no word."""
     patterns, last = facts().model_names, model.replace("\\", "/").rpartition("/")[2].lower()
     guessed = "" if word else next((family for family, pattern in patterns.items() if re.search(pattern, last)), "")
     word = word or guessed
-    name = draft.fixed.get("model.family") or other_trainers.value_for(word, FAMILIES)
+    name = draft.overrides.get("model.family") or other_trainers.value_for(word, FAMILIES)
     if name in FAMILIES:
-        draft.set("model.family", name, why)
-        if guessed and "model.family" not in draft.fixed:
-            draft.note(ASSUMED, f"model.family = {name}, as the name says: {why}; --set model.family=... says otherwise")
+        draft.set("model.family", name, reason)
+        if guessed and "model.family" not in draft.overrides:
+            draft.note(ASSUMED, f"model.family = {name}, as the name says: {reason}; --set model.family=... says otherwise")
         return FAMILIES[name]
     absent = other_trainers.why_absent("model.family", word) or f"it should be one of {', '.join(FAMILIES)}"
-    draft.cannot("model.family", f"{why}: {absent}")
+    draft.refuse("model.family", f"{reason}: {absent}")
     return None
 
 
-def set_path(draft: Draft, path: str | None, why: str) -> None:
-    """Write model.path; refuse another kind of model."""
+def set_path(draft: Draft, path: str | None, reason: str) -> None:
+    """Set model.path; refuse another kind of model."""
     if absent := other_trainers.why_absent("model.path", path):
-        draft.cannot("model.path", f"{why}: {absent}")
-    draft.set("model.path", path or "", why)
+        draft.refuse("model.path", f"{reason}: {absent}")
+    draft.set("model.path", path or "", reason)
 
 
 def is_path(key: str) -> bool:
-    """Whether the key's value, or each of its list, is a file or a folder."""
+    """Whether the key's value, or each in its list, is a path."""
     return key.rstrip(".0123456789").rpartition(".")[2] in PATHS
 
 
-def place_here(key: str, value: Any) -> Any:
-    """The value of a key; a path of Windows as it is on this machine."""
+def local_value(key: str, value: Any) -> Any:
+    """A key's value; a Windows path as on this machine."""
     if isinstance(value, list):
-        return [place_here(key, each) for each in value]
-    return path_here(value) if isinstance(value, str) and is_path(key) else value
+        return [local_value(key, entry) for entry in value]
+    return local_path(value) if isinstance(value, str) and is_path(key) else value
 
 
-def set_run(draft: Draft, name: str, why: str, folder: str, why_folder: str) -> None:
-    """Write the run's name, as files may be named, and its folder."""
-    draft.set("run.name", re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-") or "adapter", why)
-    draft.set("run.output_dir", folder, why_folder)
+def set_run(draft: Draft, name: str, reason: str, folder: str, folder_reason: str) -> None:
+    """Set the run's name, cleaned for file names, and its folder."""
+    draft.set("run.name", re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-") or "adapter", reason)
+    draft.set("run.output_dir", folder, folder_reason)
 
 
-def set_dtype(draft: Draft, component: str, value: str | None, why: str) -> None:
-    """Write the storage format of a component, or say that there is none of that name."""
-    known = other_trainers.value_for(value, get_args(Dtype))
-    if known is None:
-        draft.note(ABSENT, f"{why}: no storage format of that name; the default is taken")
+def set_dtype(draft: Draft, component: str, value: str | None, reason: str) -> None:
+    """Set a component's storage format, or note that there is none of that name."""
+    dtype = other_trainers.value_for(value, get_args(Dtype))
+    if dtype is None:
+        draft.note(ABSENT, f"{reason}: no storage format of that name; the default is taken")
         return
-    draft.set(f"model.components.{component}.dtype", known, why)
-    if known not in get_args(Compute) and other_trainers.plain(value or "") != known:
-        draft.note(DIFFERS, f"{why}: {known} here is another way to scale and round than there (docs/precision.md)")
+    draft.set(f"model.components.{component}.dtype", dtype, reason)
+    if dtype not in get_args(Compute) and other_trainers.plain(value or "") != dtype:
+        draft.note(DIFFERS, f"{reason}: {dtype} here is another way to scale and round than there (docs/precision.md)")
 
 
-def set_compute(draft: Draft, family: Family, value: str | None, why: str, *, stores: bool = False) -> None:
-    """Write the number format of the computation. stores: the frozen weights have it, too, where nothing else is said."""
-    known = other_trainers.value_for(value, get_args(Compute))
-    if known is None:
-        draft.note(ABSENT, f"{why}: no number format of that name; the default is taken")
+def set_compute(draft: Draft, family: Family, value: str | None, reason: str, *, stores: bool = False) -> None:
+    """Set the number format of the computation. stores: frozen weights without a format of their own have it, too."""
+    dtype = other_trainers.value_for(value, get_args(Compute))
+    if dtype is None:
+        draft.note(ABSENT, f"{reason}: no number format of that name; the default is taken")
         return
-    draft.set("precision.compute", known, why)
+    draft.set("precision.compute", dtype, reason)
     for component in (family.denoiser, *family.text_encoders) if stores else ():
         if f"model.components.{component}.dtype" not in draft.keys:
-            draft.set(f"model.components.{component}.dtype", known, f"{why}: the frozen weights have it there, too")
+            draft.set(f"model.components.{component}.dtype", dtype, f"{reason}: the frozen weights have it there, too")
 
 
 def set_targets(draft: Draft, family: Family) -> None:
-    """Write the layers that the program adapts where its config does not say."""
+    """Set the layers that the program adapts by default."""
     patterns = facts().targets[draft.trainer].get(family.name)
     if patterns is None:
         draft.note(FILL, f"adapter.targets: which layers {draft.trainer} adapts of this model was not looked up")
@@ -107,220 +107,224 @@ def set_targets(draft: Draft, family: Family) -> None:
 
 
 def note_differences(draft: Draft) -> None:
-    """Say what the program does otherwise in every run: with all models, then with this one."""
+    """Note the differences of every run of the program: with all models, then with this one."""
     differs = facts().differs[draft.trainer]
     for text in (*differs.get("", ()), *differs.get(draft.value("model.family"), ())):
         draft.note(DIFFERS, text)
 
 
 def carry_plain(draft: Draft, options: Options) -> None:
-    """Write what is only called otherwise here, with the program's default where its config is silent."""
-    options.pass_by(*programs()["passed_by"][draft.trainer].split())
+    """Set the keys of options that are only renamed here, with the program's defaults."""
+    options.ignore(*programs()["ignored"][draft.trainer].split())
     for name, (key, kind) in programs()["plain"][draft.trainer].items():
         draft.carry(options, name, key, kind)
 
 
-def ask_for_photos(draft: Draft, why: str) -> None:
-    """Write a source that stands for the photos, and say why it is to be filled in."""
+def ask_for_photos(draft: Draft, reason: str) -> None:
+    """Add a placeholder source, and note why it is to be filled in."""
     draft.sources.append({"path": (PHOTOS, "a stand-in: the photos' folder goes here")})
-    draft.note(FILL, f"data.sources: {why}")
+    draft.note(FILL, f"data.sources: {reason}")
 
 
-def set_type(draft: Draft, kind: str, why: str, dora: Line = (False, "")) -> None:
-    """Write adapter.type, or refuse a kind that there is not. dora: an option of its own that makes a LoRA a DoRA."""
-    known = other_trainers.value_for(kind, KINDS)
-    if known is None:
-        words = " or ".join(f"a {each.word}" for each in KINDS.values())
+def set_type(draft: Draft, kind: str, reason: str, dora: Line = (False, "")) -> None:
+    """Set adapter.type, or refuse a kind that does not exist here. dora: a separate option that makes a LoRA a DoRA."""
+    name = other_trainers.value_for(kind, KINDS)
+    if name is None:
+        words = " or ".join(f"a {adapter_kind.word}" for adapter_kind in KINDS.values())
         absent = other_trainers.why_absent("adapter.type", kind) or f"there is none: an adapter is {words}"
-        draft.cannot("adapter.type", f"{why}: {absent}")
-    if dora[0] and known is not None and KINDS[known].form:
-        draft.cannot("adapter.type", f"{dora[1]}: there is none: a DoRA over a {KINDS[known].word}")
+        draft.refuse("adapter.type", f"{reason}: {absent}")
+    if dora[0] and name is not None and KINDS[name].form:
+        draft.refuse("adapter.type", f"{dora[1]}: there is none: a DoRA over a {KINDS[name].word}")
         dora = (False, "")
-    draft.set("adapter.type", *(("dora", dora[1]) if dora[0] else (known or "lora", why)))
+    draft.set("adapter.type", *(("dora", dora[1]) if dora[0] else (name or "lora", reason)))
 
 
 def set_scale(draft: Draft, rank: Line, alpha: Line) -> None:
-    """Write rank and alpha, each with its reason."""
+    """Set rank and alpha."""
     draft.set("adapter.rank", *rank)
     draft.set("adapter.alpha", alpha[0], f"{alpha[1]}; the update is scaled by alpha / rank, here as there")
 
 
-def set_matrices(draft: Draft, options: Options, *, factor: str, both: str = "", whole: str = "", tucker: str = "") -> None:
-    """Write how the matrices of a LoKr are made, by what the options are called there; of other kinds nothing."""
+def set_matrices(draft: Draft, options: Options) -> None:
+    """Set how the matrices of a LoKr are made; nothing for other kinds."""
     if draft.value("adapter.type") != "lokr":
         return
+    names = programs()["lokr"][draft.trainer]
+    parts = ("factor", "both", "whole", "tucker")  # "": an option that the program lacks
+    factor, decompose_both, full_matrix, tucker = (options.first(*names.get(part, "").split(" ")) for part in parts)
     draft.set("adapter.factor", *options.line(factor, "whole", -1))
-    options.pass_by(both, whole, tucker)
-    if whole and options.flag(whole):
-        draft.set("adapter.decompose", "none", options.told(whole))
-        for keys in (draft.keys, *draft.rules):  # of whole matrices there is no rank
+    options.ignore(decompose_both, full_matrix, tucker)
+    if options.flag(full_matrix):
+        draft.set("adapter.decompose", "none", options.cite(full_matrix))
+        for keys in (draft.keys, *draft.rules):  # whole matrices have no rank
             for key in ("adapter.rank", "adapter.alpha", "rank", "alpha"):
                 keys.pop(key, None)
-    elif both and options.flag(both):
-        draft.set("adapter.decompose", "both", options.told(both))
-    if tucker and options.flag(tucker):
-        draft.cannot("adapter.type", f"{options.told(tucker)}: there is none: a LoKr with a Tucker core")
+    elif options.flag(decompose_both):
+        draft.set("adapter.decompose", "both", options.cite(decompose_both))
+    if options.flag(tucker):
+        draft.refuse("adapter.type", f"{options.cite(tucker)}: there is none: a LoKr with a Tucker core")
 
 
 def carry_dropout(draft: Draft, options: Options, name: str, key: str) -> None:
-    """Write a dropout, or say why the kind of adapter has none."""
+    """Set a dropout, or note why the kind of adapter has none."""
     kind = KINDS.get(draft.value("adapter.type"), KINDS["lora"])
     if key not in kind.refuses:
         draft.carry(options, name, key, "number")
     elif options.number(name):
-        draft.note(ABSENT, f"{options.told(name)}: {kind.refuses[key]}")
+        draft.note(ABSENT, f"{options.cite(name)}: {kind.refuses[key]}")
 
 
 def add_conv_rule(draft: Draft, family: Family, rank: Line, alpha: Line) -> None:
-    """Write a rule for the denoiser's convolutions, where it has any."""
-    why, presets = rank[1], family.adapters.presets
+    """Add a rule for the denoiser's convolutions, if it has any."""
+    reason, presets = rank[1], family.adapters.presets
     if presets["all"] == presets["linear"]:
-        draft.note(SAME, f"{why}: the denoiser of {family.name} has no convolutions")
+        draft.note(SAME, f"{reason}: the denoiser of {family.name} has no convolutions")
         return
-    draft.rules.append({"component": (family.denoiser, why), "match": (CONV, why), "rank": rank, "alpha": alpha})
+    draft.rules.append({"component": (family.denoiser, reason), "match": (CONV, reason), "rank": rank, "alpha": alpha})
 
 
-def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
-    """Write the optimizer and what it is given: decay, betas and eps by our keys, the rest by the library's names."""
-    known = draft.fixed.get("optimizer.name") or other_trainers.value_for(name.rpartition(".")[2], OPTIMIZERS)
-    if known not in OPTIMIZERS:
-        draft.cannot("optimizer.name", f"{why}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
+def set_optimizer(draft: Draft, name: str, reason: str, options: Options) -> None:
+    """Set the optimizer and its options: decay, betas and eps by our keys, the rest by the library's names."""
+    optimizer = draft.overrides.get("optimizer.name") or other_trainers.value_for(name.rpartition(".")[2], OPTIMIZERS)
+    if optimizer not in OPTIMIZERS:
+        draft.refuse("optimizer.name", f"{reason}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
         return
-    draft.set("optimizer.name", known, why)
-    taken, there_called = options_of(known), facts().optimizers
-    defaults = there_called["defaults"].get(draft.trainer, {}).get(known, {})
-    options = replace(options, given={**dict.fromkeys(defaults), **options.given}, defaults=defaults)
-    for there in options.given:
-        key, value = there_called["options"].get(there, there), options.get(there)
-        line = f"{options.told(there)}, of the optimizer"
+    draft.set("optimizer.name", optimizer, reason)
+    allowed, foreign = options_of(optimizer), facts().optimizers
+    defaults = foreign["defaults"].get(draft.trainer, {}).get(optimizer, {})
+    options = replace(options, values={**dict.fromkeys(defaults), **options.values}, defaults=defaults)
+    for option in options.values:
+        key, value = foreign["options"].get(option, option), options.get(option)
+        reason = f"{options.cite(option)}, of the optimizer"
         if key in ("weight_decay", "eps") and value is not None:
-            draft.set(f"optimizer.{key}", float(options.number(key)), line)
+            draft.set(f"optimizer.{key}", float(options.number(key)), reason)
         elif key == "betas":
-            draft.set("optimizer.betas", [float(beta) for beta in options.numbers(key)], line)
-        elif key in taken:
-            draft.set(f"optimizer.options.{key}", value, line)
+            draft.set("optimizer.betas", [float(beta) for beta in options.numbers(key)], reason)
+        elif key in allowed:
+            draft.set(f"optimizer.options.{key}", value, reason)
         elif not _is_off(value):
-            draft.note(ABSENT, f"{line}: {known} takes no such option here")
+            draft.note(ABSENT, f"{reason}: {optimizer} takes no such option here")
 
 
 def suit_optimizer(draft: Draft) -> None:
-    """Change what the optimizer here does not go with, and say so."""
+    """Change the rate and schedule that do not suit the optimizer here, and note it."""
     name = draft.value("optimizer.name")
     if name not in OPTIMIZERS:
         return
-    entry, (rate, why) = OPTIMIZERS[name], draft.keys["optimizer.lr"]
+    entry, (rate, reason) = OPTIMIZERS[name], draft.keys["optimizer.lr"]
     if entry.finds and not entry.finds.lr[0] <= rate <= entry.finds.lr[1]:
-        draft.set("optimizer.lr", 1.0, f"{why}; {name} finds the rate itself, and 1.0 is its factor")
+        draft.set("optimizer.lr", 1.0, f"{reason}; {name} finds the rate itself, and 1.0 is its factor")
         small = "so small that it would learn nothing; 1.0 is written"
-        draft.note(DIFFERS, f"{why}: a factor of the rate that {name} finds, {small}")
+        draft.note(DIFFERS, f"{reason}: a factor of the rate that {name} finds, {small}")
     for rule in draft.rules if entry.finds else ():
         if rule.get("lr", (rate, ""))[0] != rate:
             draft.note(DIFFERS, f"{rule['lr'][1]}: {name} takes one rate for all here")
         rule.pop("lr", None)
-    schedule, why = draft.keys["schedule.name"]
+    schedule, reason = draft.keys["schedule.name"]
     if entry.schedules and schedule not in entry.schedules:
-        draft.set("schedule.name", entry.schedules[0], why)
-        draft.note(DIFFERS, f"{why}: {name} averages its weights in place of a falling rate; {entry.schedules[0]} is written")
+        draft.set("schedule.name", entry.schedules[0], reason)
+        falling = f"{name} averages its weights in place of a falling rate; {entry.schedules[0]} is written"
+        draft.note(DIFFERS, f"{reason}: {falling}")
 
 
-def set_schedule(draft: Draft, name: str, why: str, warmup: Line, *, idle_when_constant: bool) -> None:
-    """Write the schedule and its warm-up. idle_when_constant: "constant" has none there, whatever is written."""
-    known = other_trainers.value_for(name, get_args(ScheduleTable.model_fields["name"].annotation))
-    if known is None:
-        draft.cannot("schedule.name", f"{why}: no such schedule here")
+def set_schedule(draft: Draft, name: str, reason: str, warmup: Line, *, idle_when_constant: bool) -> None:
+    """Set the schedule and its warm-up. idle_when_constant: "constant" ignores the warm-up there."""
+    schedule = other_trainers.value_for(name, get_args(ScheduleTable.model_fields["name"].annotation))
+    if schedule is None:
+        draft.refuse("schedule.name", f"{reason}: no such schedule here")
         return
-    draft.set("schedule.name", known, why)
-    steps, line = warmup
+    draft.set("schedule.name", schedule, reason)
+    steps, reason = warmup
     if idle_when_constant and other_trainers.plain(name) == "constant" and steps:
-        steps, line = 0, f"{line}, which {name} does not read there"
-    draft.set("schedule.warmup", steps if 0 < steps < 1 else int(steps), line)
+        steps, reason = 0, f"{reason}, which {name} does not read there"
+    draft.set("schedule.warmup", steps if 0 < steps < 1 else int(steps), reason)
 
 
 def set_text_rates(draft: Draft, encoders: Mapping[str, tuple[float | None, str]]) -> None:
-    """Write a rule for each text encoder that is trained, by its name, with its rate (None: optimizer.lr)."""
-    for name, (rate, why) in encoders.items():
-        lr = {} if rate is None else {"lr": (float(rate), why)}
-        draft.rules.append({"component": (name, why), "match": (TEXT_LAYERS, "its attention and MLP"), **lr})
+    """Add a rule for each trained text encoder. encoders: by name, (its rate, None for optimizer.lr; the reason)."""
+    for name, (rate, reason) in encoders.items():
+        lr = {} if rate is None else {"lr": (float(rate), reason)}
+        draft.rules.append({"component": (name, reason), "match": (TEXT_LAYERS, "its attention and MLP"), **lr})
 
 
-def set_ema(draft: Draft, decay: float, why: str) -> None:
-    """Write an average with this decay."""
-    draft.set("ema.kind", "constant", why)
-    draft.set("ema.decay", decay, why)
-    draft.note(DIFFERS, f"{why}: the average here follows faster in the first updates (docs/ema.md)")
+def set_ema(draft: Draft, decay: float, reason: str) -> None:
+    """Set an average with this decay."""
+    draft.set("ema.kind", "constant", reason)
+    draft.set("ema.decay", decay, reason)
+    draft.note(DIFFERS, f"{reason}: the average here follows faster in the first updates (docs/ema.md)")
 
 
 def side_of(options: Options, name: str, text: str = "") -> int:
-    """The side of a square as large as "1024", 1024, "1024,768" or [1024, 768], to the nearest multiple of 8. text: that
-    part of the option's value alone. Raises UserError for what is no size."""
+    """The side of the square with the area of "1024", 1024, "1024,768" or [1024, 768], to the nearest multiple of 8. text:
+    reads this part of the option's value alone. Raises UserError if it is no size."""
     parts = [text] if text else options.entries(name)
     sides = [as_number(side) or 0 for part in parts for side in re.split(r"[,x]", str(part).strip().rstrip(","))]
     if not sides or not all(0 < side < 2**20 for side in sides):
-        raise options.wrong(name, 'a size, such as 1024 or "1024,768"')
+        raise options.error(name, 'a size, such as 1024 or "1024,768"')
     return max(16, round((sides[0] * sides[-1]) ** 0.5 / 8) * 8)
 
 
 def folder_name(path: str) -> str:
-    """The last part of a path without its suffix, of Windows or not."""
+    """The last part of a path, of Windows or not, without its suffix."""
     return PurePosixPath(path.replace("\\", "/").rstrip("/")).stem
 
 
 def carry_rest(draft: Draft, options: Options) -> None:
-    """Write what nothing has read and what is only called otherwise; say why of what there is nothing for."""
-    for name, value in options.rest().items():
+    """Translate the options that were not read by the table of names; note why for those without an equivalent."""
+    for name, value in options.unread().items():
         here = _row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}") or ""
-        line = options.told(name)
+        reason = options.cite(name)
         if " " in here:
-            _sentence(draft, here, value, line)
+            _apply_sentence(draft, here, value, reason)
         elif here and here not in draft.keys and ".0." not in here and ".1." not in here:
-            _rename(draft, here, value, line)
+            _rename(draft, here, value, reason)
         elif not here and not _is_off(value):
-            draft.note(UNKNOWN, line)
+            draft.note(UNKNOWN, reason)
 
 
-def _sentence(draft: Draft, here: str, value: Any, line: str) -> None:
-    """Say what a sentence says of an option that is on, or write the key and the value that it names."""
-    written = WRITE.fullmatch(here)
+def _apply_sentence(draft: Draft, sentence: str, value: Any, reason: str) -> None:
+    """Note the table's sentence for an option that is on, or set the key and the value that it names."""
+    assignment = WRITE.fullmatch(sentence)
     if _is_off(value):
         return
-    if here.startswith("leave it out"):
-        draft.note(SAME, f"{line}: {here.removeprefix('leave it out').lstrip(':; ')}")
-    elif written and (as_number(value) or SWITCHES.get(str(value).lower())):
-        if f"{written[3]}.{written[1]}" not in draft.keys:
-            draft.set(f"{written[3]}.{written[1]}", literal(written[2].strip('"')), line)
+    if sentence.startswith("leave it out"):
+        draft.note(SAME, f"{reason}: {sentence.removeprefix('leave it out').lstrip(':; ')}")
+    elif assignment and (as_number(value) or SWITCHES.get(str(value).lower())):
+        if f"{assignment[3]}.{assignment[1]}" not in draft.keys:
+            draft.set(f"{assignment[3]}.{assignment[1]}", literal(assignment[2].strip('"')), reason)
     else:
-        draft.note(ABSENT, f"{line}: {here}")
+        draft.note(ABSENT, f"{reason}: {sentence}")
 
 
 def _is_off(value: Any) -> bool:
     return value in OFF or as_number(value) == 0 or str(value).lower() == "false"
 
 
-def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
+def _rename(draft: Draft, key: str, value: Any, reason: str) -> None:
     if value is None or value == "":
         return
-    value = place_here(key, value)
-    taken = [candidate for candidate in (value, *_ours(key, value)) if _takes(key, candidate)]
-    if taken:
-        draft.set(key, taken[0], why)
+    value = local_value(key, value)
+    accepted = [candidate for candidate in (value, *_candidates(key, value)) if _accepts(key, candidate)]
+    if accepted:
+        draft.set(key, accepted[0], reason)
     elif not _is_off(value):
-        draft.note(ABSENT, f"{why}: {key} takes no such value here (docs/keys.md)")
+        draft.note(ABSENT, f"{reason}: {key} takes no such value here (docs/keys.md)")
 
 
-def _ours(key: str, value: Any) -> list[Any]:
-    """What the value may be called here: another word, or the same number, truth value or text as another kind."""
+def _candidates(key: str, value: Any) -> list[Any]:
+    """Other forms of the value here: another word, or the same number, truth value or text as another type."""
     field = dict(configs.fields()).get(configs.generic(key))
     words = re.findall(r"'([\w+]+)'", str(field.annotation)) if field is not None else []
     named, share = other_trainers.value_for(value, words), as_share(value)
     number = as_number(value) if share is None else share
-    ours = ([named] if named else []) + ([] if number is None else [number, float(number)])
+    forms = ([named] if named else []) + ([] if number is None else [number, float(number)])
     if isinstance(value, str) and value.lower() in SWITCHES:
-        ours.append(SWITCHES[value.lower()])
-    return [*ours, str(value)] if number is not None else ours
+        forms.append(SWITCHES[value.lower()])
+    return [*forms, str(value)] if number is not None else forms
 
 
-def _takes(key: str, value: Any) -> bool:
-    """Whether the key may have the value, in a config with nothing else but what it needs."""
+def _accepts(key: str, value: Any) -> bool:
+    """Whether the key may have the value, in a config with only the required keys beside it."""
     try:
         configs.parse(nested({**NEEDED, key: value}))
     except UserError:
@@ -329,12 +333,12 @@ def _takes(key: str, value: Any) -> bool:
 
 
 def _row_for(trainer: str, name: str) -> str | None:
-    """The key, or the sentence, for an option of this trainer, by its whole name or the last part of it."""
+    """The key, or the sentence, for an option of this trainer, by its whole name or the last part."""
     rows = {
-        known: row["here"]
+        option: row["here"]
         for row in reversed([row for rows in other_trainers.tables().names.values() for row in rows])
-        for known in row.get(trainer, "").split()
+        for option in row.get(trainer, "").split()
     }
-    lasts = {known.rpartition(".")[2]: here for known, here in reversed(rows.items())}
-    whole = other_trainers.plain(name)
-    return rows.get(whole) or rows.get(whole.rpartition(".")[2]) or lasts.get(whole.rpartition(".")[2])
+    lasts = {option.rpartition(".")[2]: here for option, here in reversed(rows.items())}
+    full_matrix = other_trainers.plain(name)
+    return rows.get(full_matrix) or rows.get(full_matrix.rpartition(".")[2]) or lasts.get(full_matrix.rpartition(".")[2])

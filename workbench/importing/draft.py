@@ -1,4 +1,4 @@
-"""A config of ours while it is made from another trainer's: each value beside its reason."""
+"""A config under construction from another trainer's: every value with its reason."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from typing import Any
 from trainer.base.errors import UserError
 from workbench.importing.reading import as_number, as_share
 
-# What stands at the file's head, in this order.
+# Headings of the notes at the file's head, in this order.
 FILL = "To be filled in"
 ASSUMED = "Assumed"
 ABSENT = "No equivalent here"
 DIFFERS = "Differs here"
 SAME = "Needs no key here"
 UNKNOWN = "Not looked up: names that are not known here; nothing was made of them"
-Line = tuple[Any, str]  # a value, and the reason why it is that
+Line = tuple[Any, str]  # a value and its reason
 SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False, "none": False}
 
 
 @dataclass
 class Options:
-    """One table of another trainer's config by plain names. It remembers which of them were read.
+    """One table of another trainer's config by plain names. It records which of them were read.
 
-    given: as the file has them. defaults: the program's. prefix: put before a name when it is told. What takes a name and
-    `otherwise` returns what the file says, else the program's default, else `otherwise`; it raises UserError, with the file
-    and the option, for a value of another kind.
+    values: from the file. defaults: the program's. prefix: put before a name in messages. Methods that take a name and
+    `otherwise` return the file's value, else the program's default, else `otherwise`; they raise UserError, with the file and
+    the option, for a value of another kind.
     """
 
-    given: dict[str, Any]
+    values: dict[str, Any]
     file: Path | str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
-    read: set[str] = field(default_factory=set)
+    names_read: set[str] = field(default_factory=set)
 
     def has(self, name: str) -> bool:
-        """Whether the file says something of it."""
-        return self.given.get(name) is not None
+        """Whether the file has a value for it."""
+        return self.values.get(name) is not None
 
     def first(self, *names: str) -> str:
-        """The first name that the file says something of; the last where it says nothing."""
+        """The first name that the file has a value for; the last if there is none."""
         return next((name for name in names if self.has(name)), names[-1])
 
-    def null(self, name: str) -> bool:
-        """Whether the file says null, which is not the same as leaving it out where that has a default there."""
-        return name in self.given and self.given[name] is None
+    def is_null(self, name: str) -> bool:
+        """Whether the file says null: not the same as leaving out an option that has a default there."""
+        return name in self.values and self.values[name] is None
 
     def get(self, name: str, otherwise: Any = None) -> Any:
-        """The value, of whatever kind it is."""
-        self.read.add(name)
+        """The value, of any kind."""
+        self.names_read.add(name)
         if self.has(name):
-            return self.given[name]
+            return self.values[name]
         return self.defaults.get(name, otherwise)
 
-    def wrong(self, name: str, kind: str) -> UserError:
-        """The error for a value that is not of the kind that it should be."""
-        return UserError(f"{self.file}: {self.told(name)}: it should be {kind}")
+    def error(self, name: str, kind: str) -> UserError:
+        """The error for a value of another kind than `kind`."""
+        return UserError(f"{self.file}: {self.cite(name)}: it should be {kind}")
 
     def word(self, name: str, otherwise: Any = None) -> Any:
         """The value as text; a number is its digits."""
         value = self.get(name, otherwise)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int, float))):
-            raise self.wrong(name, "text")
+            raise self.error(name, "text")
         return value if value is None else str(value)
 
     def number(self, name: str, otherwise: Any = None, *, least: float = -math.inf) -> Any:
-        """A number, `least` or more, also where it is written as text."""
+        """A number, `least` or more, also written as text."""
         value = self.get(name, otherwise)
         return None if value is None else self._number(name, value, least)
 
@@ -79,87 +79,87 @@ class Options:
         return [self._number(name, each, least) for each in self.entries(name)]
 
     def whole(self, name: str, otherwise: Any = None, *, least: float = -math.inf) -> Any:
-        """A whole number, `least` or more, also where it is written as text."""
+        """A whole number, `least` or more, also written as text."""
         value = self.number(name, otherwise, least=least)
         if value is not None and value != int(value):
-            raise self.wrong(name, "a whole number")
+            raise self.error(name, "a whole number")
         return None if value is None else int(value)
 
     def steps(self, name: str, otherwise: Any = None) -> Any:
-        """A number of steps, or the share of all steps that `N%` is."""
+        """A number of steps, or N / 100 of all steps for `N%`."""
         share = as_share(self.get(name, otherwise))
         if share is not None and not 0 <= share < 1:
-            raise self.wrong(name, "a number of steps, or a share below 100%")
+            raise self.error(name, "a number of steps, or a share below 100%")
         return self.number(name, otherwise) if share is None else share
 
     def line(self, name: str, kind: str, otherwise: Any = None) -> Line:
         """The value and its reason. kind: the method that reads it: word, number (as a float), whole, steps or flag."""
         value = getattr(self, kind)(name, otherwise)
-        return float(value) if kind == "number" and value is not None else value, self.told(name, otherwise)
+        return float(value) if kind == "number" and value is not None else value, self.cite(name, otherwise)
 
     def _number(self, name: str, value: Any, least: float) -> Any:
         number = as_number(value)
         if number is None or number < least:
-            raise self.wrong(name, "a number" + (f", {least:g} or more" if least > -math.inf else ""))
+            raise self.error(name, "a number" + (f", {least:g} or more" if least > -math.inf else ""))
         return number
 
     def flag(self, name: str, otherwise: bool = False) -> bool:
-        """Whether it is on. None is off."""
+        """Whether it is on; None is off."""
         value = self.get(name, otherwise)
         switch = SWITCHES.get(str(value).lower()) if value is None or isinstance(value, (str, int, float)) else None
         if switch is None:
-            raise self.wrong(name, "true or false")
+            raise self.error(name, "true or false")
         return switch
 
     def entries(self, name: str) -> list[Any]:
-        """A list of texts and numbers; one alone is a list of one, none an empty list; null is no entry."""
+        """A list of texts and numbers, without nulls; a single value is a list of one."""
         value = self.get(name)
-        listed = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
-        if not all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in listed):
-            raise self.wrong(name, "a list of texts or numbers")
+        listed = [entry for entry in (value if isinstance(value, list) else [value]) if entry is not None]
+        if not all(isinstance(entry, (str, int, float)) and not isinstance(entry, bool) for entry in listed):
+            raise self.error(name, "a list of texts or numbers")
         return listed
 
     def table(self, name: str, prefix: str = "") -> Options:
-        """A table within this one; an empty one where it is left out."""
+        """A table within this one; empty if left out."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
-            raise self.wrong(name, "a table: names with their values")
+            raise self.error(name, "a table: names with their values")
         return Options(value or {}, self.file, prefix=prefix)
 
     def tables(self, name: str, prefix: str, defaults: Mapping[str, Any] | None = None) -> list[Options]:
-        """The tables of a list within this table; none where it is left out."""
+        """The tables of a list within this table; none if left out."""
         value = self.get(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
-            raise self.wrong(name, "a list of tables: of names with their values")
-        return [Options(each, self.file, defaults or {}, prefix) for each in value or ()]
+        if value is not None and not (isinstance(value, list) and all(isinstance(entry, dict) for entry in value)):
+            raise self.error(name, "a list of tables: of names with their values")
+        return [Options(entry, self.file, defaults or {}, prefix) for entry in value or ()]
 
-    def opened(self, *parts: str) -> Options:
-        """The same options, with those of the tables `parts` beside them, by dotted name."""
-        flat = {name: value for name, value in self.given.items() if name not in parts}
-        for part in parts:
-            flat |= {f"{part}.{name}": value for name, value in self.table(part).given.items()}
-        return replace(self, given=flat)
+    def flattened(self, *tables: str) -> Options:
+        """These options, and those of `tables` by dotted name."""
+        flat = {name: value for name, value in self.values.items() if name not in tables}
+        for table in tables:
+            flat |= {f"{table}.{name}": value for name, value in self.table(table).values.items()}
+        return replace(self, values=flat)
 
-    def pass_by(self, *names: str) -> None:
-        """Count them as read: they say nothing beside what was read already."""
-        self.read.update(names)
+    def ignore(self, *names: str) -> None:
+        """Mark options as read that say nothing beside what was read already."""
+        self.names_read.update(names)
 
-    def told(self, name: str, otherwise: Any = None) -> str:
-        """The option and its value, as the reason of what is made of it."""
+    def cite(self, name: str, otherwise: Any = None) -> str:
+        """The option and its value, as the reason for what is made of it."""
         if self.has(name):
-            return f"{self.prefix}{name} = {shown(self.given[name])}"
+            return f"{self.prefix}{name} = {as_text(self.values[name])}"
         value = self.defaults.get(name, otherwise)
-        return f"{self.prefix}{name} is left out" + ("" if value is None else f": {shown(value)} there")
+        return f"{self.prefix}{name} is left out" + ("" if value is None else f": {as_text(value)} there")
 
-    def rest(self) -> dict[str, Any]:
-        """What the file says and nothing has read."""
-        return {name: value for name, value in self.given.items() if name not in self.read}
+    def unread(self) -> dict[str, Any]:
+        """The file's options that were not read."""
+        return {name: value for name, value in self.values.items() if name not in self.names_read}
 
 
-def shown(value: Any) -> str:
-    """A value in one short line; a number in a text as it is written there, without quotes."""
+def as_text(value: Any) -> str:
+    """A value in one short line; a number that is text there without quotes."""
     if isinstance(value, list):
-        text = f"[{', '.join(map(shown, value))}]"
+        text = f"[{', '.join(map(as_text, value))}]"
     elif isinstance(value, str) and as_number(value) is not None:
         text = value
     else:
@@ -177,12 +177,12 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Draft:
-    """Keys with their reasons, sources, samples, and what is said at the file's head. program: whose file it was. fixed:
-    values by key as --set gave them, which stay; what cannot be done for such a key is not said."""
+    """Keys with their reasons, sources, samples, rules, and the notes at the file's head. program: that wrote the file.
+    overrides: values by key from --set; they win, and no refusal is recorded for such a key."""
 
-    def __init__(self, trainer: str, program: str, fixed: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: str, program: str, overrides: Mapping[str, Any]) -> None:
         self.trainer, self.program = trainer, program
-        self.fixed = dict(fixed)
+        self.overrides = dict(overrides)
         self.keys: dict[str, Line] = {}
         self.sources: list[dict[str, Line]] = []
         self.samples: list[dict[str, Line]] = []
@@ -195,32 +195,32 @@ class Draft:
         """The lists of tables, by key."""
         return {"adapter.rules": self.rules, "data.sources": self.sources, "validation.samples": self.samples}
 
-    def set(self, key: str, value: Any, why: str) -> None:
-        """Write the key. `value` is one of TOML's."""
-        self.keys[key] = (value, why)
+    def set(self, key: str, value: Any, reason: str) -> None:
+        """Set the key to a value of TOML."""
+        self.keys[key] = (value, reason)
 
     def carry(self, options: Options, name: str, key: str, kind: str = "whole") -> None:
-        """Write the key with the option's value; nothing where neither the file nor the program has one."""
-        value, why = options.line(name, kind)
+        """Set the key to the option's value, if the file or the program has one."""
+        value, reason = options.line(name, kind)
         if value is not None:
-            self.set(key, value, why)
+            self.set(key, value, reason)
 
-    def in_epochs(self, table: str, epochs: int, why: str) -> None:
-        """Write a table's interval in epochs, in the place of one in steps that --set did not give."""
-        if f"{table}.every_steps" not in self.fixed:
+    def in_epochs(self, table: str, epochs: int, reason: str) -> None:
+        """Set a table's interval in epochs; it replaces one in steps unless --set gave that."""
+        if f"{table}.every_steps" not in self.overrides:
             self.keys.pop(f"{table}.every_steps", None)
-            self.set(f"{table}.every_epochs", epochs, why)
+            self.set(f"{table}.every_epochs", epochs, reason)
 
     def value(self, key: str) -> Any:
-        """What the key will be: as --set gave it, else as it was written; None where it is left out."""
-        return self.fixed[key] if key in self.fixed else self.keys.get(key, (None, ""))[0]
+        """The key's value from --set, else from the draft; None if left out."""
+        return self.overrides[key] if key in self.overrides else self.keys.get(key, (None, ""))[0]
 
     def note(self, kind: str, text: str) -> None:
-        """Say it at the file's head, once."""
+        """Add a note to the file's head, once."""
         if text not in self.notes[kind]:
             self.notes[kind].append(text)
 
-    def cannot(self, key: str, text: str) -> None:
-        """Refuse the import, with what is wrong, unless --set gave the key."""
-        if key not in self.fixed:
+    def refuse(self, key: str, text: str) -> None:
+        """Refuse the import with `text`, unless --set gave the key."""
+        if key not in self.overrides:
             self.refusals.append(f"{text}; --set {key}=VALUE says what to take in its place")

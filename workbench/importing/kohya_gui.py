@@ -1,4 +1,4 @@
-"""The settings of kohya_ss's window (its JSON) as the options that it gives sd-scripts. The names are in programs.json."""
+"""Translates the settings of kohya_ss's window (JSON) to the options that it gives sd-scripts, by programs.json."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from workbench.importing.command_line import words
 UNSET = (None, "", False, "none", "None")
 
 
-def as_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """sd-scripts' options. What the window leaves empty, and a 0 that means so there, is left out. Raises ValueError."""
+def as_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """sd-scripts' options, without empty settings and zeros that mean empty. Raises ValueError."""
     names = programs()["kohya_gui"]
     zeros, hidden = names["zeros"].split(), names["window"].split()
-    kinds = [kind for kind in names["scripts"] if _on(given.get(kind))]
-    kinds += names["kinds"].get(str(given.get("LoRA_type")), "").split()
+    kinds = [kind for kind in names["scripts"] if _on(settings.get(kind))]
+    kinds += names["kinds"].get(str(settings.get("LoRA_type")), "").split()
     hidden += [*names["scripts"], *" ".join(names["arguments"].values()).split()]
-    noise = "Multires" if str(given.get("noise_offset_type")).startswith("Multi") else "Original"
+    noise = "Multires" if str(settings.get("noise_offset_type")).startswith("Multi") else "Original"
     parts = names["only"] | names["noise"]
-    hidden += [name for kind, own in parts.items() if kind not in (*kinds, noise) for name in own.split()]
-    for switch, values, settings in names["idle_unless"]:  # always saved, and read beside these values alone
-        hidden += settings.split() if str(given.get(switch)).lower() not in values.split() else []
+    hidden += [name for kind, listed in parts.items() if kind not in (*kinds, noise) for name in listed.split()]
+    for switch, values, idle in names["idle_unless"]:  # always saved, but read only beside these values
+        hidden += idle.split() if str(settings.get(switch)).lower() not in values.split() else []
     rest = {
         names["renames"].get(name, name): value
-        for name, value in given.items()
+        for name, value in settings.items()
         if name not in hidden and value not in UNSET and (name in zeros or not _zero(value))
     }
     options = {"script": names["scripts"][kinds[0]] if kinds else "train_network", **rest}
     options.setdefault("optimizer_type", "AdamW8bit" if _on(options.pop("use_8bit_adam", False)) else "AdamW")
-    _network(options, given, names)
+    _network(options, settings, names)
     _length(options)
     _rates(options)
     if isinstance(rest.get("sample_prompts"), str):
         options["sample_prompts"] = rest["sample_prompts"].splitlines()
     if isinstance(rest.get("xformers"), str):
         options[options.pop("xformers")] = True
-    said = {name: value for name, value in options.items() if value != ""}
-    return said | words(str(given.get("additional_parameters") or ""))
+    options = {name: value for name, value in options.items() if value != ""}
+    return options | words(str(settings.get("additional_parameters") or ""))
 
 
 def _zero(value: Any) -> bool:
@@ -49,18 +49,19 @@ def _on(value: Any) -> bool:
     return str(value).lower() == "true"
 
 
-def _network(options: dict[str, Any], given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-    kind = str(given.get("LoRA_type") or ("Standard" if "network_dim" in given else "full"))
+def _network(options: dict[str, Any], settings: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    kind = str(settings.get("LoRA_type") or ("Standard" if "network_dim" in settings else "full"))
     module, *words = names["types"].get(kind, f"other algo={kind.replace(' ', '_')}").split()
-    words += [f"preset={given['LyCORIS_preset']}"] if module.startswith("lycoris") and given.get("LyCORIS_preset") else []
+    if module.startswith("lycoris") and settings.get("LyCORIS_preset"):
+        words.append(f"preset={settings['LyCORIS_preset']}")
     fixed = [name for name in words if "=" in name]
-    values = {name: given.get(name) for name in [*words, *names["arguments"].get(module, "").split()] if name not in fixed}
+    values = {name: settings.get(name) for name in [*words, *names["arguments"].get(module, "").split()] if name not in fixed}
     pairs = [f"{name}={value}" for name, value in values.items() if value not in UNSET and not _zero(value)]
     options |= {"network_module": module, "network_args": [*fixed, *pairs]}
 
 
 def _length(options: dict[str, Any]) -> None:
-    """Its own steps or epochs, where neither of sd-scripts' is given; a warm-up in percent of them."""
+    """The window's own epochs, unless sd-scripts' steps or epochs are set; a warm-up in percent."""
     epochs = options.pop("epoch", "")
     if not {"max_train_steps", "max_train_epochs", "dataset_config"} & options.keys():
         options["max_train_epochs"] = epochs or 1
@@ -69,7 +70,7 @@ def _length(options: dict[str, Any]) -> None:
 
 
 def _rates(options: dict[str, Any]) -> None:
-    """A rate of 0 for one of both trains the other alone; where one is given, learning_rate is not read there."""
+    """If one of both rates is 0, the other part alone is trained; learning_rate is then not read there."""
     text, denoiser = ("" if _zero(options.get(name, 0)) else options[name] for name in ("text_encoder_lr", "unet_lr"))
     if denoiser and not text:
         options["network_train_unet_only"] = True

@@ -1,4 +1,4 @@
-"""A file of another trainer, read: whose it is, and its options by name."""
+"""Reading another trainer's file: which program wrote it, and its options by name."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from workbench.importing import kohya_gui
 from workbench.importing.catalogues import programs
 from workbench.importing.command_line import command_options, variables
 
-# Options by which a config is known as that of a program: one of each group. Of those, no other program has the last group's.
+# Options that identify a program's config: one of each group. No other program has the last group's.
 SIGNS: dict[str, list[list[str]]] = programs()["signs"]
-WINDOW = {"LoRA_type", "max_resolution"}  # names of kohya_ss's own
+WINDOW = {"LoRA_type", "max_resolution"}  # options of kohya_ss's window alone
 WINDOWS_PATH = re.compile(r'"[A-Za-z]:\\(?![\\/])[^"\n]*"')
 READERS: dict[str, Callable[[str], Any]] = {
     ".toml": lambda text: tomlkit.parse(text).unwrap(), ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads
 }  # fmt: skip
-VALUES = 100_000  # that a tree may have: a few anchors of YAML stand for any number
-LETTERS = 100_000  # of a script with a command
+VALUES = 100_000  # limit for a tree: a few anchors of YAML can expand to any number
+LETTERS = 100_000  # limit for a script with a command
 PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")
 
 
 def read(path: Path) -> tuple[str, str, dict[str, Any]]:
-    """(the trainer, the program that wrote it, the trainer's config as a tree) of a file. Raises UserError for another
-    file."""
+    """(the trainer, the program that wrote the file, the trainer's config as a tree). Raises UserError for other files."""
     tree = read_tree(path)
     names = _names(tree)
     if names & WINDOW:
@@ -56,7 +55,7 @@ def read(path: Path) -> tuple[str, str, dict[str, Any]]:
 
 
 def _names(tree: Any) -> set[str]:
-    """The names of a tree's first two floors, with and without their table."""
+    """The names in a tree's first two levels, with and without their table."""
     if not isinstance(tree, Mapping):
         return set()
     inner = {f"{name}.{key}" for name, table in tree.items() if isinstance(table, Mapping) for key in table}
@@ -72,14 +71,14 @@ def read_text(path: Path) -> str:
 
 
 def read_tree(path: Path) -> Any:
-    """What a TOML, YAML or JSON file holds, or a command line in a file of any other kind. Raises UserError."""
+    """The content of a TOML, YAML or JSON file, or of a command line in any other file. Raises UserError."""
     text = read_text(path)
     if not text.strip():
         raise UserError(f"{path} is empty; give the file of a config")
     reader = READERS.get(path.suffix.lower())
     with reading(path, remedy="correct it in the file"):
         try:
-            # Where a path of Windows has one single backslash, each stands for itself.
+            # A path of Windows whose backslashes are not doubled means them literally.
             escaped = WINDOWS_PATH.sub(lambda match: match[0].replace("\\", r"\\"), text)
             if reader is not None:
                 tree = _plain(reader(escaped), count())
@@ -96,19 +95,19 @@ def read_tree(path: Path) -> Any:
     return tree
 
 
-def _plain(tree: Any, made: Iterator[int]) -> Any:
-    """The tree with text for its names and for what JSON has no kind of. made: counts its values, up to VALUES."""
-    if next(made) >= VALUES:
+def _plain(tree: Any, counter: Iterator[int]) -> Any:
+    """The tree with names and values that JSON lacks as text. counter: of its values, up to VALUES."""
+    if next(counter) >= VALUES:
         raise ValueError(f"it holds more than {VALUES:,} values")
     if isinstance(tree, dict):
-        return {str(name): _plain(value, made) for name, value in tree.items()}
+        return {str(name): _plain(value, counter) for name, value in tree.items()}
     if isinstance(tree, list):
-        return [_plain(value, made) for value in tree]
+        return [_plain(value, counter) for value in tree]
     return tree if tree is None or isinstance(tree, (str, int, float)) else str(tree)
 
 
 def literal(word: str) -> Any:
-    """A number or a truth value where the word is one, else the word."""
+    """A number or truth value if the word is one, else the word."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
     for kind in (int, float):
@@ -118,7 +117,7 @@ def literal(word: str) -> Any:
 
 
 def as_number(value: Any) -> int | float | None:
-    """The number that a value is, or that is written in it; None where there is none, or none that is finite."""
+    """A finite number, also from text; None for other values."""
     number = literal(value) if isinstance(value, str) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= sys.float_info.max:
         return None
@@ -126,13 +125,13 @@ def as_number(value: Any) -> int | float | None:
 
 
 def as_share(value: Any) -> float | None:
-    """N / 100 for the text `N%`; None for all else."""
+    """N / 100 for the text `N%`; None for other values."""
     number = as_number(value[:-1]) if isinstance(value, str) and value.endswith("%") else None
     return None if number is None else number / 100
 
 
-def path_here(path: str) -> str:
-    """A path of Windows as WSL has it: `C:\\a` is /mnt/c/a, an unknown place is below /mnt. On Windows every path stays."""
+def local_path(path: str) -> str:
+    """A Windows path as WSL has it: `C:\\a` is /mnt/c/a, other places are below /mnt. On Windows every path stays."""
     path = path.strip().strip("\"'").removeprefix("file:///")
     if os.name == "nt" or os.path.exists(path):
         return path
@@ -146,17 +145,17 @@ def path_here(path: str) -> str:
     return f"~{slashed[13:]}" if slashed.upper().startswith("%USERPROFILE%") else slashed
 
 
-def find_beside(name: str, config: Path, given: Iterable[Path]) -> Path | None:
-    """A file that a config names: one of `given` if it has that name or is alone, else from here, else near the config."""
-    given, last, folder = list(given), Path(path_here(name)), config.parent
-    named = [path for path in given if path.name == last.name] or (given if len(given) == 1 else [])
+def find_beside(name: str, config: Path, data: Iterable[Path]) -> Path | None:
+    """A file that a config names: one of `data` if it has that name or is alone, else from here, else near the config."""
+    data, last, folder = list(data), Path(local_path(name)), config.parent
+    named = [path for path in data if path.name == last.name] or (data if len(data) == 1 else [])
     above = [parent / last for parent in config.absolute().parents]
     near = [last, *above, folder / last.name, folder.parent / last.name]
     return next((path for path in [*named, *near] if path.is_file()), None)
 
 
 def prompt_line(line: str) -> tuple[str, dict[str, Any]]:
-    """(the prompt, its flags by name) of a prompt with flags behind it: `a dog --w 512 --d 7`."""
+    """(prompt, flags by name) of a line such as `a dog --w 512 --d 7`."""
     text, *parts = PROMPT_FLAG.split(f" {line.strip()} ")
     flags = {flag: value.strip() for flag, value in zip(parts[::2], parts[1::2], strict=True)}
     return text.strip(), {flag: value if flag == "n" else literal(value) for flag, value in flags.items()}

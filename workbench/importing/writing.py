@@ -1,4 +1,4 @@
-"""The draft of a translated config, checked against the keys that there are, and as text with a reason on every line."""
+"""Checks a translated config against the keys that exist here, and writes it with a reason on every line."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ COMMENT_AT = 40  # the column where a short line's reason begins
 def import_config(
     file: Path, out: Path | None, *, data: Sequence[Path] = (), overrides: Sequence[str] = ()
 ) -> tuple[Path, Draft]:
-    """Write the config that `file` of another trainer becomes, and return its path and the draft with its notes.
+    """Translate `file`, another trainer's config; returns the new config's path and the draft with its notes.
 
-    out: None writes NAME.toml here, NAME the run's. data: the files of its photos or samples, where they do not lie where it
-    says. overrides: as of --set. Raises UserError, with nothing written, for a file of no trainer that is known, for what
-    would train something else here, and where `out` is there.
+    out: None writes NAME.toml here, NAME the run's. data: files of its photos or samples that are not where it says.
+    overrides: of --set. Raises UserError, with nothing written, for a file of no known trainer, for a config that would train
+    something else here, and if `out` exists.
     """
     if missing := [path for path in data if not path.is_file()]:
         raise UserError(f"--data {missing[0]}: there is no such file")
-    draft = drafted(file, data=data, overrides=overrides)
-    config = checked(draft, file)
+    draft = draft_of(file, data=data, overrides=overrides)
+    config = config_of(draft, file)
     note_missing(draft, config)
     path = out or Path(f"{config.run.name}.toml")
     if path.exists():
@@ -52,29 +52,29 @@ def import_config(
     return path, draft
 
 
-def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Draft:
-    """The draft of a file. Raises UserError for all that cannot be done, in one message."""
-    trainer, program, tree = read(file)
-    fixed: dict[str, Any] = {}
+def draft_of(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Draft:
+    """The draft of a file. Raises UserError with all refusals in one message."""
+    trainer, program, options = read(file)
+    values: dict[str, Any] = {}
     for override in overrides:
-        one: dict[str, Any] = {}
-        (key,) = configs.override(one, [override])
+        tree: dict[str, Any] = {}
+        (key,) = configs.override(tree, [override])
         *tables, last = key.split(".")
-        fixed[key] = reduce(lambda node, part: node[part], tables, one).get(last)
-    draft = Draft(trainer, program, fixed)
-    TRANSLATIONS[trainer].translate(draft, Options(tree, file, facts().defaults[trainer]), file, data)
+        values[key] = reduce(lambda node, part: node[part], tables, tree).get(last)
+    draft = Draft(trainer, program, values)
+    TRANSLATIONS[trainer].translate(draft, Options(options, file, facts().defaults[trainer]), file, data)
     common.note_differences(draft)
     if draft.refusals:
-        raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {each}" for each in draft.refusals))
+        raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {text}" for text in draft.refusals))
     for entry in (draft.keys, *(entry for entries in draft.lists.values() for entry in entries)):
-        entry |= {key: (common.place_here(key, value), why) for key, (value, why) in entry.items()}
+        entry |= {key: (common.local_value(key, value), reason) for key, (value, reason) in entry.items()}
     common.suit_optimizer(draft)
-    _fix(draft)
+    _override(draft)
     return draft
 
 
 def note_missing(draft: Draft, config: Config) -> None:
-    """Say which files and folders that the config names are not on this machine."""
+    """Note the files and folders in the config that are not on this machine."""
     for key, value in configs.flatten(configs.tree(config)).items():
         if not isinstance(value, str) or not common.is_path(key) or os.path.exists(value):
             continue
@@ -88,8 +88,8 @@ def note_missing(draft: Draft, config: Config) -> None:
             draft.note(FILL, f"{key}: {value} is not on this machine")
 
 
-def _fix(draft: Draft) -> None:
-    for key, value in draft.fixed.items():
+def _override(draft: Draft) -> None:
+    for key, value in draft.overrides.items():
         parts = key.split(".")
         if key.startswith("data.sources.") and len(parts) == 4:
             if not parts[2].isdigit() or int(parts[2]) >= len(draft.sources):
@@ -99,47 +99,47 @@ def _fix(draft: Draft) -> None:
             draft.keys.pop(key, None)
         else:
             draft.keys[key] = (value, SET)
-    if "validation.prompts" in draft.fixed:
+    if "validation.prompts" in draft.overrides:
         draft.samples.clear()
-    lengths = {"run.max_steps", "run.epochs"} & draft.fixed.keys()
+    lengths = {"run.max_steps", "run.epochs"} & draft.overrides.keys()
     if len(lengths) == 1:
         draft.keys.pop(({"run.max_steps", "run.epochs"} - lengths).pop(), None)
 
 
-def checked(draft: Draft, file: Path) -> Config:
-    """The config of the draft, out of which it takes what has no effect here, and says so. Raises UserError."""
+def config_of(draft: Draft, file: Path) -> Config:
+    """The draft's config; keys without an effect are removed from the draft, with a note. Raises UserError."""
     for _ in range(len(draft.keys)):
         try:
             config = configs.parse(tree_of(draft))
             optimizer_rules.check(config)
         except UserError as error:
             raise UserError(f"{file} ({draft.trainer}) gives a config that is refused here:\n{error}") from error
-        if not _take_out(draft, config):
+        if not _remove_unread(draft, config):
             return config
-    raise AssertionError("every pass takes out a key")
+    raise AssertionError("every pass removes a key")
 
 
-def _take_out(draft: Draft, config: Config) -> bool:
-    """Remove what nothing reads; whether there was such a thing."""
+def _remove_unread(draft: Draft, config: Config) -> bool:
+    """Remove keys that nothing reads; returns whether there were any."""
     unread = unread_keys(config, FAMILIES[config.model.family])
     before = sum(map(len, (draft.keys, *draft.sources, *draft.samples)))
     for key, lack in sorted(unread.items()):
-        for kept in [name for name in draft.keys if configs.generic(name) == configs.generic(key)]:
-            value, why = draft.keys.pop(kept)
-            if why == SET:
-                raise UserError(f"--set {kept}={value}: it has no effect {lack}")
-            draft.note(ABSENT, f"{why}: {kept} has no effect {lack.partition(';')[0]}")
+        for name in [name for name in draft.keys if configs.generic(name) == configs.generic(key)]:
+            value, reason = draft.keys.pop(name)
+            if reason == SET:
+                raise UserError(f"--set {name}={value}: it has no effect {lack}")
+            draft.note(ABSENT, f"{reason}: {name} has no effect {lack.partition(';')[0]}")
         for name, entries in draft.lists.items():
             table, _, last = key.rpartition(".")
             for place, entry in enumerate(entries):
                 if table in (f"{name}.*", f"{name}.{place}") and last in entry:
-                    _, why = entry.pop(last)
-                    draft.note(ABSENT, f"{why}: {last} has no effect {lack.partition(';')[0]}")
+                    _, reason = entry.pop(last)
+                    draft.note(ABSENT, f"{reason}: {last} has no effect {lack.partition(';')[0]}")
     return sum(map(len, (draft.keys, *draft.sources, *draft.samples))) < before
 
 
 def tree_of(draft: Draft) -> dict[str, Any]:
-    """The draft as the plain tree of its values."""
+    """The draft's values as a tree."""
     tree: dict[str, Any] = {key: value for key, (value, _) in draft.keys.items()}
     for name, entries in draft.lists.items():
         tree |= {name: [{key: value for key, (value, _) in entry.items()} for entry in entries]} if entries else {}
@@ -147,16 +147,15 @@ def tree_of(draft: Draft) -> dict[str, Any]:
 
 
 def text_of(draft: Draft, file: Path) -> str:
-    """The draft as TOML: what is to be known of it as a whole at its head, and each line's reason behind it."""
-    known = facts()
+    """The draft as TOML: notes at its head, and a reason behind each line."""
     commit = other_trainers.tables().commits[draft.trainer]
     lines = [
         f"# Made of {printable(os.fspath(file))} ({draft.program}) by scripts/import_config.py.",
         "# The reason of each line stands behind it.",
-        f"# Names: {draft.trainer} {commit}. Its defaults: {known.defaults_at[draft.trainer]}.",
+        f"# Names: {draft.trainer} {commit}. Its defaults: {facts().defaults_at[draft.trainer]}.",
         "# All other keys have their defaults; docs/keys.md has every key.",
     ]
-    names, reasons = known.unlooked_defaults[draft.trainer].split(), "\n".join(why for _, why in draft.keys.values())
+    names, reasons = facts().unlooked_defaults[draft.trainer].split(), "\n".join(reason for _, reason in draft.keys.values())
     if unlooked := [name for name in names if re.search(rf"(^|\s){name} is left out", reasons)]:
         draft.note(DIFFERS, f"from the documentation, not looked up, are the defaults there of {', '.join(unlooked)}")
     for heading, notes in draft.notes.items():
@@ -177,6 +176,6 @@ def text_of(draft: Draft, file: Path) -> str:
 
 
 def _lines(table: Mapping[str, Line]) -> list[str]:
-    written = [(f"{key} = {tomlkit.item(value).as_string()}", why) for key, (value, why) in table.items()]
-    width = max([len(line) for line, _ in written if len(line) < COMMENT_AT] + [0])
-    return [f"{line:<{width}}  # {printable(why)}" for line, why in written]
+    lines = [(f"{key} = {tomlkit.item(value).as_string()}", reason) for key, (value, reason) in table.items()]
+    width = max([len(line) for line, _ in lines if len(line) < COMMENT_AT] + [0])
+    return [f"{line:<{width}}  # {printable(reason)}" for line, reason in lines]

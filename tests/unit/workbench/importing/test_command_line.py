@@ -14,15 +14,15 @@ from tests import foreign_configs
 from trainer import config as configs
 from trainer.base.errors import UserError
 from workbench.importing.draft import ASSUMED, DIFFERS, FILL, SAME, UNKNOWN
-from workbench.importing.reading import path_here, read_tree
-from workbench.importing.writing import checked, drafted, note_missing
+from workbench.importing.reading import local_path, read_tree
+from workbench.importing.writing import config_of, draft_of, note_missing
 
 OPTIONS = "--output_name bear --network_module networks.lora --network_train_unet_only --network_dim 32"
 
 
 def made(file: Path, *overrides: str) -> tuple[dict[str, Any], Any]:
-    draft = drafted(file, overrides=overrides)
-    return configs.flatten(configs.tree(checked(draft, file))), draft
+    draft = draft_of(file, overrides=overrides)
+    return configs.flatten(configs.tree(config_of(draft, file))), draft
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def made(file: Path, *overrides: str) -> tuple[dict[str, Any], Any]:
 )  # fmt: skip
 @pytest.mark.skipif(os.name == "nt", reason="on Windows its paths stay")
 def test_a_path_of_windows_is_written_as_wsl_has_it(there: str, here: str) -> None:
-    assert path_here(there) == here
+    assert local_path(there) == here
 
 
 def test_a_name_with_a_backslash_that_is_there_stays(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a\\b").mkdir()
-    assert path_here("a\\b") == "a\\b"
+    assert local_path("a\\b") == "a\\b"
 
 
 SHELLS = {
@@ -110,7 +110,7 @@ def test_an_encoding_of_windows_changes_nothing(tmp_path: Path, trainer: str, en
 def test_paths_of_windows_become_those_of_wsl_whoever_wrote_them(tmp_path: Path, trainer: str) -> None:
     file = foreign_configs.write(tmp_path, trainer, "Q:/models/m.safetensors")
     found, draft = made(file)
-    note_missing(draft, checked(draft, file))
+    note_missing(draft, config_of(draft, file))
     assert found["model.path"] == "/mnt/q/models/m.safetensors"
     assert "model.path: /mnt/q/models/m.safetensors is not on this machine" in draft.notes[FILL]
 
@@ -170,14 +170,14 @@ def test_what_the_same_option_means_here_is_written_and_no_loss(tmp_path: Path) 
      ("animagine-xl-3.1.safetensors", "sdxl"), ("illustriousXL_v01.safetensors", "sdxl")],
 )  # fmt: skip
 def test_a_models_name_tells_its_family(tmp_path: Path, name: str, family: str) -> None:
-    assert drafted(config(tmp_path, name)).value("model.family") == family
+    assert draft_of(config(tmp_path, name)).value("model.family") == family
 
 
 @pytest.mark.parametrize("name", ["v1-5-pruned.safetensors", "sd3_medium.safetensors", "mymodel.safetensors"])
 def test_a_model_of_no_family_here_is_asked_for(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"--set model.family=VALUE"):
-        drafted(config(tmp_path, name))
-    assert drafted(config(tmp_path, name), overrides=["model.family=flux"]).value("model.family") == "flux"
+        draft_of(config(tmp_path, name))
+    assert draft_of(config(tmp_path, name), overrides=["model.family=flux"]).value("model.family") == "flux"
 
 
 def test_epochs_stay_epochs(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -219,7 +219,7 @@ def test_a_config_of_another_program_is_refused_by_its_name(tmp_path: Path, prog
     name, text = REFUSED[program]
     (file := tmp_path / name).write_text(text)
     with pytest.raises(UserError) as refused:
-        drafted(file)
+        draft_of(file)
     assert str(refused.value).startswith(f"{file}: a config of {program}, which is not read here; ")
 
 

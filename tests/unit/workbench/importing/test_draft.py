@@ -18,7 +18,7 @@ from trainer.models import FAMILIES
 from workbench.importing.catalogues import facts
 from workbench.importing.draft import Options
 from workbench.importing.reading import SIGNS, read_tree
-from workbench.importing.writing import checked, drafted, text_of
+from workbench.importing.writing import config_of, draft_of, text_of
 
 WRONG: tuple[Any, ...] = ("big", ["big"], {"big": 1}, None, -1, 0.5, True)
 # Of a config: what stands there, what is written in its place, the file that is to blame, and what is said.
@@ -102,14 +102,14 @@ def test_every_value_may_be_of_a_wrong_kind(tmp_path: Path, trainer: str) -> Non
     """Exhaustive: each value of the config and of the files that it names, by each wrong kind."""
     trees = in_json(tmp_path, trainer)
     config = next(iter(trees))
-    assert drafted(config).sources
+    assert draft_of(config).sources
     refused = tried = 0
     for path, tree in trees.items():
         for where, wrong, other in [*(((), each, each) for each in WRONG), *changed(tree)]:
             path.write_text(json.dumps(other))
             tried += 1
             try:
-                drafted(config)
+                draft_of(config)
             except UserError as error:
                 refused += 1
                 names = {str(part).lstrip("-") for part in where if isinstance(part, str)} | {path.name}
@@ -129,17 +129,17 @@ def test_every_option_that_is_read_may_be_of_a_wrong_kind(tmp_path: Path, monkey
         return get(self, name, otherwise)
 
     monkeypatch.setattr(Options, "get", noted)
-    drafted(config)
+    draft_of(config)
     for option in sorted(asked):
         for wrong in WRONG:
 
             def given(self: Options, option=option, wrong=wrong) -> None:
                 if self.prefix == option[0]:
-                    self.given = {**self.given, option[1]: wrong}
+                    self.values = {**self.values, option[1]: wrong}
 
             monkeypatch.setattr(Options, "__post_init__", given, raising=False)
             try:
-                draft = drafted(config)
+                draft = draft_of(config)
                 text_of(draft, config)
             except UserError as error:
                 assert option[1] in str(error) or "cannot be brought along" in str(error), (option, wrong)
@@ -150,12 +150,12 @@ def test_numbers_in_words_are_taken_and_a_fault_of_this_program_is_none_of_the_u
     file = foreign_configs.write(tmp_path, "SimpleTuner")
     text = file.read_text()
     file.write_text(text.replace("0.0003", '"3e-4"').replace('"--lora_rank": 8', '"--lora_rank": "8"'))
-    draft = drafted(file)
+    draft = draft_of(file)
     assert (draft.value("optimizer.lr"), draft.value("adapter.rank")) == (3e-4, 8)
     monkeypatch.delitem(facts().flavours, "flux")
     file.write_text(text.replace('"--pretrained_model_name_or_path": "MODEL", ', ""))
     with pytest.raises(KeyError):
-        drafted(file)
+        draft_of(file)
 
 
 def test_facts_of_other_trainers_are_of_names_that_there_are() -> None:
@@ -191,9 +191,9 @@ def test_a_simpletuner_config_without_its_family_asks_for_it(tmp_path: Path) -> 
     }
     (file := tmp_path / "a.json").write_text(json.dumps({f"--{name}": value for name, value in said.items()}))
     with pytest.raises(UserError, match=r"\(SimpleTuner\).*\n  model_family is left out: .*; --set model.family=VALUE says"):
-        drafted(file)
-    draft = drafted(file, overrides=["model.family=flux"])
-    assert draft.trainer == "SimpleTuner" and checked(draft, file).model.family == "flux"
+        draft_of(file)
+    draft = draft_of(file, overrides=["model.family=flux"])
+    assert draft.trainer == "SimpleTuner" and config_of(draft, file).model.family == "flux"
 
 
 @pytest.mark.parametrize(("name", "said"), [("gone.json", "is not there"), (".", "is a folder"), ("empty.yaml", "is empty")])

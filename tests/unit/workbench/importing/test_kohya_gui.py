@@ -11,7 +11,7 @@ import pytest
 from trainer import config as configs
 from trainer.base.errors import UserError
 from workbench.importing.draft import ABSENT, UNKNOWN
-from workbench.importing.writing import checked, drafted, text_of
+from workbench.importing.writing import config_of, draft_of, text_of
 
 # As the window saves them: numbers in texts, empty texts for what is not set.
 WINDOW: dict[str, Any] = {
@@ -48,8 +48,8 @@ EXPECTED = {
 
 def made(folder: Path, **changes: Any) -> tuple[dict[str, Any], Any]:
     (file := folder / "window.json").write_text(json.dumps({**WINDOW, **changes}))
-    draft = drafted(file)
-    return configs.flatten(configs.tree(checked(draft, file))), draft
+    draft = draft_of(file)
+    return configs.flatten(configs.tree(config_of(draft, file))), draft
 
 
 def test_the_windows_settings_are_its_options(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_settings_without_a_network_train_a_whole_model(tmp_path: Path) -> None:
     settings = {name: value for name, value in WINDOW.items() if name not in ("LoRA_type", "network_dim", "network_alpha")}
     (file := tmp_path / "window.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="--set adapter.type="):
-        drafted(file)
+        draft_of(file)
 
 
 @pytest.mark.parametrize(

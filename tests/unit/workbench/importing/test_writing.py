@@ -19,7 +19,7 @@ from tests.harness import ROOT
 from trainer import config as configs
 from trainer.base.errors import UserError
 from workbench.importing.draft import ABSENT, DIFFERS, FILL, SAME, UNKNOWN
-from workbench.importing.writing import checked, drafted, text_of
+from workbench.importing.writing import config_of, draft_of, text_of
 
 # By trainer, what its own program would do with the config of tests/foreign_configs.py, worked out by hand.
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -72,8 +72,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 def imported(file: Path, *overrides: str, data: tuple[Path, ...] = ()) -> tuple[Mapping[str, Any], Any]:
-    draft = drafted(file, data=data, overrides=overrides)
-    config = checked(draft, file)
+    draft = draft_of(file, data=data, overrides=overrides)
+    config = config_of(draft, file)
     text = text_of(draft, file)
     assert configs.parse(tomllib.loads(text)) == config  # what is written is what was checked
     return configs.flatten(configs.tree(config)), draft
@@ -94,8 +94,8 @@ def test_the_numbers_are_those_of_the_other_program(tmp_path: Path, trainer: str
 @pytest.mark.parametrize("trainer", EXPECTED)
 def test_every_line_says_where_it_comes_from(tmp_path: Path, trainer: str) -> None:
     file = foreign_configs.write(tmp_path, trainer)
-    draft = drafted(file)
-    checked(draft, file)
+    draft = draft_of(file)
+    config_of(draft, file)
     for line in text_of(draft, file).splitlines():
         assert not line or line.startswith(("#", "[")) or line.partition("  # ")[2], line
 
@@ -117,7 +117,7 @@ def test_set_stands_in_place_of_what_the_file_says(tmp_path: Path) -> None:
     assert found["data.sources.1.path"] == "there" and found["run.epochs"] == 3 and "run.max_steps" not in found
     assert found["validation.prompts.0"] == "a" and "validation.samples.0.prompt" not in found
     with pytest.raises(UserError, match=r"--set data.sources.2.path: there are 2 sources"):
-        drafted(file, overrides=["data.sources.2.path=x"])
+        draft_of(file, overrides=["data.sources.2.path=x"])
 
 
 # By trainer: what is changed in its config, and what it is here: LyCORIS' rank, factor, pairs and scale.
@@ -186,7 +186,7 @@ def test_what_lycoris_has_beside_that_is_refused_with_what_to_take(
     file = foreign_configs.write(tmp_path, trainer)
     file.write_text(file.read_text().replace(before, after, 1))
     with pytest.raises(UserError, match="--set adapter.type=") as error:
-        drafted(file)
+        draft_of(file)
     assert why in str(error.value)
 
 
@@ -229,7 +229,7 @@ def test_a_shells_variables_stand_for_what_the_file_says(tmp_path: Path) -> None
              '  --pretrained_model_name_or_path="$MODEL" --network_dim=${DIM} --network_alpha=4 \\',
              "  --train_data_dir=photos --output_dir=out --output_name=x --network_module=networks.lora"]  # fmt: skip
     (tmp_path / "train.sh").write_text("\n".join(lines))
-    draft = drafted(tmp_path / "train.sh")
+    draft = draft_of(tmp_path / "train.sh")
     assert (draft.value("model.path"), draft.value("adapter.rank")) == ("a b.safetensors", 8)
 
 
@@ -262,14 +262,14 @@ def test_the_options_of_a_config_file_are_below_those_of_the_command_line(tmp_pa
     (file := tmp_path / "train.sh").write_text("python sdxl_train_network.py --config_file there/c --network_dim 8\n")
     options = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "img"\n[n]\nnetwork_dim = 4\nnetwork_alpha = RATE\n'
     with pytest.raises(UserError, match='config_file = "there/c": not found, and options stand in it; give it as --data'):
-        drafted(file)
+        draft_of(file)
     (tmp_path / "elsewhere").mkdir()
     (config := tmp_path / "elsewhere" / "c.toml").write_text(options.replace("RATE", "2"))
     found, _ = imported(file, data=(config,))
     assert (found["adapter.rank"], found["adapter.alpha"], found["data.sources.0.path"]) == (8, 2.0, "img")
     (tmp_path / "c.toml").write_text(options.replace("RATE", "[]"))
     with pytest.raises(UserError, match=r"train.sh, with .*c.toml: network_alpha = \[\]: it should be a number"):
-        drafted(file)
+        draft_of(file)
 
 
 @pytest.mark.parametrize("name", NOBODYS)
@@ -436,12 +436,12 @@ def test_ai_toolkits_preservation_is_ours(tmp_path: Path) -> None:
     text = file.read_text().replace("steps: 400", "steps: 400\n        diff_output_preservation_multiplier: 0.5\n"
                                     "        diff_output_preservation_class: dog")  # fmt: skip
     file.write_text(text)
-    assert "objective.preserve" not in drafted(file).keys
+    assert "objective.preserve" not in draft_of(file).keys
     file.write_text(text.replace("steps: 400", "steps: 400\n        diff_output_preservation: true"))
     found, _ = imported(file)
     assert (found["objective.preserve"], found["objective.preserve_as"]) == (0.5, "dog")
     file.write_text(text.replace("steps: 400", "steps: 400\n        blank_prompt_preservation: true"))
-    draft = drafted(file)
+    draft = draft_of(file)
     assert any(line.startswith("train.blank_prompt_preservation = true: ") for line in draft.notes[ABSENT])
 
 
@@ -451,8 +451,8 @@ def test_ai_toolkits_window_has_a_folder_for_each_reference(tmp_path: Path) -> N
     fields = "control_path_1: before\n          control_path_2: style\n          control_path_3: null\n"
     text = file.read_text().replace("arch: flux,", "arch: flux2_klein_4b,")
     file.write_text(text.replace("- folder_path: img\n", f"- folder_path: img\n          {fields}"))
-    draft = drafted(file)
-    assert configs.tree(checked(draft, file))["data"]["sources"][0]["references"] == ["before", "style"]
+    draft = draft_of(file)
+    assert configs.tree(config_of(draft, file))["data"]["sources"][0]["references"] == ["before", "style"]
     assert not [line for line in draft.notes[UNKNOWN] if "control" in line]
 
 
@@ -466,8 +466,8 @@ def test_simpletuners_kontext_has_its_variant_and_its_pictures(tmp_path: Path, n
         {"id": "after", "type": "local", "instance_data_dir": "after", "conditioning_data": "before"},
         {"id": "before", "type": "local", "instance_data_dir": "before", "conditioning_type": "reference_loose"},
     ]))  # fmt: skip
-    draft = drafted(file, data=[backends])
-    found = configs.flatten(configs.tree(checked(draft, file)))
+    draft = draft_of(file, data=[backends])
+    found = configs.flatten(configs.tree(config_of(draft, file)))
     assert found["model.variant"] == "kontext" and not [line for line in draft.notes[UNKNOWN] if "condition" in line]
     assert found["model.path"] == ("kontext.safetensors" if named else "black-forest-labs/FLUX.1-Kontext-dev")
     assert found["data.sources.0.references"] == "before" and "data.sources.1.path" not in found
@@ -484,11 +484,11 @@ def test_simpletuners_flux2_edits_with_every_folder_of_references(tmp_path: Path
             {"id": "after", "type": "local", "instance_data_dir": "after", "conditioning_data": shown},
             *({"id": name, "type": "local", "instance_data_dir": f"photos/{name}", **beside} for name in shown),
         ]))  # fmt: skip
-        draft = drafted(file, data=[backends])
-        found = configs.flatten(configs.tree(checked(draft, file)))
+        draft = draft_of(file, data=[backends])
+        found = configs.flatten(configs.tree(config_of(draft, file)))
         assert found["data.sources.0.path"] == "after" and "data.sources.1.path" not in found
         several = len(shown) > 1
-        assert configs.tree(checked(draft, file))["data"]["sources"][0]["references"] == (
+        assert configs.tree(config_of(draft, file))["data"]["sources"][0]["references"] == (
             ["photos/one", "photos/two"] if several else "photos/one"
         )
         assert any("all of them here" in note for note in draft.notes[DIFFERS]) == several
@@ -560,10 +560,10 @@ def test_a_published_config_has_the_numbers_of_its_program_or_is_refused_by_key(
     file, expected = foreign_configs.SHARED / name, PUBLISHED[name]
     if isinstance(expected, str):
         with pytest.raises(UserError, match=f"--set {expected}="):
-            drafted(file)
+            draft_of(file)
         return
-    draft = drafted(file)
-    config = checked(draft, file)
+    draft = draft_of(file)
+    config = config_of(draft, file)
     source = config.data.sources[0]
     resolution = config.data.resolution if source.resolution is None else source.resolution
     length = next((name, value) for name in ("max_steps", "epochs") if (value := getattr(config.run, name)) is not None)
@@ -599,8 +599,8 @@ def test_z_image_is_imported(tmp_path: Path, monkeypatch, name: str, content: di
     monkeypatch.chdir(tmp_path)
     Path("img").mkdir()
     Path(name).write_text(json.dumps(content))  # which is YAML, too
-    draft = drafted(Path(name))
-    config = checked(draft, Path(name))
+    draft = draft_of(Path(name))
+    config = config_of(draft, Path(name))
     assert (config.model.family, config.model.path) == ("zimage", "Tongyi-MAI/Z-Image")
     assert list(config.adapter.targets) == targets
     layers = [f"{block}.0.{layer}" for block in ("layers", "noise_refiner", "context_refiner")
@@ -616,11 +616,11 @@ def test_of_flux_3_what_was_not_looked_up_is_asked_for(tmp_path: Path, monkeypat
     process = {"type": "sd_trainer", "network": {"type": "lora", "linear": 8}, "datasets": [{"folder_path": "img"}],
                "train": {"steps": 10}, "model": model}  # fmt: skip
     Path("x.yaml").write_text(json.dumps({"job": "extension", "config": {"name": "x", "process": [process]}}))
-    draft = drafted(Path("x.yaml"))
+    draft = draft_of(Path("x.yaml"))
     assert [draft.keys[key][0] for key in ("model.family", "model.path")] == ["flux3", model["name_or_path"]]
     assert "adapter.targets" not in draft.keys
     content = {"model_type": "lora", "model_family": "flux3", "data_backend_config": "backend.json"}
     Path("st.json").write_text(json.dumps(content))
     Path("backend.json").write_text(json.dumps([{"id": "a", "type": "local", "instance_data_dir": "img"}]))
-    with pytest.raises(UserError, match="model_flavour is left out: one there: which model that is was not looked up"):
-        checked(drafted(Path("st.json")), Path("st.json"))
+    with pytest.raises(UserError, match='model_flavour is left out: "one" there: which model that is was not looked up'):
+        config_of(draft_of(Path("st.json")), Path("st.json"))
