@@ -1,1 +1,1 @@
-"""What `scripts/adapter.py` does with adapter files: show, compare, convert, resize, average, merge, upload."""
+"""The subcommands of `scripts/adapter.py`: show, compare, convert, resize, average, merge, upload adapter files."""

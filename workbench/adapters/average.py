@@ -1,16 +1,16 @@
-"""The mean of several adapters of one model, in what they change: checkpoints of a run, seeds, or files from anywhere.
+"""The mean of several adapters of one model: checkpoints of a run, seeds, or files from anywhere.
 
-A mean of A and a mean of B is no mean of s B A. So the mean is taken of the weights that the adapters give, W'_i, with shares
-w_i that add up to 1, and put into factors of one rank again.
+The mean of the A and the mean of the B do not give the mean of s B A. So the mean is taken of the adapted weights W'_i, with
+shares w_i that add up to 1, and factored again to one rank.
 
     LoRA    W'_i = W + s_i B_i A_i         mean - W = [.. w_i s_i B_i ..] [.. A_i ..]^T: of rank sum R_i, known by its
                                            factors. The nearest of rank R has the R largest singular values (ranks.py)
     DoRA    W'_i = g_i (W + s_i B_i A_i)   mean = gm * (W + X),  gm = sum w_i g_i,  X = gm^-1 sum w_i g_i s_i B_i A_i,
                                            row by row
 
-So the mean of DoRAs is a DoRA in the direction of W + X, with m = sign(gm) ||mean||_row, exact of rank sum R_i. Of a lower
-rank, gm * X is cut, and divided by gm; m stays the mean's. What is lost is measured on what is written, in W'. A LoRA is a
-DoRA with g = 1; a layer that an adapter does not have counts as one that changes nothing.
+So the mean of DoRAs is a DoRA in the direction of W + X, with m = sign(gm) ||mean||_row, exact at rank sum R_i. For a lower
+rank, gm * X is truncated, then divided by gm; m stays the mean's. The loss is measured in W', on the stored factors. A LoRA
+is a DoRA with g = 1; an adapter without the layer counts as no change.
 """
 
 import json
@@ -39,15 +39,14 @@ from workbench.adapters.resize import check_rank
 
 # Entries of a file's header that tell its base apart from others. The hashes are those that kohya's trainers write.
 BASE_ENTRIES = (*HINTS, "ss_new_sd_model_hash", "ss_sd_model_hash")
-Base = Mapping[tuple[str, ...], str]  # of each frozen tensor (layer, tensor, format, backend, dtype) -> its digest
-# Below that share of what the g_i are in size, gm is what rounding left of numbers that cancelled.
+Base = Mapping[tuple[str, ...], str]  # a frozen tensor (layer, tensor, format, backend, dtype) -> its digest
+# Below this share of the mean |g_i|, gm is the rounding error of numbers that cancelled.
 LEAST_GAIN = 1e-6
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """An adapter that goes into a mean. share: of the mean. base: (where, digest) of every frozen tensor of its run, if
-    known."""
+    """An adapter in a mean. share: its weight. base: digests of its run's frozen tensors; empty if unknown."""
 
     path: Path
     model: NamedModel
@@ -56,20 +55,20 @@ class Averaged:
     base: Base = field(default_factory=dict)
 
     def described(self) -> dict[str, object]:
-        """What the mean's file says of it."""
-        held = self.path / "adapter.safetensors" if self.path.is_dir() else self.path
-        return {"file": self.path.name, "sha256": hash_file(held), "weight": self.share}
+        """The adapter's entry in the header of the mean's file."""
+        file = self.path / "adapter.safetensors" if self.path.is_dir() else self.path
+        return {"file": self.path.name, "sha256": hash_file(file), "weight": self.share}
 
 
 def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The shares that --weights means, which add up to 1; left out: equal ones. Raises UserError."""
+    """The shares of --weights, which add up to 1; None: equal ones. Raises UserError."""
     if weights is None:
         return [1 / count] * count
     if len(weights) != count:
         raise UserError(f"--weights has {len(weights)} numbers for {count} adapters; give one for each, in their order")
-    if odd := [each for each in weights if not (math.isfinite(each) and each > 0)]:
+    if odd := [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]:
         raise UserError(f"--weights: {odd[0]:g} is no weight of a mean; give finite numbers above 0")
-    return [each / sum(weights) for each in weights]
+    return [weight / sum(weights) for weight in weights]
 
 
 def base_of(path: Path) -> Base:
@@ -85,7 +84,7 @@ def base_of(path: Path) -> Base:
 
 
 def digests_in(record: Mapping[str, Mapping[str, Any]]) -> Base:
-    """The digests of a record as `quantization.json` has it."""
+    """The digests in a record of the form of `quantization.json`."""
     return {
         (name, key, str(entry.get("format")), str(entry.get("backend")), tensor["dtype"]): tensor["sha256"]
         for name, entry in record.items()
@@ -94,44 +93,44 @@ def digests_in(record: Mapping[str, Mapping[str, Any]]) -> Base:
 
 
 def check_bases(adapters: Sequence[Averaged]) -> None:
-    """Raises UserError where two of them are known to be of different models."""
+    """Raises UserError if two of them are known to be of different models."""
     first = adapters[0]
     for other in adapters[1:]:
         pair = f"{first.path} and {other.path} are of different models"
         if first.model.family is not other.model.family:
             raise UserError(f"{pair}: of {first.model.family.name} and of {other.model.family.name}; a mean takes one base")
         for name, factors in other.portable.layers.items():
-            own = first.portable.layers.get(name)
-            if own is not None and own.weight_shape != factors.weight_shape:
-                shapes = f"{list(own.weight_shape)} and {list(factors.weight_shape)}"
+            mine = first.portable.layers.get(name)
+            if mine is not None and mine.weight_shape != factors.weight_shape:
+                shapes = f"{list(mine.weight_shape)} and {list(factors.weight_shape)}"
                 raise UserError(f"{pair}: {name} is {shapes}; a mean takes one base")
         for key in BASE_ENTRIES:
-            one, two = (each.portable.metadata.get(key) for each in (first, other))
+            one, two = (adapter.portable.metadata.get(key) for adapter in (first, other))
             if one and two and one != two:
                 raise UserError(f"{pair}: {key} is {one!r} and {two!r}; a mean takes one base")
-    check_digests([(str(each.path), each.base) for each in adapters])
+    check_digests([(str(adapter.path), adapter.base) for adapter in adapters])
 
 
 def check_digests(bases: Sequence[tuple[str, Base]]) -> None:
-    """Raises UserError where two of (whose, base) differ: of two that are stored alike, what both hold has to be equal."""
-    known: dict[tuple[str, ...], tuple[str, str]] = {}
-    for whose, base in bases:
+    """Raises UserError if two of `bases`, (owner, digests), differ in a tensor that both store alike."""
+    first: dict[tuple[str, ...], tuple[str, str]] = {}
+    for owner, base in bases:
         for place, digest in base.items():
-            then, other = known.setdefault(place, (digest, whose))
-            if then != digest:
-                why = f"{place[0]}.{place[1]} has other bytes"
-                raise UserError(f"{other} and {whose} are over different models: {why}; a mean takes one base")
+            expected, other = first.setdefault(place, (digest, owner))
+            if expected != digest:
+                tensor = f"{place[0]}.{place[1]} has other bytes"
+                raise UserError(f"{other} and {owner} are over different models: {tensor}; a mean takes one base")
 
 
 def check(adapters: Sequence[Averaged], rank: int, weight: WeightOf | None) -> None:
-    """Raises UserError or NonFiniteError where it is clear before the computation that they have no mean of such a rank."""
+    """Raises UserError or NonFiniteError if it is clear before the computation that there is no such mean."""
     check_rank(rank)
     if len(adapters) < 2:
         raise UserError(f"average takes at least two adapters, and there is {len(adapters)}: {adapters[0].path}")
     check_bases(adapters)
-    for each in adapters:
-        each.portable.check_finite()
-    if weight is None and any(each.portable.kind.magnitudes for each in adapters):
+    for adapter in adapters:
+        adapter.portable.check_finite()
+    if weight is None and any(adapter.portable.kind.magnitudes for adapter in adapters):
         raise UserError("the mean of a DoRA takes the weights of the model that it was trained over: give it with --base")
 
 
@@ -140,15 +139,15 @@ def average(
     phases: Phases = QUIET,
 ) -> Converted:  # fmt: skip
     """Write the mean of at least two adapters with ranks of at most `rank`; fp32, alpha = rank. weight: of the base, for a
-    DoRA. One layer is in memory at a time, and the mean. Raises what `check` does."""
+    DoRA. In memory: one layer at a time, and the mean. Raises what `check` does."""
     check(adapters, rank, weight)
-    magnitudes = any(each.portable.kind.magnitudes for each in adapters)
-    names = list(dict.fromkeys(name for each in adapters for name in each.portable.layers))
+    magnitudes = any(adapter.portable.kind.magnitudes for adapter in adapters)
+    names = list(dict.fromkeys(name for adapter in adapters for name in adapter.portable.layers))
     layers: dict[str, Factors] = {}
     loss = Residual()
     with phases("averaging", len(names), "layer") as phase:
         for name in names:
-            parts = [(each.share, each.portable.layers.get(name), each.portable) for each in adapters]
+            parts = [(adapter.share, adapter.portable.layers.get(name), adapter.portable) for adapter in adapters]
             if magnitudes:
                 assert weight is not None
                 layers[name], *norms = _mean_dora(name, parts, weight(name), rank)
@@ -156,7 +155,7 @@ def average(
                 layers[name], *norms = _mean_lora(parts, rank)
             loss.add(name, *norms)
             phase.advance(1)
-    origin = {"averaged_from": json.dumps([each.described() for each in adapters], sort_keys=True)}
+    origin = {"averaged_from": json.dumps([adapter.described() for adapter in adapters], sort_keys=True)}
     model = adapters[0].model
     opened = OpenedAdapter(adapters[0].path, model, (model.label,), ReadAdapter(Portable(layers, metadata=origin)))
     (worst, most), whole = loss.worst, f"of the mean's change of the weights {100 * loss.share:.4g}% is lost in all"
@@ -164,23 +163,23 @@ def average(
     return replace(write_as(opened, opened.portable, out, to, weight, notes), loss=loss)
 
 
-Parts = Sequence[tuple[float, Factors | None, Portable]]  # of one layer: (share, its adapter, the whole adapter)
+Parts = Sequence[tuple[float, Factors | None, Portable]]  # one layer: (share, its factors, the whole adapter)
 
 
 def _mean_lora(parts: Parts, rank: int) -> tuple[Factors, float, float]:
-    """(the mean of a layer's LoRAs, the norm of what it leaves out, the norm of the mean)."""
+    """(the mean of a layer's LoRAs, the norm of its error, the norm of the exact mean)."""
     shared = [(share, factors) for share, factors, _ in parts if factors is not None]
     a_s, b_s = zip(*(matrices(factors) for _, factors in shared), strict=True)
     a = torch.cat(a_s)
     b = torch.cat([share * factors.scaling * b for (share, factors), b in zip(shared, b_s, strict=True)], 1)
-    made = with_factors(blank(shared[0][1].weight_shape), *_cut(a, b, rank), 1.0)
-    new_a, new_b = matrices(made)
-    lost = product_norm(torch.cat([b, -new_b], 1), torch.cat([a, new_a]))
-    return made, lost, product_norm(b, a)
+    mean = with_factors(blank(shared[0][1].weight_shape), *_truncated(a, b, rank), 1.0)
+    new_a, new_b = matrices(mean)
+    error = product_norm(torch.cat([b, -new_b], 1), torch.cat([a, new_a]))
+    return mean, error, product_norm(b, a)
 
 
 def _mean_dora(name: str, parts: Parts, weight: Tensor, rank: int) -> tuple[Factors, float, float]:
-    """The same of DoRAs, and of DoRAs and LoRAs."""
+    """As `_mean_lora`, for DoRAs, or DoRAs and LoRAs."""
     w = weight.double().flatten(1)
     ones = torch.ones(len(w), dtype=w.dtype)
     gm, size, a_s, gb_s = torch.zeros_like(ones), torch.zeros_like(ones), [], []
@@ -200,16 +199,16 @@ def _mean_dora(name: str, parts: Parts, weight: Tensor, rank: int) -> tuple[Fact
         raise UserError(f"the magnitudes of {name} cancel out in a row, so that no DoRA is their mean; leave one adapter out")
     a, gb = torch.cat(a_s), torch.cat(gb_s, 1)
     mean = torch.addmm(gm[:, None] * w, gb, a)
-    new_a, new_gb = _cut(a, gb, rank)
+    new_a, new_gb = _truncated(a, gb, rank)
     m = gm.sign() * mean.norm(dim=1)
-    made = with_factors(blank(weight.shape), new_a, new_gb / gm[:, None], 1.0)
-    made = replace(made, magnitude=recipe(m.float()))
-    left = gain(weight, made, "magnitude")[:, None] * adapted(weight, made) - mean
-    return made, float(left.norm()), float((mean - w).norm())
+    dora = with_factors(blank(weight.shape), new_a, new_gb / gm[:, None], 1.0)
+    dora = replace(dora, magnitude=recipe(m.float()))
+    error = gain(weight, dora, "magnitude")[:, None] * adapted(weight, dora) - mean
+    return dora, float(error.norm()), float((mean - w).norm())
 
 
-def _cut(a_RK: Tensor, b_NR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(A, B), fp64, of at most that rank, whose product is the nearest to B A."""
+def _truncated(a_RK: Tensor, b_NR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(A, B), fp64, of at most `rank`, with the product nearest to B A."""
     if len(a_RK) <= rank:
         return a_RK, b_NR
     factors, _ = shrunk(Factors(recipe(a_RK), recipe(b_NR), float(len(a_RK))), rank)

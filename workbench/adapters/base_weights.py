@@ -1,4 +1,4 @@
-"""The weights of a model one at a time, without the model: for tools that compare, merge or measure."""
+"""Reads a model's weights one at a time, without building the model: for tools that compare, merge or measure."""
 
 import torch
 
@@ -9,7 +9,7 @@ from workbench.adapter_files.opening import NamedModel, models_at
 
 
 class BaseWeights:
-    """Reads layers' weights from a model's files. It keeps the last tensor that it read, for fused layers."""
+    """Reads layers' weights from a model's files. The last tensor is cached, for fused layers."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -17,15 +17,15 @@ class BaseWeights:
         self._last: tuple[Read, list[torch.Tensor]] | None = None
 
     def weight(self, layer: str) -> torch.Tensor:
-        """W of a layer by its full name ("unet.mid_block...to_q"), fp32, in its own shape; of a quantised one its value.
-        Raises UserError where the model's files lack it."""
+        """W of a layer by its full name ("unet.mid_block...to_q"), fp32, in its own shape, dequantised. Raises UserError if
+        the model's files lack it."""
         component, _, name = layer.partition(".")
         if f"{name}.weight" not in self.reads(component):
             raise UserError(f"the model has no layer {layer}")
         return self.tensor(component, f"{name}.weight")
 
     def tensor(self, component: str, parameter: str) -> torch.Tensor:
-        """Any parameter of a component, by the module's name of it, as `weight`."""
+        """Any parameter of a component, by its name in the module, as `weight`."""
         read = self.reads(component)[parameter]
         if self._last is None or self._last[0] is not read:
             self._last = None  # before the next is made
@@ -33,7 +33,7 @@ class BaseWeights:
         return self._last[1][read.link.parts.index(parameter)]
 
     def reads(self, component: str) -> dict[str, Read]:
-        """The places that the component's parameters are read from, by their names."""
+        """The component's reads, by parameter."""
         if component not in self._reads:
             if not self.source.is_here(component):
                 raise UserError(f"the weights of {component} are not on this machine; give the model as a folder or a file")
@@ -42,7 +42,7 @@ class BaseWeights:
 
 
 def whole_model_at(path: str) -> NamedModel:
-    """The model there, whose denoiser's weights are. Raises UserError where they are not. Reads headers only."""
+    """The model at `path`. Raises UserError if its denoiser's weights are not there. Reads headers only."""
     refusals = []
     for model in models_at(path):
         assert model.source is not None

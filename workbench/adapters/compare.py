@@ -1,5 +1,5 @@
-"""What two adapters change, side by side: how far apart block by block, ranks, and what only one of them has. A LoRA changes
-a layer by s B A, compared without making it; a DoRA by g (W + s B A) - W, which takes W."""
+"""Compares two adapters: the distance of their changes block by block, ranks, layers of only one. A LoRA changes a layer by
+s B A, compared without forming it; a DoRA by g (W + s B A) - W, which takes W."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ SHOWN = 12  # lines of a list
 
 @dataclass
 class Comparison:
-    """Two adapters side by side. whole, blocks: what B lacks of A's change; blocks are in the order of A. ranks: of each
-    block, by how many layers. bits: whether all tensors, scales and meanings are equal, whatever the files are."""
+    """Two adapters A and B. whole, blocks: ||dA - dB|| and ||dA||, in all and by block in the order of A. ranks: by block,
+    the count of layers by (A's rank, B's). bits: whether all tensors, scales and meanings are equal, whatever the formats."""
 
     only_a: list[str]
     only_b: list[str]
@@ -29,7 +29,7 @@ class Comparison:
     ranks: dict[str, Counter[tuple[int, int]]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """The comparison in lines, for people."""
+        """The comparison as text."""
         lines = ["every tensor and scale is equal, bit for bit"] if self.bits else []
         if self.blocks:
             lines.append(f"||dA - dB|| / ||dA|| of the layers that both have: {self.whole.share:.4%}")
@@ -50,23 +50,23 @@ def _rank(ranks: tuple[int, int]) -> str:
 
 
 def compare(a: Portable, b: Portable, weight: WeightOf | None = None) -> Comparison:
-    """A compared with B, layer by layer. weight: of the base model, for a DoRA. Raises UserError where it is needed, or
-    the layers have other shapes."""
-    both = [name for name in a.layers if name in b.layers]
-    same = a.layers.keys() == b.layers.keys() and (a.meaning == b.meaning or not a.kind.magnitudes)
-    same = same and all(_same(a.layers[name], b.layers[name]) for name in both)
+    """Compare A with B, layer by layer. weight: of the base model, for a DoRA. Raises UserError if it is missing, or if the
+    layers' shapes differ."""
+    shared = [name for name in a.layers if name in b.layers]
+    bits = a.layers.keys() == b.layers.keys() and (a.meaning == b.meaning or not a.kind.magnitudes)
+    bits = bits and all(_equal_bits(a.layers[name], b.layers[name]) for name in shared)
     only_a, only_b = ([name for name in x.layers if name not in y.layers] for x, y in ((a, b), (b, a)))
-    found = Comparison(only_a, only_b, same)
-    for name in both:
+    comparison = Comparison(only_a, only_b, bits)
+    for name in shared:
         one, other = a.layers[name], b.layers[name]
         if one.weight_shape != other.weight_shape:
             shapes = f"a weight {list(one.weight_shape)} in A and {list(other.weight_shape)} in B"
             raise UserError(f"{name} is for {shapes}: they are for models of different sizes")
         change, difference = _norms(name, a, b, weight)
-        for loss in (found.whole, found.blocks.setdefault(block := block_of(name), Residual())):
+        for loss in (comparison.whole, comparison.blocks.setdefault(block := block_of(name), Residual())):
             loss.add(name, difference, change)
-        found.ranks.setdefault(block, Counter())[one.rank, other.rank] += 1
-    return found
+        comparison.ranks.setdefault(block, Counter())[one.rank, other.rank] += 1
+    return comparison
 
 
 def _norms(name: str, a: Portable, b: Portable, weight: WeightOf | None) -> tuple[float, float]:
@@ -83,7 +83,7 @@ def _norms(name: str, a: Portable, b: Portable, weight: WeightOf | None) -> tupl
     return float(change_a.norm()), float((change_a - change_b).norm())
 
 
-def _same(one: Factors, other: Factors) -> bool:
+def _equal_bits(one: Factors, other: Factors) -> bool:
     mine, theirs = one.tensors(), other.tensors()
     if mine.keys() != theirs.keys() or (one.scaling, one.axis) != (other.scaling, other.axis):
         return False

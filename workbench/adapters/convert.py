@@ -1,4 +1,4 @@
-"""Adapter files from one format into another. What changes on the way is stated; what cannot go is refused."""
+"""Converts adapter files from one format to another. Every change is noted; what the format cannot hold is refused."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,19 +22,19 @@ from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapter_files.reading import network_args
 from workbench.adapters.ranks import Residual, matrices, nearest, relative_error
 
-# What each format's readers divide a magnitude by; of ComfyUI's it can be chosen.
+# The norm that each format's readers divide a magnitude by; for ComfyUI it can be chosen.
 MEANINGS: Mapping[str, DoraScale] = {
     "diffusers": "magnitude", "kohya": "magnitude", "onetrainer": "magnitude", "comfyui": "comfyui_released",
 }  # fmt: skip
 FORMATS = (*MEANINGS, "lora")
-KOHYA = ("kohya", "comfyui", "lora")  # which sd-scripts reads, as far as they are LoRAs
-WeightOf = Callable[[str], torch.Tensor]  # full name of a layer -> W, fp32, of its own shape
+KOHYA = ("kohya", "comfyui", "lora")  # formats that sd-scripts reads, for LoRAs
+WeightOf = Callable[[str], torch.Tensor]  # a layer's full name -> W, fp32, in its own shape
 
 
 @dataclass
 class Converted:
-    """An adapter that was written. portable: what is in the file. notes: what changed, in sentences. loss: what an adapter
-    that is the nearest to something leaves out of it."""
+    """An adapter that was written. portable: the file's content. notes: the changes, in sentences. loss: the error of an
+    approximation."""
 
     portable: Portable
     notes: list[str] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Converted:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The file that a conversion makes. to: of FORMATS. rank: of the approximation, for "lora". dora_scale: for "comfyui".
-    for_sd_scripts: without the layers that it has no modules for. dtype: of the matrices; None: each keeps its own."""
+    """The file to make. to: one of FORMATS. rank: of the approximation, for "lora". dora_scale: for "comfyui".
+    for_sd_scripts: drops the layers that sd-scripts has no modules for. dtype: of the matrices; None: each keeps its own."""
 
     to: str
     rank: int | None = None
@@ -53,36 +53,38 @@ class Conversion:
     dtype: torch.dtype | None = None
 
 
-def convert(opened: OpenedAdapter, out: Path, wanted: Conversion, weight: WeightOf | None = None) -> Converted:
-    """Write `out`. weight: of the base model, where it was given. Raises UserError for what the format cannot hold, and where
-    the base is needed and not given; NonFiniteError where a number is not finite."""
-    to, rank = wanted.to, wanted.rank
+def convert(opened: OpenedAdapter, out: Path, conversion: Conversion, weight: WeightOf | None = None) -> Converted:
+    """Write `out`. weight: of the base model, or None. Raises UserError for what the format cannot hold, and if the base is
+    needed but missing; NonFiniteError if a number is not finite."""
+    to, rank = conversion.to, conversion.rank
     portable, notes = opened.portable, []
     if to == "lora" and portable.kind.magnitudes:
-        portable = approximated(portable, _needed(weight, "an approximation of a DoRA"), rank, notes)
+        portable = approximated(portable, _required(weight, "an approximation of a DoRA"), rank, notes)
     elif to == "lora" and portable.kind.form:
         portable = of_rank(portable, opened, rank, notes)
     elif rank is not None:
         words = "a DoRA or a LoKr, whose change has no rank of its own"
         raise UserError(f"--rank belongs to --to lora of {words}; {opened.path} to {to}")
-    if wanted.for_sd_scripts:
+    if conversion.for_sd_scripts:
         portable = _without_left_out(portable, opened, to, notes)
     if portable.kind.magnitudes:
-        meaning = wanted.dora_scale or MEANINGS[to]
+        meaning = conversion.dora_scale or MEANINGS[to]
         if meaning != portable.meaning:
-            portable = told_anew(portable, meaning, weight, notes)
-    if wanted.dtype is not None:
-        whole, portable = portable, portable.rounded(wanted.dtype)
+            portable = rescaled(portable, meaning, weight, notes)
+    if conversion.dtype is not None:
+        whole, portable = portable, portable.rounded(conversion.dtype)
         loss, name = whole.distance(portable)
-        notes.append(f"in {str(wanted.dtype).removeprefix('torch.')} at most {loss:.3%} of a layer's change is lost ({name})")
+        notes.append(
+            f"in {str(conversion.dtype).removeprefix('torch.')} at most {loss:.3%} of a layer's change is lost ({name})"
+        )
     return write_as(opened, portable, out, to, weight, notes)
 
 
 def write_as(
     opened: OpenedAdapter, portable: Portable, out: Path, to: str, weight: WeightOf | None, notes: list[str]
 ) -> Converted:
-    """Write `portable`, made of what was opened, under the keys of the format. weight: of the base model, where it was
-    given. Raises UserError for what the format cannot hold, and where something with other bytes is at `out`."""
+    """Write `portable`, made from `opened`, with the format's keys. weight: of the base model, or None. Raises UserError for
+    what the format cannot hold, and if `out` exists with other bytes."""
     portable.check_finite()
     family, kind = opened.model.family, portable.kind
     if to == "diffusers" and not family.file_formats(kind.in_files, [to]):
@@ -90,19 +92,19 @@ def write_as(
         raise UserError(f"{opened.path} is a {kind.word}, which diffusers' loader of {family.name} does not take; {remedy}")
     notes += opened.read.account.lines()
     for form, count in opened.read.fused.items():
-        how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
-        notes.append(f"{count} modules of several layers were {form}: each layer gets {how}, which is exact")
+        share = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
+        notes.append(f"{count} modules of several layers were {form}: each layer gets {share}, which is exact")
     if to == "diffusers":
-        portable, apart = portable.parted(opened.model.family.adapters.peft)
-        if apart and not portable.layers:
-            alone = f"adapts {', '.join(apart)} alone, which diffusers does not load for this model"
+        portable, others = portable.parted(family.adapters.peft)
+        if others and not portable.layers:
+            alone = f"adapts {', '.join(others)} alone, which diffusers does not load for this model"
             raise UserError(f"{opened.path} {alone}; --to comfyui keeps it")
-        why = "as diffusers does not load them for this model; --to comfyui keeps them"
-        notes += [f"{len(left.layers)} layers of {component} were left out, {why}" for component, left in apart.items()]
+        reason = "as diffusers does not load them for this model; --to comfyui keeps them"
+        notes += [f"{len(part.layers)} layers of {component} were left out, {reason}" for component, part in others.items()]
         notes += export.not_loaded_by_diffusers(portable.layers)
     tensors = tensors_of(portable, opened.model, to, weight, notes)
     fields = _metadata(opened, portable, to)
-    if to in KOHYA and (phrase := sd_scripts.left_out_phrase(portable, opened.model.family.adapters.not_in_sd_scripts)):
+    if to in KOHYA and (phrase := sd_scripts.left_out_phrase(portable, family.adapters.not_in_sd_scripts)):
         fields[sd_scripts.ENTRY] = phrase
         notes.append(sd_scripts.sentence(phrase))
     with FileGroup(keep=True) as group:
@@ -124,14 +126,14 @@ def _without_left_out(portable: Portable, opened: OpenedAdapter, to: str, notes:
     return portable.with_layers({name: factors for name, factors in portable.layers.items() if name not in names})
 
 
-def _needed(weight: WeightOf | None, what: str) -> WeightOf:
+def _required(weight: WeightOf | None, purpose: str) -> WeightOf:
     if weight is None:
-        raise UserError(f"{what} takes the weights of the model that the adapter was trained over: give it with --base")
+        raise UserError(f"{purpose} takes the weights of the model that the adapter was trained over: give it with --base")
     return weight
 
 
 def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf | None, notes: list[str]) -> Tensors:
-    """The adapter's tensors under the keys of the format `to`."""
+    """The adapter's tensors by the keys of the format `to`."""
     components = list(dict.fromkeys(name.partition(".")[0] for name in portable.layers))
     if to == "diffusers":
         return export.diffusers_tensors(portable)
@@ -173,22 +175,22 @@ def adapted(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
     return torch.addmm(weight.double().flatten(1), b, a, alpha=factors.scaling)
 
 
-def told_anew(portable: Portable, meaning: DoraScale, weight: WeightOf | None, notes: list[str]) -> Portable:
-    """The same DoRA with magnitudes of the other meaning: times or by ||W|| / ||W + s B A||, row by row. Magnitudes of the
+def rescaled(portable: Portable, meaning: DoraScale, weight: WeightOf | None, notes: list[str]) -> Portable:
+    """The same DoRA with magnitudes of the other meaning: times or over ||W|| / ||W + s B A||, row by row. Magnitudes of the
     input axis stay: ComfyUI divides these by ||W + s B A||, as all others do."""
-    layers, ulps = dict(portable.layers), 0
+    layers, count = dict(portable.layers), 0
     for name, factors in portable.layers.items():
         if factors.magnitude is None or factors.axis == "input":
             continue
-        w = _needed(weight, f"to write magnitudes {DORA_SCALE_MEANING[meaning].partition(':')[0]}")(name)
+        w = _required(weight, f"to write magnitudes {DORA_SCALE_MEANING[meaning].partition(':')[0]}")(name)
         ratio = w.double().flatten(1).norm(dim=1) / adapted(w, factors).norm(dim=1).clamp_min(1e-300)
         m = factors.magnitude.make().double()
         changed = (m * ratio if meaning == "comfyui_released" else m / ratio.clamp_min(1e-300)).to(factors.magnitude.dtype)
         layers[name] = replace(factors, magnitude=recipe(changed))
-        ulps += 1
-    if ulps:
-        changed = f"were {portable.meaning!r} and are {meaning!r} now, rounded to their dtype"
-        notes.append(f"magnitudes of {ulps} layers {changed}")
+        count += 1
+    if count:
+        meanings = f"were {portable.meaning!r} and are {meaning!r} now, rounded to their dtype"
+        notes.append(f"magnitudes of {count} layers {meanings}")
     return replace(portable, layers=layers, meaning=meaning)
 
 
@@ -204,7 +206,7 @@ def gain(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Te
 
 
 def change_of(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Tensor:
-    """What an adapter adds to W: g (W + s B A) - W as a matrix [N, K], fp64, by the formula of its meaning and axis."""
+    """An adapter's change of W: g (W + s B A) - W, fp64 [N, K], by the formula of its meaning and axis."""
     v, w = adapted(weight, factors), weight.double().flatten(1)
     if factors.magnitude is None:
         return v - w
@@ -222,9 +224,9 @@ def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: 
             continue
         change = change_of(weight(name), factors, portable.meaning)
         a, b = nearest(change, rank or factors.rank)
-        layers[name] = made = with_factors(replace(factors, magnitude=None), a, b, 1.0)
-        loss.add(name, *relative_error(change, made.a.make(), made.b.make(), made.scaling))
-    notes.append(_in_place("each layer's rank" if rank is None else f"rank {rank}", "DoRA", loss))
+        layers[name] = lora = with_factors(replace(factors, magnitude=None), a, b, 1.0)
+        loss.add(name, *relative_error(change, lora.a.make(), lora.b.make(), lora.scaling))
+    notes.append(_approximation_note("each layer's rank" if rank is None else f"rank {rank}", "DoRA", loss))
     return replace(portable, layers=layers, meaning="magnitude")
 
 
@@ -237,30 +239,30 @@ def of_rank(portable: Portable, opened: OpenedAdapter, rank: int | None, notes: 
     layers, loss = dict(portable.layers), Residual()
     for name, factors in portable.layers.items():
         if factors.form is not None:
-            layers[name], left = shrunk(factors, rank)
+            layers[name], share = shrunk(factors, rank)
             norm = abs(factors.scaling) * factors.form.norm(factors.held())
-            loss.add(name, left * norm, norm)
-    notes.append(_in_place(f"rank {rank}", portable.kind.word, loss))
+            loss.add(name, share * norm, norm)
+    notes.append(_approximation_note(f"rank {rank}", portable.kind.word, loss))
     return replace(portable, layers=layers)
 
 
-def _in_place(rank: str, kind: str, loss: Residual) -> str:
+def _approximation_note(rank: str, kind: str, loss: Residual) -> str:
     name, most = loss.worst
-    lost = f"{loss.share:.2%} of the change of the weights is lost in all, {most:.2%} at most ({name})"
-    return f"a plain LoRA of {rank} in place of a {kind}: {lost}"
+    error = f"{loss.share:.2%} of the change of the weights is lost in all, {most:.2%} at most ({name})"
+    return f"a plain LoRA of {rank} in place of a {kind}: {error}"
 
 
 def _metadata(opened: OpenedAdapter, portable: Portable, to: str) -> dict[str, str]:
-    """The file's own, with what the new keys make of it; of a file that says nothing of its family, that."""
+    """The file's own entries, updated for the new keys; for a file without its family, the family's."""
     entries = {key: value for key, value in portable.metadata.items() if key not in METADATA_OF_KEYS}
     if len(opened.labels) == 1 or all(m == opened.labels[0] for m in opened.labels):
         entries = {key: value for key, value in opened.model.hints.items() if value} | entries
     fields = lora_config(portable.targets, portable.kind, rslora=portable.rslora)
     ranks, alphas = ({f"{getattr(target, key):g}" for target in portable.targets} for key in ("rank", "alpha"))
     numbers = {"ss_network_dim": f"{fields['r']:g}", "ss_network_alpha": f"{fields['lora_alpha']:g}"}
-    for key, known in (("ss_network_dim", ranks), ("ss_network_alpha", alphas)):
-        # The file's own number stays where a layer has it; else the most common one.
-        entries[key] = entries[key] if entries.get(key) in known else numbers[key]
+    for key, present in (("ss_network_dim", ranks), ("ss_network_alpha", alphas)):
+        # The file's own number stays if a layer has it; else the most common one.
+        entries[key] = entries[key] if entries.get(key) in present else numbers[key]
     before = network_args(portable.metadata)
     args = {k: v for k, v in before.items() if k not in export.DORA_ARGS}
     args |= {"algo": portable.kind.name if portable.kind.form else "lora", "rs_lora": str(portable.rslora)}

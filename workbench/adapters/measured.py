@@ -1,5 +1,5 @@
-"""The held-out losses of adapters, as a run measures and logs them: its model is loaded once, and takes one after the other.
-Nothing is trained and nothing written but caches of the model's own."""
+"""Measures the held-out losses of adapters, as a run logs them: the model is loaded once and takes one adapter after another.
+Nothing is trained; only the model's caches are written."""
 
 from __future__ import annotations
 
@@ -37,58 +37,58 @@ KINDS = ("held_out_loss", "trained_loss")
 
 
 def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases: Phases) -> tuple[Session, RunPlan]:
-    """(a session that measures, its plan): a run of the config whose adapter has room for each of these, and for their mean
-    of at most that rank. Reads photos and headers. Raises UserError where the config holds no photos out, for what its run
-    would refuse, and for an adapter that does not fit its model."""
+    """(a measuring session, its plan): a run of the config whose adapter has room for each of these, and for their mean of at
+    most `rank`. Reads photos and headers. Raises UserError if the config holds no photos out, if its run would be refused,
+    and for an adapter that does not fit its model."""
     if not config.data.held_out:
         raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
-    ranks = [max(factors.rank for factors in each.portable.layers.values()) for each in adapters]
+    ranks = [max(factors.rank for factors in adapter.portable.layers.values()) for adapter in adapters]
     rules = tuple(RuleTable(component=rule.component, match=rule.match) for rule in config.adapter.rules)
     table, rank = config.adapter, max(*ranks, min(rank, sum(ranks)))
-    kind = file_kind(magnitudes=any(each.portable.kind.magnitudes for each in adapters)).name
+    kind = file_kind(magnitudes=any(adapter.portable.kind.magnitudes for adapter in adapters)).name
     room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=table.targets, kernels=table.kernels, rules=rules)
     session = Session.open(measuring(with_values(config, {"run.deterministic": False})), only="measure")
     session.config, session.quiet = session.config.model_copy(update={"adapter": room}), True
     plan, source = session.plan(phases=phases, scanned=Memo(layouts=LAYOUTS)), session.source
-    for each in adapters:
-        if each.model.family is not source.family:
-            raise UserError(f"{each.path} is of {each.model.family.name}, the config's model of {source.family.name}")
-        check_fits(str(each.path), each.portable, plan)
+    for adapter in adapters:
+        if adapter.model.family is not source.family:
+            raise UserError(f"{adapter.path} is of {adapter.model.family.name}, the config's model of {source.family.name}")
+        check_fits(str(adapter.path), adapter.portable, plan)
     return session, plan
 
 
 class HeldOutLosses:
-    """The held-out losses of adapters in one model. session, plan: of `plan_losses`, for these adapters. Raises UserError
-    for an adapter that is known to be of another model."""
+    """The held-out losses of adapters in one model. session, plan: of `plan_losses`, for these adapters. Raises UserError for
+    an adapter whose digests are of another model."""
 
     def __init__(self, session: Session, plan: RunPlan, adapters: Sequence[Averaged], phases: Phases) -> None:
         peers = session.processes
         if peers.count > 1:
             raise UserError(f"{peers.count} processes were started; the losses are measured by one, without torchrun")
-        there = Memory.of(peers.device, plan.config)
-        plan = fitted(plan, there.kernels, there.size, base=there.base)
+        memory = Memory.of(peers.device, plan.config)
+        plan = fitted(plan, memory.kernels, memory.size, base=memory.base)
         plan = replace(plan, model=fetched(plan.model, peers, phases))
         components = session.components(plan.model, phases, attention=choose_attention(plan, peers.device, write))
         read = replace(plan, data=replace(plan.data, examples=()))
-        reader = encode(read, components, MemoryCache(), on_non_finite=_refuse)
+        reader = encode(read, components, MemoryCache(), on_non_finite=_raise_non_finite)
         modules = [(name, components.load(name)) for name in plan.model.in_steps]
-        if known := [(str(each.path), each.base) for each in adapters if each.base]:
+        if bases := [(str(adapter.path), adapter.base) for adapter in adapters if adapter.base]:
             digests = digests_in(quantization.record(modules, phases))
-            check_digests([(f"the config's {plan.config.model.path}", digests), *known])
+            check_digests([(f"the config's {plan.config.model.path}", digests), *bases])
         self._adapter, self._norms = build_adapter(plan.config, components, Pieces(None))
         self._without = {name: tensor.clone() for name, tensor in self._adapter.state_dict().items()}
         self._loss = HeldOutLoss.of(plan, components, reader, nullcontext)
 
     def of(self, portable: Portable | None) -> Fields:
-        """The fields of the log with this adapter; None: without one."""
-        self._adapter.load_state_dict(self._without)  # which changes nothing in any layer
+        """The log's fields with this adapter; None: without one."""
+        self._adapter.load_state_dict(self._without)  # an adapter that changes nothing
         if portable is not None:
             Start(portable=portable).apply(self._adapter, self._norms, lambda line: None)
         return self._loss.measure()
 
 
 def lines(losses: Sequence[tuple[str, Fields]]) -> list[str]:
-    """A table for people. losses: (whose, the fields of its log)."""
+    """The losses as a table. losses: (name, the log's fields)."""
     last = losses[-1][1]
     photos, near = last[COUNT], last[COPIES]
     text = f"{photos} held-out photos" + (f", {near} of them with a near duplicate that is trained on" if near else "")
@@ -100,5 +100,5 @@ def lines(losses: Sequence[tuple[str, Fields]]) -> list[str]:
     return [*filter(None, [too_few(photos)]), text, *table]
 
 
-def _refuse(what: str) -> None:
-    raise NonFiniteError(f"{what}: the encoding is not finite")
+def _raise_non_finite(example: str) -> None:
+    raise NonFiniteError(f"{example}: the encoding is not finite")

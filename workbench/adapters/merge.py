@@ -1,12 +1,12 @@
-"""Adapters merged into a model's own weights, which any program reads: exact for a DoRA where a file of it is not.
+"""Merges adapters into a model's weights, which any program reads: exact for a DoRA, unlike its adapter file.
 
-One tensor after another. Of adapters FILE:STRENGTH, in the order given:
+One tensor after another; the adapters FILE:STRENGTH in their order:
 
     LoRA    W <- W + strength s B A
     DoRA    W <- W + strength (g (W + s B A) - W),    g = m / ||W + s B A||, or m / ||W|| in a file for ComfyUI's releases
 
-So ComfyUI applies patches (comfy/weight_adapter/base.py, `weight_decompose`, with an eps in the norm), and so samples are
-drawn here at a strength. PEFT scales s instead. Sums are fp64; W is rounded once, when it is written.
+ComfyUI applies patches the same way (comfy/weight_adapter/base.py, `weight_decompose`, with an eps in the norm), and so do
+samples at a strength here; PEFT scales s instead. Sums are fp64; W is rounded once, when it is written.
 """
 
 import json
@@ -36,14 +36,13 @@ from workbench.adapters.whole_files import Placed, WholeFile, folder_files, sing
 
 SCALED = "fp8"
 BLOCK = 2**19  # numbers of W that are merged at once
-# Hashes of what a file was before.
-STALE = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+STALE = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")  # hashes of the file before the merge
 CONFIGS = (".json", ".txt", ".model")  # of a diffusers folder: configs, vocabularies
 
 
 @dataclass(frozen=True)
 class Applied:
-    """An adapter that is merged, and its strength."""
+    """An adapter to merge, and its strength."""
 
     opened: OpenedAdapter
     strength: float
@@ -51,7 +50,7 @@ class Applied:
 
 @dataclass
 class Merged:
-    """A model file with adapters in it. layers: that changed. loss: what rounding took away of the change."""
+    """A merged model. layers: those changed. loss: the rounding error of the change."""
 
     path: Path
     layers: set[str] = field(default_factory=set)
@@ -59,23 +58,23 @@ class Merged:
 
 
 def merged_rows(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(rows, these rows of the layer's W with the adapters in it, fp64 [rows, K]), until all rows were there: few at a time,
-    whose copies stay in the processor's caches; all at once where a magnitude belongs to the columns."""
-    held, changes = [], []
-    for each in adapters:
-        if (factors := each.opened.portable.layers.get(layer)) is not None:
-            meaning = each.opened.portable.meaning
+    """(rows, these rows of the merged W, fp64 [rows, K]) for all rows of a layer: few at a time, which stay in the
+    processor's caches; all at once if a magnitude belongs to the columns."""
+    parts, changes = [], []
+    for adapter in adapters:
+        if (factors := adapter.opened.portable.layers.get(layer)) is not None:
             if factors.form is not None:
-                changes.append(each.strength * factors.scaling * factors.form.product(factors.held()))
+                changes.append(adapter.strength * factors.scaling * factors.form.product(factors.held()))
                 continue
-            made = {kind: recipe(tensor.make().double()) for kind, tensor in factors.tensors().items()}
-            held.append((each.strength, meaning, replace(factors, a=made["A"], b=made["B"], magnitude=made.get("magnitude"))))
-    whole = any(factors.magnitude is not None and factors.axis == "input" for _, _, factors in held)
+            wide = {kind: recipe(tensor.make().double()) for kind, tensor in factors.tensors().items()}
+            factors = replace(factors, a=wide["A"], b=wide["B"], magnitude=wide.get("magnitude"))
+            parts.append((adapter.strength, adapter.opened.portable.meaning, factors))
+    whole = any(factors.magnitude is not None and factors.axis == "input" for _, _, factors in parts)
     step = len(weight) if whole else max(1, BLOCK // weight[0].numel())
     for start in range(0, len(weight), step):
         rows = slice(start, start + step)
         w = sum((change[rows] for change in changes), weight[rows].double())
-        for strength, meaning, factors in held:
+        for strength, meaning, factors in parts:
             part = rows_of(factors, rows)
             if part.magnitude is None:
                 a, b = part.a.make().flatten(1), part.b.make().flatten(1)
@@ -86,7 +85,7 @@ def merged_rows(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -
 
 
 def rows_of(factors: Factors, rows: slice) -> Factors:
-    """The adapter of these rows of W. A magnitude of the input axis stays, as it is of all of them."""
+    """The factors of these rows of W. A magnitude of the input axis stays: it belongs to all rows."""
     b, m = factors.b.make()[rows], factors.magnitude
     if m is not None and factors.axis == "output":
         m = recipe(m.make()[rows])
@@ -96,77 +95,80 @@ def rows_of(factors: Factors, rows: slice) -> Factors:
 def merge(
     model: NamedModel, adapters: Sequence[Applied], out: Path, *, dtype: str | None = None, phases: Phases = QUIET
 ) -> Merged:
-    """Write `out`: a single file where it ends in .safetensors, else a diffusers folder.
+    """Write `out`: a single file if it ends in .safetensors, else a diffusers folder.
 
-    dtype: "fp32", "bf16", "fp16", or "fp8" (ComfyUI's scaled float8, a single file); None: as the model's files have it.
-    The VAE keeps its own. Raises UserError for what cannot be written, NonFiniteError where a value would not be finite.
+    dtype: "fp32", "bf16", "fp16", or "fp8" (ComfyUI's scaled float8, a single file); None: that of the model's files. The
+    VAE keeps its own. Raises UserError for what cannot be written, NonFiniteError if a value would not be finite.
     """
     source, single = model.source, out.suffix == ".safetensors"
     assert source is not None
     refuse_taken(out)
     if not single and source.single_file is not None:
-        single_too = f"{model.label} is one file, and so is what is made of it"
-        raise UserError(f"OUT = {str(out)!r}: {single_too}; let OUT end in .safetensors")
+        reason = f"{model.label} is one file, and so is what is made of it"
+        raise UserError(f"OUT = {str(out)!r}: {reason}; let OUT end in .safetensors")
     if dtype == SCALED and not single:
-        raise UserError(
-            f"--dtype {SCALED} is ComfyUI's, which reads single files; let OUT = {str(out)!r} end in .safetensors"
-        )
-    for each in adapters:
-        each.opened.portable.check_finite()
-    remove_leftovers(leftovers_of(out))  # each the size of a model
-    work = _Work(model, adapters, dtype, Merged(out))
-    of = [(each.opened.path, each.strength) for each in adapters]
-    described = [{"file": path.name, "sha256": hash_file(path), "strength": strength} for path, strength in of]
-    origin = {"merged_adapters": json.dumps(described, sort_keys=True)}
+        reason = f"--dtype {SCALED} is ComfyUI's, which reads single files"
+        raise UserError(f"{reason}; let OUT = {str(out)!r} end in .safetensors")
+    for adapter in adapters:
+        adapter.opened.portable.check_finite()
+    remove_leftovers(leftovers_of(out))  # of interrupted merges, each the size of a model
+    merger = _Merger(model, adapters, dtype, Merged(out))
+    entries = [
+        {"file": adapter.opened.path.name, "sha256": hash_file(adapter.opened.path), "strength": adapter.strength}
+        for adapter in adapters
+    ]
+    origin = {"merged_adapters": json.dumps(entries, sort_keys=True)}
     files = {"": single_file(source)} if single else folder_files(source)
-    work.check_all_there(files.values())
-    made = {path: work.tensors(file) for path, file in files.items()}
-    total = sum(math.prod(t.shape) * t.dtype.itemsize for tensors in made.values() for t in tensors.values())
+    merger.check_complete(files.values())
+    content = {path: merger.tensors(file) for path, file in files.items()}
+    total = sum(math.prod(t.shape) * t.dtype.itemsize for tensors in content.values() for t in tensors.values())
     free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.is_dir())).free
     if total > free:
-        needed = f"needs {size_text(total)}, and its disk has {size_text(free)} free"
-        raise UserError(f"{out} {needed}; make room, or give another OUT")
+        sizes = f"needs {size_text(total)}, and its disk has {size_text(free)} free"
+        raise UserError(f"{out} {sizes}; make room, or give another OUT")
     with phases("writing the merged model", total, "B") as phase:
         if single:
             fields = {key: value for key, value in files[""].metadata.items() if key not in STALE}
-            write_tensors(out, made[""], fields | origin, phase.advance)
+            write_tensors(out, content[""], fields | origin, phase.advance)
         else:
             with appearing(out) as folder:
                 _copy_configs(source.root, folder)
-                for path, tensors in made.items():
+                for path, tensors in content.items():
                     write_tensors(folder / path, tensors, {**files[path].metadata, **origin}, phase.advance)
-    return work.merged
+    return merger.merged
 
 
-class _Work:
+class _Merger:
+    """Tensors of the merged files, made when they are written."""
+
     def __init__(self, model: NamedModel, adapters: Sequence[Applied], dtype: str | None, merged: Merged) -> None:
         assert model.source is not None
         self.family, self.weights = model.family, BaseWeights(model.source)
         self.adapters, self.dtype, self.merged = adapters, dtype, merged
-        self.touched = {layer for each in adapters for layer in each.opened.portable.layers}
+        self.touched = {layer for adapter in adapters for layer in adapter.opened.portable.layers}
 
-    def check_all_there(self, files: Iterable[WholeFile]) -> None:
-        there = {f"{p.component}.{part}" for file in files for p in file.tensors.values() for part in p.link.parts}
-        if absent := sorted(layer for layer in self.touched if f"{layer}.weight" not in there):
+    def check_complete(self, files: Iterable[WholeFile]) -> None:
+        present = {f"{p.component}.{part}" for file in files for p in file.tensors.values() for part in p.link.parts}
+        if absent := sorted(layer for layer in self.touched if f"{layer}.weight" not in present):
             lacks = f"would hold no {absent[0].partition('.')[0]}, as the model's file, and the adapters change it"
             remedy = "give the model as a diffusers folder"
             raise UserError(f"OUT = {str(self.merged.path)!r} {lacks}: {some(absent)}; {remedy}")
 
     def tensors(self, file: WholeFile) -> Tensors:
-        made: dict[str, torch.Tensor | Recipe] = dict(file.others)
+        tensors: dict[str, torch.Tensor | Recipe] = dict(file.others)
         for name, placed in file.tensors.items():
             is_linear = placed.component == self.family.denoiser and name.endswith(".weight") and len(placed.shape) == 2
             if is_linear and self.dtype == SCALED:
                 layer = name.removesuffix(".weight")
-                made[name] = Recipe(scaled_file.CODES, placed.shape, partial(self._codes, placed))
-                made[f"{layer}.scale_weight"] = Recipe(torch.float32, (), partial(self._scale, placed))
+                tensors[name] = Recipe(scaled_file.CODES, placed.shape, partial(self._codes, placed))
+                tensors[f"{layer}.scale_weight"] = Recipe(torch.float32, (), partial(self._scale, placed))
             else:
                 dtype = self._dtype(placed)
-                made[name] = Recipe(dtype, placed.shape, partial(self._rounded, placed, dtype))
+                tensors[name] = Recipe(dtype, placed.shape, partial(self._rounded, placed, dtype))
         if self.dtype == SCALED:
             prefix = self.family.component(self.family.denoiser).prefix_in(file.tensors) or ""
-            made[f"{prefix}scaled_fp8"] = scaled_file.marker()
-        return made
+            tensors[f"{prefix}scaled_fp8"] = scaled_file.marker()
+        return tensors
 
     def _dtype(self, placed: Placed) -> torch.dtype:
         if self.dtype is not None and placed.component != self.family.vae:
@@ -176,30 +178,30 @@ class _Work:
         return placed.dtype
 
     def _parts(self, placed: Placed) -> Iterator[tuple[str, torch.Tensor]]:
-        """(layer, tensor as the model has it, fp32) of the parts that the file holds in one."""
+        """(layer, or "" if not a weight; the model's tensor, fp32) of the parts of a file's tensor."""
         for part in placed.link.parts:
             layer = f"{placed.component}.{part.removesuffix('.weight')}" if part.endswith(".weight") else ""
             yield layer, self.weights.tensor(placed.component, part)
 
     def _rounded(self, placed: Placed, dtype: torch.dtype) -> torch.Tensor:
-        """As the file has it. What changes is made and rounded row by row."""
-        made = []
+        """The file's tensor, rounded to `dtype`. Changed layers are computed and rounded row by row."""
+        parts = []
         for layer, tensor in self._parts(placed):
             if layer not in self.touched:
-                made.append(tensor.to(dtype))
-                finite = is_finite(made[-1])
+                parts.append(tensor.to(dtype))
+                finite = is_finite(parts[-1])
             else:
-                made.append(torch.empty(tensor.shape, dtype=dtype))
-                stored, before = made[-1].view(len(tensor), -1), tensor.flatten(1)
+                parts.append(torch.empty(tensor.shape, dtype=dtype))
+                stored, before = parts[-1].view(len(tensor), -1), tensor.flatten(1)
                 for rows, exact in merged_rows(tensor, self.adapters, layer):
                     stored[rows] = exact
-                    self._note(layer, exact, before[rows], stored[rows].double())
-                finite = math.isfinite(self.merged.loss.lost)
+                    self._record(layer, exact, before[rows], stored[rows].double())
+                finite = math.isfinite(self.merged.loss.error)
             if not finite:
                 raise self._not_finite(placed, dtype)
-        return join_parts(placed.link, made)
+        return join_parts(placed.link, parts)
 
-    def _note(self, layer: str, exact: torch.Tensor, before: torch.Tensor, stored: torch.Tensor) -> None:
+    def _record(self, layer: str, exact: torch.Tensor, before: torch.Tensor, stored: torch.Tensor) -> None:
         self.merged.layers.add(layer)
         self.merged.loss.add(layer, float((stored - exact).norm()), float((exact - before).norm()))
 
@@ -208,7 +210,7 @@ class _Work:
         return NonFiniteError(f"{tensor} would not be finite as {dtype}; nothing was written. {remedy}")
 
     def _exact(self, placed: Placed) -> torch.Tensor:
-        """In the file's layout and not rounded: fp64 where it is merged, else fp32."""
+        """The file's tensor, not rounded: fp64 if merged, else fp32."""
         parts = []
         for layer, tensor in self._parts(placed):
             if layer in self.touched:
@@ -226,7 +228,7 @@ class _Work:
         if exact.dtype == torch.float64:
             layers, tensors = zip(*self._parts(placed), strict=True)
             before = join_parts(placed.link, [tensor.double() for tensor in tensors])
-            self._note(layers[0], exact, before, codes.double() * scale)
+            self._record(layers[0], exact, before, codes.double() * scale)
             self.merged.layers |= self.touched.intersection(layers)
         return codes
 

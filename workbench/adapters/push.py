@@ -1,5 +1,5 @@
-"""A folder of adapter files, README.md and pictures, sent to a repository of the Hugging Face hub (`scripts/adapter.py
-push`). Tokens are huggingface_hub's own business (HF_TOKEN, or what `hf auth login` left)."""
+"""Uploads a folder of adapter files, README.md and pictures to the Hugging Face hub (`scripts/adapter.py push`).
+huggingface_hub finds the token (HF_TOKEN, or of `hf auth login`)."""
 
 import sys
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Pushed:
-    """What became of a push. url: of the repository. commit: its new one, or the newest where it had all this already.
+    """The result of a push. url: of the repository. commit: the new one, or the newest if the files were there already.
     visibility: "private" or "public"."""
 
     url: str
@@ -28,7 +28,7 @@ class Pushed:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The files of a folder that are sent, by path in the repository. Raises UserError where no adapter file is there."""
+    """The files of a folder to send, by path in the repository. Raises UserError if there is no adapter file."""
     adapters = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob(f"*/{WEIGHTS}"))]
     if not adapters:
         raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")
@@ -38,13 +38,13 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def check(path: Path, models: list[NamedModel] | None, family: str | None, phases: Phases = QUIET) -> None:
-    """Raises UserError for a file that is no adapter (so that nothing else leaves this machine), or changes nothing, and
-    NonFiniteError for a number that is not finite. models, family: as `open_adapter` takes them."""
+    """Raises UserError for a file that is no adapter (so that nothing else leaves this machine) or changes nothing, and
+    NonFiniteError for a number that is not finite. models, family: of `open_adapter`."""
     try:
         layers = open_adapter(path, models, family=family).portable.layers
     except UserError as error:
-        why = "push sends adapter files, so each one in the folder has to be one"
-        raise UserError(f"{error}\nnothing was sent: {why}") from error
+        reason = "push sends adapter files, so each one in the folder has to be one"
+        raise UserError(f"{error}\nnothing was sent: {reason}") from error
     changes = False
     with phases(f"checking {path.name}", total=len(layers), unit="layer") as phase:
         for name, factors in layers.items():
@@ -67,9 +67,9 @@ def push(
     family: str | None = None,
     phases: Phases = QUIET,
 ) -> Pushed:
-    """Send the folder's files to the hub in one commit. The repository is made where there is none, private unless `public`.
-    replace_card: another README.md that is there may be lost. Raises UserError without it, where the hub does not take the
-    files, and what `check` raises, before anything is sent."""
+    """Send the folder's files to the hub in one commit. A missing repository is created, private unless `public`.
+    replace_card: another README.md there may be replaced; without it that raises UserError, as does a refusal by the hub.
+    Raises what `check` raises before anything is sent."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import disable_progress_bars
@@ -80,15 +80,15 @@ def push(
     for path in files.values():
         if path.suffix == ".safetensors":
             check(path, models, family, phases)
-    api, made = HfApi(), False
+    api, created = HfApi(), False
     try:
         missing = not api.repo_exists(repository)
         url = api.create_repo(repository, private=not public, exist_ok=True)
-        made = missing
-        if CARD in files and not replace_card and not made:
+        created = missing
+        if CARD in files and not replace_card and not created:
             _keep_card(api, url.repo_id, files[CARD])
         private = api.model_info(url.repo_id).private
-        done = api.create_commit(
+        commit = api.create_commit(
             url.repo_id,
             operations=[CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()],
             commit_message="Upload adapter files",
@@ -98,26 +98,26 @@ def push(
     except HFValidationError as error:
         raise UserError(f"--repo {repository!r} is no name of a repository, which is USER/NAME: {error}") from error
     except (OSError, ValueError, RuntimeError, transport_error()) as error:
-        # ValueError: of the card's header. RuntimeError: of a file, around what went wrong with it.
+        # ValueError: the card's header. RuntimeError: wraps the error of a file.
         cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
         if getattr(cause, "errno", None) is not None and getattr(cause, "response", None) is None:
             raise cause from None
-        left = f"\nthe repository {repository!r} was made, and is empty" if made else ""
-        raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}{left}") from error
-    return Pushed(str(url), done.oid, tuple(files), "private" if private else "public")
+        empty = f"\nthe repository {repository!r} was made, and is empty" if created else ""
+        raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}{empty}") from error
+    return Pushed(str(url), commit.oid, tuple(files), "private" if private else "public")
 
 
 def _keep_card(api: Any, repository: str, card: Path) -> None:
     data = card.read_bytes()
     blob = git_blob(len(data))
     blob.update(data)
-    if any(there.blob_id != blob.hexdigest() for there in api.get_paths_info(repository, [CARD])):
+    if any(info.blob_id != blob.hexdigest() for info in api.get_paths_info(repository, [CARD])):
         other = f"{repository!r} has another {CARD} than {card}, perhaps edited there; nothing was sent"
         raise UserError(f"{other}. --replace_card replaces it, and without {CARD} in the folder it stays")
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, for people, with the remedy where there is one."""
+    """The error's cause as text, with a remedy if there is one."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -1,4 +1,4 @@
-"""Adapters of another rank, and adapters out of models: what low rank loses is measured and said (adapters/ranks.py)."""
+"""Changes the rank of adapters, and extracts adapters from models, with the measured error of the low rank (ranks.py)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,18 +23,16 @@ DIFFUSERS = ("diffusers", "PEFT")  # conventions whose files `resize` writes as 
 
 def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | None = None) -> Converted:
     """Write the adapter with ranks of at most `rank`: each product B A becomes the nearest of that rank. Scales, a DoRA's
-    magnitudes and the format, diffusers' or kohya's, stay. weight: of the base model, where it was given."""
+    magnitudes and the format, diffusers' or kohya's, stay. weight: of the base model, or None."""
     check_rank(rank)
-    layers, lost = dict(opened.portable.layers), {}
+    layers, shares = dict(opened.portable.layers), {}
     for name, factors in layers.items():
         if factors.rank > rank:
-            layers[name], lost[name] = shrunk(factors, rank)
-    if not lost:
+            layers[name], shares[name] = shrunk(factors, rank)
+    if not shares:
         raise UserError(f"{opened.path}: no layer has a rank above {rank}; a higher rank would hold the same")
-    worst = max(lost, key=lambda name: lost[name])
-    notes = [
-        f"{len(lost)} of {len(layers)} layers have rank {rank} now; at most {lost[worst]:.2%} of s B A is lost ({worst})"
-    ]
+    worst, most = max(shares.items(), key=lambda item: item[1])
+    notes = [f"{len(shares)} of {len(layers)} layers have rank {rank} now; at most {most:.2%} of s B A is lost ({worst})"]
     if opened.portable.kind.magnitudes:
         notes.append("magnitudes stay as they were")
     native = all(convention.startswith(DIFFUSERS) for convention in opened.read.conventions)
@@ -44,8 +42,8 @@ def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | No
 def extract(
     tuned: NamedModel, base: NamedModel, out: Path, rank: int, *, to: str = "diffusers", phases: Phases = QUIET
 ) -> Converted:
-    """Write the LoRA of rank `rank` that is nearest to the difference of two models, layer by layer; fp32, alpha = rank. Two
-    weights are in memory at once, and the adapter. Layers that do not differ get none."""
+    """Write the LoRA of rank `rank` nearest to the difference of two models, layer by layer; fp32, alpha = rank. In memory:
+    two weights at once, and the adapter. Equal layers get no factors."""
     check_rank(rank)
     refuse_taken(out)
     assert tuned.source is not None and base.source is not None
@@ -53,15 +51,17 @@ def extract(
     shapes = base.full_layers(base.adaptable)
     odd = [name for name, shape in tuned.full_layers(base.adaptable).items() if shapes.get(name) != shape]
     if odd or shapes.keys() != tuned.full_layers(base.adaptable).keys():
-        where = odd[0] if odd else "the number of layers"
-        raise UserError(f"{tuned.label} and {base.label} are models of different shapes ({where}); there is no difference")
+        difference = odd[0] if odd else "the number of layers"
+        raise UserError(
+            f"{tuned.label} and {base.label} are models of different shapes ({difference}); there is no difference"
+        )
     layers: dict[str, Factors] = {}
     loss = Residual()
     with phases("comparing the models' layers", len(shapes), "layer") as phase:
         for name, shape in shapes.items():
             phase.advance(1)
             change = weights.weight(name).double().flatten(1)
-            change -= theirs.weight(name).flatten(1)  # one matrix of fp64, not three; exact all the same
+            change -= theirs.weight(name).flatten(1)  # one matrix of fp64, not three; exact, too
             if not bool(torch.isfinite(change).all()):
                 raise UserError(f"{name}: the difference of the two models is not finite")
             if not bool(change.any()):
@@ -71,18 +71,18 @@ def extract(
             loss.add(name, *relative_error(change, layers[name].a.make(), layers[name].b.make(), 1.0))
     if not layers:
         raise UserError(f"{tuned.label} and {base.label} have the same layers; there is nothing to extract")
-    (worst, most), norms = loss.worst, f"{loss.lost:.4g} of {loss.change:.4g}: the singular values' tail"
-    lost = f"of the difference the adapter leaves out {loss.share:.4%} in all ({norms}), {most:.2%} at most ({worst})"
-    notes = [f"{len(layers)} layers differ; {lost}"]
-    if beside := _others(weights, theirs, base.adaptable, shapes):
-        why = "left out, because a LoRA has no place for them"
-        notes.append(f"{why}: {len(beside)} other tensors differ: {shortlist(beside, 6)}")
+    (worst, most), norms = loss.worst, f"{loss.error:.4g} of {loss.change:.4g}: the singular values' tail"
+    missing = f"of the difference the adapter leaves out {loss.share:.4%} in all ({norms}), {most:.2%} at most ({worst})"
+    notes = [f"{len(layers)} layers differ; {missing}"]
+    if others := _others(weights, theirs, base.adaptable, shapes):
+        reason = "left out, because a LoRA has no place for them"
+        notes.append(f"{reason}: {len(others)} other tensors differ: {shortlist(others, 6)}")
     opened = OpenedAdapter(Path(tuned.label), base, (base.label,), ReadAdapter(Portable(layers)))
     return replace(write_as(opened, opened.portable, out, to, None, notes), loss=loss)
 
 
 def _others(weights: BaseWeights, theirs: BaseWeights, components: Sequence[str], layers: dict) -> list[str]:
-    """The parameters that differ and are no adaptable layer's weight: biases, norms, embeddings."""
+    """The differing parameters that are no adaptable layer's weight: biases, norms, embeddings."""
     names = []
     for component in components:
         for parameter in theirs.reads(component):
@@ -95,6 +95,6 @@ def _others(weights: BaseWeights, theirs: BaseWeights, components: Sequence[str]
 
 
 def check_rank(rank: int) -> None:
-    """Raises UserError for one below 1."""
+    """Raises UserError for a rank below 1."""
     if rank < 1:
         raise UserError(f"--rank {rank}: a rank is at least 1")

@@ -1,4 +1,4 @@
-"""What an adapter file is, for people: numbers of `scripts/adapter.py show`, as text and as a picture."""
+"""Describes an adapter file, as text and as a picture (`scripts/adapter.py show`)."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ OTHER_SIZE = "another size than the published ones; --base MODEL tells which lay
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What an adapter does to one layer. change: ||s B A||, of all elements. Where the base was given, weight: ||W||, and
-    of a DoRA drift: max |g - 1|, g being what W + s B A is multiplied by, row by row or column by column."""
+    """An adapter's effect on one layer. change: ||s B A||, of all elements. With the base, weight: ||W||, and for a DoRA
+    drift: max |g - 1|, where g multiplies the rows or columns of W + s B A."""
 
     name: str
     rank: int
@@ -35,7 +35,7 @@ class LayerReport:
 
 
 def layer_report(name: str, factors: Factors, meaning: DoraScale, weight: WeightOf | None = None) -> LayerReport:
-    """||s B A|| without making it: the trace of (B^T B)(A A^T), or its kind's. weight: of the base, where it was given."""
+    """The report of a layer; ||s B A|| as the trace of (B^T B)(A A^T), or by its kind. weight: of the base, or None."""
     tensors = {kind: tensor.make() for kind, tensor in factors.tensors().items()}
     finite = all(map(is_finite, tensors.values()))
     if factors.form is None:
@@ -53,7 +53,7 @@ def layer_report(name: str, factors: Factors, meaning: DoraScale, weight: Weight
 
 
 def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
-    """The report."""
+    """The report as text."""
     read, portable = opened.read, opened.portable
     dtypes = Counter(str(t.dtype).removeprefix("torch.") for f in portable.layers.values() for t in f.tensors().values())
     parameters = sum(torch.Size(t.shape).numel() for f in portable.layers.values() for t in f.tensors().values())
@@ -92,14 +92,14 @@ def _norms(layers: list[LayerReport]) -> list[str]:
     by_block: dict[str, list[LayerReport]] = {}
     for layer in layers:
         by_block.setdefault(block_of(layer.name), []).append(layer)
-    known = all(layer.weight is not None for layer in layers)
-    what = "||sBA|| / ||W||" if known else "||sBA||"
+    is_relative = all(layer.weight is not None for layer in layers)
+    measure = "||sBA|| / ||W||" if is_relative else "||sBA||"
     drifts = any(layer.drift is not None for layer in layers)
-    rows = [f"  {what} by block (largest layer){'; largest |g - 1| of the magnitudes' if drifts else ''}:"]
+    rows = [f"  {measure} by block (largest layer){'; largest |g - 1| of the magnitudes' if drifts else ''}:"]
     for block, norms in by_block.items():
         largest = max(norms, key=_size)
         drift = max((layer.drift for layer in norms if layer.drift is not None), default=None)
-        number = f"{_size(largest):.3%}" if known else f"{_size(largest):.4g}"
+        number = f"{_size(largest):.3%}" if is_relative else f"{_size(largest):.4g}"
         rows.append(f"    {block}: {number}" + (f"; {drift:.3%}" if drift is not None else ""))
     return rows
 
@@ -108,9 +108,9 @@ def _size(layer: LayerReport) -> float:
     return layer.change / max(layer.weight, 1e-30) if layer.weight is not None else layer.change
 
 
-def _counted(counts: Mapping[object, int], what: str) -> str:
+def _counted(counts: Mapping[object, int], noun: str) -> str:
     if len(counts) == 1:
-        return f"{next(iter(counts))} ({next(iter(counts.values()))} {what})"
+        return f"{next(iter(counts))} ({next(iter(counts.values()))} {noun})"
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return shortlist([f"{key} ({count})" for key, count in ordered], SHOWN)
 
@@ -125,13 +125,13 @@ def _listed(title: str, names: list[str]) -> list[str]:
 
 
 def plot(layers: list[LayerReport], title: str, path: Path) -> None:
-    """A PNG: of every layer, in the model's order, its change and rank; of a DoRA over a given base its drift, too."""
+    """Write a PNG with every layer's change and rank, in the model's order; for a DoRA with its base the drift, too."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    known = all(layer.weight is not None for layer in layers)
+    is_relative = all(layer.weight is not None for layer in layers)
     drifts = [layer.drift for layer in layers]
-    panels = [("||sBA|| / ||W||" if known else "||sBA||", [_size(layer) for layer in layers])]
+    panels = [("||sBA|| / ||W||" if is_relative else "||sBA||", [_size(layer) for layer in layers])]
     if all(drift is not None for drift in drifts):
         panels.append(("magnitude: max |g - 1|", drifts))
     panels.append(("rank", [layer.rank for layer in layers]))

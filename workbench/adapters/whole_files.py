@@ -1,5 +1,5 @@
-"""What the files of a whole model hold, tensor by tensor: to write a model again, with other values, in the layout that it
-has; a diffusers folder also as one file, under the names of the original layout, as ComfyUI's checkpoint loader takes it."""
+"""The tensors of a whole model's files, to write the model again with other values in its layout; a diffusers folder also as
+one file, under the names of the original layout, for ComfyUI's checkpoint loader."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ MARKERS = {"v_pred": ("prediction_type", "v_prediction"), "ztsnr": ("rescale_bet
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of a file: made of parameters of `component` as the link says. shape: in the file. dtype: in the model's
-    files; None where they hold it quantised."""
+    """A tensor of a file, made of parameters of `component` by the link. shape: in the file. dtype: in the model's files;
+    None if quantised there."""
 
     component: str
     link: Link
@@ -29,7 +29,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class WholeFile:
-    """A model file to write. tensors: by name in the file. others: what the model's file has beside weights, as it is."""
+    """A model file to write. tensors: by name in the file. others: the model file's other tensors, unchanged."""
 
     tensors: Mapping[str, Placed]
     others: Tensors
@@ -37,7 +37,7 @@ class WholeFile:
 
 
 def folder_files(source: ModelSource) -> dict[str, WholeFile]:
-    """The files of a diffusers folder, by path in it. Each component has one file, however many shards it is read from."""
+    """The files of a diffusers folder, by path in it: one file for each component, whatever shards it is read from."""
     files = {}
     for component in source.family.components:
         stem = "model" if component.library == "transformers" else "diffusion_pytorch_model"
@@ -47,7 +47,7 @@ def folder_files(source: ModelSource) -> dict[str, WholeFile]:
 
 
 def single_file(source: ModelSource) -> WholeFile:
-    """The file of a model in one file; all components of a diffusers folder in one."""
+    """A single-file model's file; for a diffusers folder one file of all components."""
     if source.single_file is None:
         return _all_in_one(source)
     tensors: dict[str, Placed] = {}
@@ -63,8 +63,11 @@ def single_file(source: ModelSource) -> WholeFile:
         claimed |= {weights.prefix + other for other in weights.recognised.other}
     file = source.single_file
     # Read when they are written: a training script's own averages may be as large as the model.
-    left = {name: entry for name, entry in file.entries.items() if name not in claimed}
-    others = {name: Recipe(entry.dtype, entry.shape, partial(file.read, name)) for name, entry in left.items()}
+    others = {
+        name: Recipe(entry.dtype, entry.shape, partial(file.read, name))
+        for name, entry in file.entries.items()
+        if name not in claimed
+    }
     return WholeFile(tensors, others, file.metadata)
 
 
@@ -81,8 +84,8 @@ def _all_in_one(source: ModelSource) -> WholeFile:
         if component.names is not None:
             links = component.names(source.config(component.name)).links
         else:
-            # CLIP's files in the original layout have the inner model's name, whatever the class is called now. T5's one
-            # embedding table has two names in the module.
+            # CLIP's files in the original layout use the inner model's name, whatever the class. T5's embedding table has two
+            # names in the module.
             inner = "text_model." if component.class_name == "CLIPTextModel" else ""
             twice = "encoder.embed_tokens.weight" if "shared.weight" in shapes else ""
             links = [Link(inner + name.removeprefix(inner), (name,)) for name in shapes if name != twice]
@@ -91,6 +94,6 @@ def _all_in_one(source: ModelSource) -> WholeFile:
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
             shape = original_shape([shapes[part] for part in link.parts], link.op)
             tensors[component.prefixes[0] + link.original] = Placed(component.name, link, shape, dtype)
-    # A folder says this in the scheduler's config, a file by tensors without values.
+    # A folder has this in the scheduler's config, a file as empty tensors.
     markers = {name: torch.zeros(0) for name, (key, value) in MARKERS.items() if source.scheduler.get(key) == value}
     return WholeFile(tensors, markers, {})

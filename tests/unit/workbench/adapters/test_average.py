@@ -70,7 +70,7 @@ def test_the_mean_of_loras_is_the_nearest_of_its_rank(tmp_path: Path, rank: int)
     assert found.rank == min(rank, 7) and found.scaling == 1
     assert (dense(found) - nearest).norm() <= 1e-6 * wanted.norm()
     assert made.loss.change == pytest.approx(float(wanted.norm()), rel=1e-10)
-    assert made.loss.lost == pytest.approx(float(s[rank:].norm()), rel=1e-6, abs=1e-6 * made.loss.change), (
+    assert made.loss.error == pytest.approx(float(s[rank:].norm()), rel=1e-6, abs=1e-6 * made.loss.change), (
         "what is told is what is lost"
     )
 
@@ -88,7 +88,7 @@ def test_the_mean_of_doras_is_that_of_their_weights(tmp_path: Path) -> None:
     found = written(tmp_path / "mean.safetensors")
     assert (dense(found, weight) - mean).norm() <= 1e-6 * (mean - weight).norm()
     loss = made.loss
-    assert loss.lost <= 1e-6 * loss.change and loss.change == pytest.approx(float((mean - weight).norm()), rel=1e-10)
+    assert loss.error <= 1e-6 * loss.change and loss.change == pytest.approx(float((mean - weight).norm()), rel=1e-10)
 
 
 def test_a_lower_rank_of_doras_keeps_the_magnitude_of_the_mean_and_is_the_nearest(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_lower_rank_of_doras_keeps_the_magnitude_of_the_mean_and_is_the_neares
     assert (dense(found) - wanted).norm() <= 1e-5 * wanted.norm()
     assert torch.allclose(found.magnitude.make().double(), gm[:, 0].sign() * mean.norm(dim=1), rtol=1e-6)
     left = float((dense(found, weight) - mean).norm())
-    assert made.loss.lost == pytest.approx(left, rel=1e-6), "what is told is what is lost"
+    assert made.loss.error == pytest.approx(left, rel=1e-6), "what is told is what is lost"
     assert left <= float(s[rank:].norm()), "to scale a row to its magnitude takes it no farther away"
 
 
