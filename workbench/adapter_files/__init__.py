@@ -1,1 +1,1 @@
-"""Adapter files of all kinds, opened: for whoever starts from them, shows, converts, merges, compares or draws them."""
+"""Opens adapter files of all kinds: to start from, show, convert, merge, compare or draw them."""

@@ -1,5 +1,4 @@
-"""Adapter files and checkpoints, opened: which model they are for, by their keys, and the internal form
-(adapters/portable.py)."""
+"""Opens adapter files and checkpoints: finds the model by their keys, and reads the internal form (adapters/portable.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,8 +43,8 @@ HINTS = ("modelspec.architecture", "ss_base_model_version")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model as far as the names and shapes of its layers go. label: of a published one, else where it lies.
-    config(component) -> its config.json. source: where its weights are read; None of a published one."""
+    """The names and shapes of a model's layers. label: a published model's name, else its path. config(component) -> its
+    config.json. source: of the weights; None for a published model."""
 
     family: Family
     label: str
@@ -55,11 +54,11 @@ class NamedModel:
     _tables: dict[tuple[str, ...], dict[str, Module]] = field(default_factory=dict, repr=False)
 
     def layers(self, name: str) -> dict[str, tuple[int, ...]]:
-        """The weight shapes of a component's adaptable layers, by their names there, in order."""
+        """The weight shapes of a component's adaptable layers, by name in the component, in order."""
         if name not in self._layers:
             component, config = self.family.component(name), self.config(name)
             if component.role == "denoiser" and component.names is not None:
-                # Faster than the module: its weights of two and four dimensions are the Linears and convolutions.
+                # Faster than building the module: weights of two and four dimensions are the Linears and convolutions.
                 shapes = component.names(config).shapes
                 layers = {key.removesuffix(".weight"): shape for key, shape in shapes.items() if len(shape) > 1}
             else:
@@ -68,20 +67,20 @@ class NamedModel:
         return self._layers[name]
 
     def full_layers(self, components: list[str]) -> dict[str, tuple[int, ...]]:
-        """The weights' shapes of the components' layers, by full name."""
+        """The weight shapes of the components' layers, by full name."""
         return {f"{c}.{layer}": shape for c in components for layer, shape in self.layers(c).items()}
 
     def modules(self, name: str) -> list[Link]:
-        """The modules of the component's original layout."""
+        """The modules in the component's original layout."""
         return splitting.fused_modules(self.family.module_links(name, self.config(name)))
 
     @property
     def adaptable(self) -> list[str]:
-        """The components that an adapter may be of."""
+        """The components that an adapter may change."""
         return [self.family.denoiser, *self.family.text_encoders]
 
     def named_in(self, stems: Mapping[str, object]) -> list[str]:
-        """The components that keys may be about: those whose prefixes stand before some."""
+        """The components that keys may be about: the denoiser, and those with the prefix of a key."""
         denoiser, styles = self.family.denoiser, self.family.adapter_keys
         return [
             name
@@ -91,22 +90,22 @@ class NamedModel:
         ]
 
     def table(self, components: list[str]) -> dict[str, Module]:
-        """Every key's stem that these components may have."""
-        if (known := tuple(components)) not in self._tables:
+        """The key table of these components."""
+        if (key := tuple(components)) not in self._tables:
             styles = [style for style in self.family.adapter_keys if style.component in components]
             layers, modules = ({c: of(c) for c in components} for of in (self.layers, self.modules))
-            self._tables[known] = key_table(styles, layers, modules)
-        return self._tables[known]
+            self._tables[key] = key_table(styles, layers, modules)
+        return self._tables[key]
 
     @cached_property
     def hints(self) -> dict[str, str]:
-        """What this program writes of it into adapter files."""
+        """The entries of adapter files' headers that name the model."""
         return self.family.adapters.metadata(dict(self.config(self.family.denoiser)), "")
 
 
 @cache
 def published(family: str) -> tuple[NamedModel, ...]:
-    """The published models of a family, by its name, whose configs are embedded."""
+    """A family's published models, whose configs are embedded."""
     named, nothing = family_named(family), Recognised({}, frozenset())
     labels = dict.fromkeys(named.files.hub_ids.values())
     sources = {label: ModelSource(named, root=PUBLISHED / label, recognise=lambda entries: nothing) for label in labels}
@@ -114,12 +113,12 @@ def published(family: str) -> tuple[NamedModel, ...]:
 
 
 def model_of(source: ModelSource, label: str) -> NamedModel:
-    """The model of a source. label: where it lies."""
+    """The model of a source. label: its path."""
     return NamedModel(source.family, label, source.config, source)
 
 
 def models_at(path: str, **keys: Any) -> list[NamedModel]:
-    """The model there, as every family that it may be of; UserError where it is of none. keys: `open_model`'s."""
+    """The model at `path`, once for each family that it may be of. keys: of `open_model`. Raises UserError for no family."""
     models, refusals = [], []
     for family in FAMILIES.values():
         try:
@@ -135,7 +134,7 @@ def models_at(path: str, **keys: Any) -> list[NamedModel]:
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """A file, read by the names of `model`. labels: of all models whose names and shapes it fits."""
+    """An adapter file, read by the names of `model`. labels: of all models whose names and shapes it fits."""
 
     path: Path
     model: NamedModel
@@ -144,7 +143,7 @@ class OpenedAdapter:
 
     @property
     def portable(self) -> Portable:
-        """The adapter, apart from its model."""
+        """The adapter in the internal form."""
         return self.read.portable
 
     @property
@@ -154,7 +153,7 @@ class OpenedAdapter:
 
 
 def looks_like_an_adapter(path: Path) -> bool:
-    """Whether a .safetensors file has the tensors of a LoRA's or DoRA's layers, and so no model's. Reads its header."""
+    """Whether a .safetensors file holds an adapter and no model. Reads its header."""
     if not is_safetensors(path) or not path.is_file():
         return False
     try:
@@ -166,10 +165,9 @@ def looks_like_an_adapter(path: Path) -> bool:
 def open_adapter(
     path: Path | str, models: list[NamedModel] | None = None, *, family: str | None = None, any_size: bool = False
 ) -> OpenedAdapter:
-    """An adapter file, read, with the model that it is for. path: of a file, or of a folder that PEFT saved. models: that it
-    may be for; None: the published ones, of all families or of `family`. any_size: a LoRA or DoRA of other rows and columns
-    is read by its own; it has no label then. Raises UserError where the file is of another kind, is for none of them, or may
-    be for several families."""
+    """Read an adapter file and find its model. path: a file, or a folder that PEFT saved. models: candidates; None: the
+    published ones, of all families or of `family`. any_size: a LoRA or DoRA of other weight shapes is read with its own
+    shapes, and has no label. Raises UserError if the file is of another kind, fits no model, or fits several families."""
     path = Path(path)
     if path.is_dir() and is_peft_folder(path):
         path /= WEIGHTS
@@ -186,15 +184,15 @@ def open_adapter(
     stems = stems_of(file)
     if models is None:
         families = [family_named(family).name] if family else FAMILIES
-        models = [model for each in families for model in published(each)]
+        models = [model for name in families for model in published(name)]
     elif family:
         models = [model for model in models if model.family.name == family]
     tables = {id(model): model.table(model.named_in(stems)) for model in models}
-    known = [model for model in models if tables[id(model)].keys() >= stems.keys()]
-    if not known:
-        raise _not_known(path, stems, models, tables)
+    matches = [model for model in models if tables[id(model)].keys() >= stems.keys()]
+    if not matches:
+        raise _no_match(path, stems, models, tables)
     hints = {key: file.metadata[key] for key in HINTS if key in file.metadata}
-    fitting = [model for model in known if all(model.hints.get(key, hint) == hint for key, hint in hints.items())] or known
+    fitting = [m for m in matches if all(m.hints.get(key, hint) == hint for key, hint in hints.items())] or matches
     shapes = {id(model): model.full_layers(model.named_in(stems)) for model in fitting}
     sizes = {at: _sizes_in(file, stems, tables[at], layers) for at, layers in shapes.items()}
     fitting = [model for model in fitting if sizes[id(model)].items() <= shapes[id(model)].items()] or fitting
@@ -206,13 +204,13 @@ def open_adapter(
     layers = shapes[id(model)] | (sizes[id(model)] if any_size else {})
     read = read_adapter(file, stems, tables[id(model)], layers, _advice(models))
     used = {name: layers[name] for name in read.portable.layers}
-    same = [m.label for m in fitting if used.items() <= shapes[id(m)].items()]
-    return OpenedAdapter(path, model, tuple(same), read)
+    labels = tuple(m.label for m in fitting if used.items() <= shapes[id(m)].items())
+    return OpenedAdapter(path, model, labels, read)
 
 
 def _sizes_in(file: TensorFile, stems: Mapping, table: Mapping[str, Module], shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """The layers' weights as A and B have them. A module of several layers is parted as in `shapes`, where its rows and
-    columns are those in one proportion; else each part has all of its rows, which nothing fits."""
+    """The layers' weight shapes by A and B. A fused module is split as in `shapes` if its rows and columns are in the same
+    proportion; else each part gets all rows, which fits no model."""
     sizes: dict[str, tuple[int, ...]] = {}
     for stem, keys in stems.items():
         a, b = (file.entries[keys[role]].shape if role in keys else () for role in "ab")
@@ -224,7 +222,7 @@ def _sizes_in(file: TensorFile, stems: Mapping, table: Mapping[str, Module], sha
     return sizes
 
 
-def _not_known(path: Path, stems: Mapping, models: list[NamedModel], tables: Mapping[int, Mapping]) -> UserError:
+def _no_match(path: Path, stems: Mapping, models: list[NamedModel], tables: Mapping[int, Mapping]) -> UserError:
     nearest = max(models, key=lambda model: len(stems.keys() & tables[id(model)].keys()))
     unknown = sorted(stems.keys() - tables[id(nearest)].keys())
     if len(unknown) == len(stems):
@@ -241,7 +239,7 @@ def _advice(models: Sequence[NamedModel]) -> str:
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """What a checkpoint knows of its adapter and of the files that its run makes of it."""
+    """A checkpoint's adapter, and the settings of the files that its run exports."""
 
     folder: Path
     about: About
@@ -256,7 +254,7 @@ class OpenedCheckpoint:
     _targets: list[Target] = field(repr=False)
 
     def portable(self, meaning: DoraScale) -> Portable:
-        """The adapter, apart from its model, with magnitudes of that meaning."""
+        """The adapter in the internal form, with magnitudes of that meaning."""
         return of_state(self._state, self._targets, self.norms, meaning, kind=self.kind, rslora=self.rslora)
 
     @property
@@ -266,22 +264,22 @@ class OpenedCheckpoint:
 
     @property
     def layers(self) -> list[str]:
-        """Those that are adapted, by full name."""
+        """The adapted layers, by full name."""
         return [f"{target.component}.{target.name}" for target in self._targets]
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats of the files that its norms suffice for: magnitudes may need the norms of the adapted weights."""
+        """The file formats that its norms suffice for: magnitudes may need the norms of the adapted weights."""
         adapted = [self.norms[layer] for layer in self.layers if layer in self.norms]
         of_weights = all(norms.adapted is not None for norms in adapted)
         by_definition = of_weights or all(norms.original is None for norms in adapted)
         enough: dict[DoraScale, bool] = {"comfyui_released": of_weights, "magnitude": by_definition}
         meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": self.dora_scale}
-        known = [format for format, meaning in meanings.items() if enough[meaning]]
-        return self.model.family.file_formats(self.kind.in_files, known)
+        possible = [format for format, meaning in meanings.items() if enough[meaning]]
+        return self.model.family.file_formats(self.kind.in_files, possible)
 
     def averaged(self) -> "OpenedCheckpoint | None":
-        """The checkpoint with the average that its run exports, not with its norms (`formats`); None where it keeps none."""
+        """The checkpoint with its average as the adapter, without adapted norms (`formats`); None if it has no average."""
         if "ema" not in (saved := Saved(self.folder, census=None)).pieces:
             return None
         average, decay = saved.state("ema"), saved.state("config")["ema"]["decay"]
@@ -289,18 +287,18 @@ class OpenedCheckpoint:
         if {k: t.shape for k, t in state.items()} != {k: t.shape for k, t in self._state.items()}:
             power = "one of ema.kind = 'power' is exported by commit 028b4cb"
             raise UserError(f"{self.folder}: its average is not of its adapter; {power}")
-        norms = {layer: replace(each, adapted=None) for layer, each in self.norms.items()}
+        norms = {layer: replace(norm, adapted=None) for layer, norm in self.norms.items()}
         return replace(self, _state=state, norms=norms, about=replace(self.about, average=ema.described(decay)))
 
     def sample(self, ending: str = "") -> Path | None:
-        """The first sample of this step at full strength, where the run's files have a thumbnail. ending: "", or AVERAGE."""
+        """The first sample of this step at full strength, if the run's files have a thumbnail. ending: "", or AVERAGE."""
         layout, step = Layout(self.folder.absolute().parent.parent), self.about.step
         is_here = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
         return first_sample(layout.samples_of(step), ending) if is_here and self.thumbnail else None
 
     def export(self, folder: Path, write: Write, stem: str = "", sample: Path | None = None) -> dict[str, Path]:
         """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
-        stem: of their names; left out: the run's name. sample: for the thumbnail."""
+        stem: of their names; "": the run's name. sample: for the thumbnail."""
         shapes = self.model.full_layers(self.components)
         files = export.AdapterFiles(
             folder=folder,
@@ -320,11 +318,11 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(folder: Path) -> OpenedCheckpoint:
-    """The checkpoint in `folder`. Raises UserError where it is not valid, or lacks what its files need."""
+    """Read the checkpoint in `folder`. Raises UserError if it is invalid, or lacks what its adapter files need."""
     if not folder.is_dir():
-        there = [folder_name(step) for step in store.steps(folder.parent)]
-        beside = f"; {folder.parent} has {', '.join(there)}" if there else ""
-        raise UserError(f"{folder} does not exist{beside}")
+        names = [folder_name(step) for step in store.steps(folder.parent)]
+        others = f"; {folder.parent} has {', '.join(names)}" if names else ""
+        raise UserError(f"{folder} does not exist{others}")
     if (reason := store.problem(folder)) is not None:
         raise UserError(f"{folder} is not a valid checkpoint: {reason}")
     saved = Saved(folder, census=None)
@@ -348,7 +346,7 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
             state |= weights_for_use(state, saved.state("optimizer"), list(groups.values()), optimizer["betas"][0])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}: what it says of its adapter files does not fit: {error!r:.500}") from error
-    exported = config["export"]
-    dtype = COMPUTE_DTYPES[exported.get("dtype", "fp32")]
-    asked = exported["dora_scale"], exported.get("thumbnail", False), dtype, read_norms(norms)
-    return OpenedCheckpoint(folder, about, model, *asked, kind, config["adapter"]["rslora"], state, targets)
+    export_table = config["export"]
+    dtype = COMPUTE_DTYPES[export_table.get("dtype", "fp32")]
+    settings = export_table["dora_scale"], export_table.get("thumbnail", False), dtype, read_norms(norms)
+    return OpenedCheckpoint(folder, about, model, *settings, kind, config["adapter"]["rslora"], state, targets)

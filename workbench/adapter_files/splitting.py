@@ -1,13 +1,13 @@
-"""One adapter of a fused module (Flux's qkv, linear1) as the adapters of its layers. Exact in every case.
+"""Splits the adapter of a fused module (Flux's qkv, linear1) into its layers' adapters. Exact in every case.
 
-The module's rows are its layers' rows, one layer after another. Two forms are told apart by the zeros of B [sum N, R]:
+The module's rows are its layers' rows, one layer after another. The zeros of B [sum N, R] distinguish two forms:
 
     block-diagonal   each column of B belongs to the rows of one layer: that layer gets these columns, and these rows of A.
-                     So this program and other converters put separate adapters into one; the ranks add up.
-    shared           any other B: each layer gets its rows of B, and all of A. Rank R each; so a fused layer is trained.
+                     This program and other converters join separate adapters so; the ranks add up.
+    shared           any other B: each layer gets its rows of B, and all of A. Rank R each; a trained fused layer is so.
 
-Layers of block-diagonal ones may have different ranks, or none at all. A column of zeros belongs to no rows: with as many
-columns for each layer as it would take to be even, they go there; else to the layer before.
+In the block-diagonal form layers may have different ranks, or rank 0. A column of zeros belongs to no rows: if equal ranks
+for all layers explain the other columns, it goes to its layer by that; else to the layer of the column before.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from trainer.adapters.portable import Factors, derived
 
 
 def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple[list[Factors | None], str]:
-    """(the adapter of each layer, None where it has none; which form it was: "block-diagonal", "shared" or ""). Reads B.
-    rows: of each layer. swap: the two halves of the module's rows are the layer's in the other order."""
+    """(each layer's factors, None if it has none; the form: "block-diagonal", "shared" or "" for one layer). Reads B. rows:
+    of each layer. swap: the two halves of the module's rows are in the other order in the layer."""
     if swap:
         factors = factors.swapped()
     if len(rows) == 1:
@@ -35,32 +35,32 @@ def split(factors: Factors, rows: Sequence[int], *, swap: bool = False) -> tuple
 
 
 def _part(factors: Factors, start: int, count: int, columns: Sequence[int]) -> Factors:
-    """columns: the layer's, which follow one another."""
+    """The layer's factors. columns: its columns of B, consecutive."""
     a, b, m = factors.a, factors.b, factors.magnitude
     if m is not None and factors.axis == "output":
         m = derived(m, (count,), lambda t: t[start : start + count])
     first, last, rank = columns[0], columns[-1] + 1, len(columns)
     b = derived(b, (count, rank, *b.shape[2:]), lambda t: t[start : start + count, first:last].contiguous())
-    # The very same recipe where all have one A, which tells a writer that they can be one again.
+    # The same recipe object if all layers share one A: a writer then knows that they can be fused again.
     a = a if rank == factors.rank else derived(a, (rank, *a.shape[1:]), lambda t: t[first:last])
-    # The scale stays. Of a power of two, alpha * rank / R / rank has no rounding; of others it may have one.
+    # The scale stays. alpha * rank / R / rank is exact for powers of two; otherwise it may round.
     return replace(factors, a=a, b=b, magnitude=m, alpha=factors.scaling * rank, rslora=False, matrices={})
 
 
 def _owners(b: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
-    """Of each column of B, the index of the layer whose rows it is in; None where B is not block-diagonal."""
+    """The layer's index for each column of B; None if B is not block-diagonal."""
     rank, flat = b.shape[1], b.flatten(1)
-    held = [(part != 0).any(0) if part.dtype.itemsize > 1 else (part.float() != 0).any(0) for part in flat.split(list(rows))]
-    inside = torch.stack(held)  # [layers, R]
-    counts = inside.sum(0)
+    used = [(part != 0).any(0) if part.dtype.itemsize > 1 else (part.float() != 0).any(0) for part in flat.split(list(rows))]
+    is_used = torch.stack(used)  # [layers, R]
+    counts = is_used.sum(0)
     if bool((counts > 1).any()):
         return None
-    owners = [int(inside[:, column].to(torch.uint8).argmax()) if counts[column] else -1 for column in range(rank)]
+    owners = [int(is_used[:, column].to(torch.uint8).argmax()) if counts[column] else -1 for column in range(rank)]
     if -1 in owners and rank % len(rows) == 0:
         even = [column * len(rows) // rank for column in range(rank)]
-        if all(owner in (-1, wanted) for owner, wanted in zip(owners, even, strict=True)):
+        if all(owner in (-1, expected) for owner, expected in zip(owners, even, strict=True)):
             return even
-    for column in range(rank):  # a column of zeros goes with the one before, the first ones with the one behind
+    for column in range(rank):  # a column of zeros goes with the one before; the first ones with the next
         if owners[column] == -1:
             owners[column] = owners[column - 1] if column else next((owner for owner in owners if owner >= 0), 0)
     return owners if owners == sorted(owners) else None

@@ -1,4 +1,4 @@
-"""adapter.init_from and adapter.under, read: another adapter, checked against the plan of the run that has it."""
+"""Reads adapter.init_from and adapter.under: another adapter, checked against the run's plan."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +20,8 @@ UNTRAINED = "their B is zero, so they change nothing, and this run does not adap
 
 
 def read_start(plan: RunPlan) -> tuple[Portable, Account]:
-    """(the adapter that adapter.init_from names, what was assumed of it, and left out). Reads headers and scales. Raises
-    UserError for what does not fit the plan."""
+    """(the adapter of adapter.init_from, the account of assumptions and parts left out). Reads headers and scales. Raises
+    UserError if it does not fit the plan."""
     path = plan.config.adapter.init_from
     assert path is not None
     place, key = Path(path), f"adapter.init_from = {path!r}"
@@ -41,8 +41,8 @@ def read_start(plan: RunPlan) -> tuple[Portable, Account]:
 
 
 def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
-    """The plan with what adapter.under names; the same where it names nothing. Reads the file's header, scales and digest.
-    Raises UserError for what does not fit."""
+    """The plan with the adapter of adapter.under, if any. Reads the file's header, scales and digest. Raises UserError if it
+    does not fit."""
     path = plan.config.adapter.under
     if path is None:
         return plan
@@ -51,10 +51,10 @@ def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
         raise UserError(f"{key} is no file; give an adapter file, which has to be there in every start")
     if kind_named(plan.config.adapter.type).magnitudes:
         others = " or ".join(repr(name) for name, kind in KINDS.items() if not kind.magnitudes)
-        both = f"{key} cannot be combined with adapter.type = {plan.config.adapter.type!r}"
-        why = "its magnitudes would be the lengths of W + U's rows"
+        conflict = f"{key} cannot be combined with adapter.type = {plan.config.adapter.type!r}"
+        reason = "its magnitudes would be the lengths of W + U's rows"
         alone = "over W alone, as its file is used, even untrained ones would change W"
-        raise UserError(f"{both}: {why}, and {alone}; take {others}")
+        raise UserError(f"{conflict}: {reason}, and {alone}; take {others}")
     try:
         opened = open_adapter(path, [model_of(plan.model.source, plan.config.model.path)])
     except UserError as error:
@@ -62,14 +62,14 @@ def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
     portable = opened.portable
     if portable.kind.name != "lora":
         raise UserError(f"{key} is a {portable.kind.word}; make a LoRA of it: python scripts/adapter.py convert --to lora")
-    if apart := [name for name in portable.layers if not name.startswith(f"{family.denoiser}.")]:
-        layers = f"layers of text encoders ({some(apart)}), and captions are encoded without it"
+    if encoders := [name for name in portable.layers if not name.startswith(f"{family.denoiser}.")]:
+        layers = f"layers of text encoders ({some(encoders)}), and captions are encoded without it"
         raise UserError(f"{key} has {layers}; take one of the {family.denoiser} alone")
     for name, factors in portable.layers.items():
         shape = plan.shapes.get((family.denoiser, name.partition(".")[2]))
         if shape is None or factors.weight_shape != tuple(shape):
-            there = "no such layer" if shape is None else f"{list(shape)}"
-            raise UserError(f"{key}: {name} is for a weight {list(factors.weight_shape)}, the model has {there}")
+            actual = "no such layer" if shape is None else f"{list(shape)}"
+            raise UserError(f"{key}: {name} is for a weight {list(factors.weight_shape)}, the model has {actual}")
     for line in opened.read.account.lines():
         say(line)
     say(f"below the adapter: {path}, {len(portable.layers)} layers, frozen; in steps alone: not in samples, nor in the files")
@@ -77,10 +77,10 @@ def with_below(plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
 
 
 def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable:
-    """The adapter without layers that this run does not adapt and that change nothing: they are entered in the account. Reads
-    B of the layers that are not adapted."""
+    """The adapter without the layers that this run does not adapt and that change nothing; the account lists them. Reads B of
+    the layers that are not adapted."""
     family, adapted = plan.model.family, {f"{target.component}.{target.name}" for target in plan.model.targets}
-    referenced = any(each.references for each in plan.config.data.sources)
+    referenced = any(source.references for source in plan.config.data.sources)
     configs = {name: plan.model.source.config(name) for name in family.text_encoders}
     unread = {name: family.adapters.no_gradient(name, config, referenced) for name, config in configs.items()}
     effective = {}
@@ -95,18 +95,18 @@ def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable
 
 
 def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
-    """Raises UserError where an adapter cannot be put into a run's. key: how the message names it."""
+    """Raises UserError if an adapter does not fit a run's. key: its name in the message."""
     kind, resize = kind_named(plan.config.adapter.type, vars(plan.config.adapter)), plan.config.adapter.init_resize
     targets = {f"{target.component}.{target.name}": target for target in plan.model.targets}
     if beyond := [name for name in portable.layers if name not in targets]:
-        lost = f"layers that this run does not adapt, and they would be lost: {some(beyond)}"
-        raise UserError(f"{key} has {lost}; take them with {' and '.join(_lines_for(beyond, portable, plan))}")
+        layers = f"layers that this run does not adapt, and they would be lost: {some(beyond)}"
+        raise UserError(f"{key} has {layers}; take them with {' and '.join(_lines_for(beyond, portable, plan))}")
     if not portable.layers:
         raise UserError(f"{key} has no layer that changes anything in this run; leave it out, or take another file")
     as_lora = "make a LoRA of it: python scripts/adapter.py convert --to lora"
     if (start_kind := portable.kind).name not in kind.starts_from:
-        taken = " or ".join(f"adapter.type = {each.name!r}" for each in KINDS.values() if start_kind.name in each.starts_from)
-        remedy = f"{taken}, or {as_lora}" if "lora" in kind.starts_from else taken
+        types = " or ".join(f"adapter.type = {each.name!r}" for each in KINDS.values() if start_kind.name in each.starts_from)
+        remedy = f"{types}, or {as_lora}" if "lora" in kind.starts_from else types
         raise UserError(f"{key} is a {start_kind.word} and adapter.type = {kind.name!r}; set {remedy}")
     for name, factors in portable.layers.items():
         target = targets[name]
@@ -115,10 +115,10 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
             sizes = f"{list(factors.weight_shape)}, the model's is {list(shape)}"
             raise UserError(f"{key}: {name} is for a weight {sizes}; it was trained over another model")
         if kind.form is not None:
-            wanted = kind.shapes(shape, target.rank)
-            if (held := {end: tensor.shape for end, tensor in factors.matrices.items()}) != wanted:
+            expected = kind.shapes(shape, target.rank)
+            if (shapes := {end: tensor.shape for end, tensor in factors.matrices.items()}) != expected:
                 keys = ", ".join(f"adapter.{option}" for option in ("rank", *kind.form.options))
-                raise UserError(f"{key}: {name} has {held}, this run's has {wanted}; set {keys} as it was made with")
+                raise UserError(f"{key}: {name} has {shapes}, this run's has {expected}; set {keys} as it was made with")
             continue
         if factors.axis == "input" and factors.magnitude is not None:
             axes = f"the magnitude of {name} is of the input axis, here it is of the output axis"
@@ -130,7 +130,7 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
 
 
 def _lines_for(beyond: list[str], portable: Portable, plan: RunPlan) -> list[str]:
-    """The lines of the config that adapt the layers `beyond`, by full name, beside the others of the file."""
+    """The config's lines that also adapt the layers `beyond`, by full name."""
     names, family = dict.fromkeys(name.partition(".")[0] for name in beyond), plan.model.family
     layers = [target.name for target in portable.targets if target.component == family.denoiser]
     fit = {

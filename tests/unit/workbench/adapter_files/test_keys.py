@@ -17,7 +17,7 @@ from trainer.adapters.portable import Factors, Portable, recipe
 from trainer.base.tensorfile import Recipe, write_tensors
 from trainer.base.types import KeyStyle
 from trainer.models.building import build
-from workbench.adapter_files.keys import key_table, taken_apart
+from workbench.adapter_files.keys import key_table, parsed
 from workbench.adapter_files.opening import NamedModel, open_adapter, published
 from workbench.adapters.convert import FORMATS, tensors_of
 
@@ -120,7 +120,7 @@ def test_kohyas_names_of_the_text_encoders_are_sd_scripts(label: str) -> None:
     of = model(label)
     encoders = [name for name in of.adaptable if name != of.family.denoiser]
     adapter = whole_adapter(of, encoders)
-    stems, ours = taken_apart(tensors_of(adapter, of, "kohya", None, []), "ours"), encoder_stems(label)
+    stems, ours = parsed(tensors_of(adapter, of, "kohya", None, []), "ours"), encoder_stems(label)
     assert stems.keys() - ours.keys() <= {"lora_te2_text_projection"} and ours.keys() <= stems.keys()
     assert sorted(ours.values()) == sorted(name for name in adapter.layers if not name.endswith("text_projection"))
     state = made(tensors_of(adapter, of, "kohya", None, []))
@@ -169,7 +169,7 @@ def test_kohyas_flux_names_are_those_that_diffusers_converts() -> None:
     converted = theirs._convert_kohya_flux_lora_to_diffusers(made(tensors_of(adapter, of, "kohya", None, [])))
     # Outside of the blocks it leaves out its own prefix.
     converted = {name if name.startswith("transformer.") else f"transformer.{name}": t for name, t in converted.items()}
-    split = taken_apart(converted, "theirs")
+    split = parsed(converted, "theirs")
     assert split.keys() == adapter.layers.keys()
     for name, factors in adapter.layers.items():
         a, b = (converted[split[name][role]] for role in "ab")
@@ -189,9 +189,9 @@ def test_kohyas_sdxl_names_are_those_that_diffusers_converts(to: str) -> None:
     converted, alphas = theirs._convert_non_diffusers_lora_to_diffusers(state)
     peft = convert_unet_state_dict_to_peft(converted)
     assert len(alphas) == len(adapter.layers)
-    found = taken_apart(peft, "theirs")
+    found = parsed(peft, "theirs")
     assert found.keys() == adapter.layers.keys()
     for name, factors in adapter.layers.items():
         assert torch.equal(peft[found[name]["a"]], factors.a.make()) and torch.equal(peft[found[name]["b"]], factors.b.make())
     # As diffusers wrote them before PEFT, they are read as well.
-    assert taken_apart(converted, "theirs").keys() == adapter.layers.keys()
+    assert parsed(converted, "theirs").keys() == adapter.layers.keys()
