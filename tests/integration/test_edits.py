@@ -147,7 +147,7 @@ def test_a_run_goes_on_in_the_same_bytes_and_its_report_shows_what_the_model_was
     monkeypatch.chdir(layout.adapters)
     exec(code.replace(model_card.PLACEHOLDER, str(bench.models / "flux2")).replace('"cuda"', '"cpu"'), {})
     assert Image.open("drawn.png").size == (64, 64)
-    said = compare(Runs([layout.root, bench.tmp / "parts"]).seen()[0], {})
+    said = compare(Runs([layout.root, bench.tmp / "parts"]).runs()[0], {})
     assert said.count("shown to the model</figcaption>") == 2, "once for both runs"
 
 

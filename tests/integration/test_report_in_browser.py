@@ -320,7 +320,7 @@ def test_short_names_and_states_of_a_comparison_are_not_broken(tmp_path: Path, t
     for name in ("ink", "my_photos"):
         write_run(tmp_path / name, lr=1e-3, losses=[0.9, 0.9], colour="blue")
     page = tmp_path / "compared.html"
-    page.write_text(compare(*Runs([tmp_path]).seen()))
+    page.write_text(compare(*Runs([tmp_path]).runs()))
     for width in (1200, 400):
         tab.look(width, "light")
         tab.open(page)
@@ -337,7 +337,7 @@ def test_no_column_of_a_comparison_is_cut_at_1200_px(tmp_path: Path, shots: Path
         layout.config.write_text(layout.config.read_text().replace("max_steps = 4", f"max_steps = 4\nseed = {seed}"))
     write_run(tmp_path / "another-rate", lr=1e-3, losses=[0.9, 0.9, 123.456], colour="blue")
     page = tmp_path / "compared.html"
-    page.write_text(compare(*Runs([tmp_path]).seen()))
+    page.write_text(compare(*Runs([tmp_path]).runs()))
     tab.look(1200, "light")
     tab.open(page)
     tab.keep(shots / "compared.png")

@@ -1,1 +1,1 @@
-"""Pictures from a checkpoint or an adapter file: `scripts/sample.py`."""
+"""Draws images with a checkpoint or adapter files: `scripts/sample.py`."""

@@ -1,7 +1,8 @@
-"""Images of a model with adapter files, drawn as a run draws its samples. Several LoRAs are one LoRA of their ranks' sum;
-what else there is (a DoRA beside others, magnitudes of the input axis) is drawn with the merged model."""
+"""Draws images of a model with adapter files, as a run draws its samples. Several LoRAs become one LoRA with the sum of
+their ranks; other cases (a DoRA beside others, magnitudes of the input axis) need the merged model."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,9 +38,8 @@ from workbench.summary import prompts
 
 
 @dataclass(frozen=True)
-class AskedSample(SampleRequest):
-    """A sample that was asked for on the command line. model, adapters: what an image is drawn with, in the words of the
-    command; for the PNG's text "request"."""
+class CommandSample(SampleRequest):
+    """A sample of the command line. model, adapters: as the command names them, for the PNG's text "request"."""
 
     model: str = ""
     adapters: tuple[str, ...] = ()
@@ -47,8 +47,8 @@ class AskedSample(SampleRequest):
 
 @dataclass(frozen=True)
 class Drawing:
-    """What to draw: every prompt with every seed, with each title's adapters, at every strength. None: as the config's
-    samples."""
+    """The images to draw: every prompt with every seed, with each title's adapters, at every strength. None: the value of the
+    config's samples."""
 
     prompts: Sequence[str]
     negative: str = ""
@@ -61,14 +61,14 @@ class Drawing:
     references: Sequence[str] = ()
     cfg: float | None = None
 
-    def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[AskedSample]:
-        """The samples to draw with these adapters, by prompt, then seed, then strength."""
+    def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[CommandSample]:
+        """The samples with these adapters, by prompt, then seed, then strength."""
         side = config.validation.resolution or max(resolutions(config.data.resolution))
         steps = self.steps or config.validation.steps
         pictures = {"references": tuple(self.references), "images": references(self.references, "--references")}
         with_ = tuple(path.name if strength == 1 else f"{path.name}:{strength:g}" for path, strength in adapters)
         return [
-            AskedSample(
+            CommandSample(
                 visible(prompt), visible(self.negative), self.width or side, self.height or side, seed, steps, self.guidance,
                 strength,
                 **pictures, cfg=self.cfg, model=config.model.path, adapters=with_,
@@ -88,46 +88,48 @@ def draw(
 ) -> list[Path]:
     """Write NN.png for every image to the new folder `out`, with its settings, and the contact sheet; returns the files.
 
-    config: of the model and its storage; its data and training are not read. adapters: (file, strength) of those that are
-    drawn with together, by a title; under several titles, adapters of one form. Raises UserError for what cannot be drawn.
+    config: of the model and its storage; its data and training are not read. adapters: by title, (file, strength) of the
+    adapters that are applied together; all titles need adapters of one form. Raises UserError for what cannot be drawn.
     """
     refuse_taken(out, place="folder with --out")
     session = Session.open(config, only="measure")
     config, source = session.config, session.source
     _refuse_unread(drawing, source)
-    requests = [asked for files in adapters.values() for asked in drawing.requests(config, files)]
+    requests = [request for files in adapters.values() for request in drawing.requests(config, files)]
     check_sizes(requests, source.family.images.size_multiple)
     model = model_of(source, config.model.path)
     read = [[(open_adapter(path, [model]), strength) for path, strength in files] for files in adapters.values()]
-    by_files = dict(zip(dict.fromkeys(asked.adapters for asked in requests), map(as_one, read), strict=True))
+    by_files = dict(zip(dict.fromkeys(request.adapters for request in requests), map(as_one, read), strict=True))
     first, (portable, _) = next(iter(by_files.items()))
     for names, (other, _) in by_files.items():
         if names != first and (portable is None or other is None or other.targets != portable.targets):
             raise UserError(f"{names[0]} adapts other layers, or by another rank, than {first[0]}; draw with each by itself")
     config = _as_read(config, portable)
     plan, peers = _plan(config, source, portable), session.processes
-    lines = dict.fromkeys(line for files in read for each, _ in files for line in each.read.account.lines())
+    lines = dict.fromkeys(line for files in read for opened, _ in files for line in opened.read.account.lines())
     for line in (*lines, *(f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative)))):
         peers.say(line)
     plan = fetched(plan, peers, phases)
     components = session.components(plan, phases)
-    texts = conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
+    texts = conditionings(components, [text for request in requests for text in (request.prompt, request.negative)])
     loaded = _loaded(config, components, portable)
-    inside = [first]  # what the layers hold
+    applied = first  # the adapters in the layers
 
-    def sample(asked: AskedSample):
-        if loaded is None:
-            return plan.family.images.draw(components.model, asked, texts(asked.prompt), texts(asked.negative))
-        adapter, norms = loaded
-        portable, strength = by_files[asked.adapters]
-        if asked.adapters != inside[0]:
-            inside[0] = asked.adapters
-            Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
-        with adapter.at_strength(asked.strength * strength):
-            return plan.family.images.draw(components.model, asked, texts(asked.prompt), texts(asked.negative))
+    def sample(request: CommandSample):
+        nonlocal applied
+        strength: AbstractContextManager[object] = nullcontext()
+        if loaded is not None:
+            adapter, norms = loaded
+            portable, factor = by_files[request.adapters]
+            if request.adapters != applied:
+                applied = request.adapters
+                Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
+            strength = adapter.at_strength(request.strength * factor)
+        with strength:
+            return plan.family.images.draw(components.model, request, texts(request.prompt), texts(request.negative))
 
     with (
-        phases("drawing", sum(asked.steps for asked in requests), "evaluation") as phase,
+        phases("drawing", sum(request.steps for request in requests), "evaluation") as phase,
         phase.between_modules(),
         components.load(plan.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
     ):
@@ -140,10 +142,10 @@ def _refuse_unread(drawing: Drawing, source: ModelSource) -> None:
     reads, name = set(source.family.reads) - unread_by_model(source).keys(), source.family.name
     if drawing.negative and "validation.samples.*.negative" not in reads:
         raise UserError(f"--negative {drawing.negative!r}: {name} has no negative prompt; leave it out")
-    beside = "validation.samples.*.cfg" in reads
-    if drawing.cfg is not None and not (beside and drawing.cfg > 1):
+    takes_cfg = "validation.samples.*.cfg" in reads
+    if drawing.cfg is not None and not (takes_cfg and drawing.cfg > 1):
         raise UserError(f"--cfg {drawing.cfg:g}: it is above 1, of a Flux whose distillation was undone; leave it out")
-    if drawing.negative and beside and drawing.cfg is None:
+    if drawing.negative and takes_cfg and drawing.cfg is None:
         raise UserError(f"--negative {drawing.negative!r} has no effect on {name} without --cfg; leave it out, or give both")
     if drawing.references and "validation.samples.*.references" not in reads:
         names = " ".join(drawing.references)
@@ -152,13 +154,13 @@ def _refuse_unread(drawing: Drawing, source: ModelSource) -> None:
 
 
 def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
-    """(the adapters as one, or None; its strength). opened: (adapter, strength). Raises UserError where they are not one."""
+    """(the adapters as one, or None; its strength). opened: (adapter, strength). Raises UserError if they cannot be one."""
     for each, _ in opened:
         for name, factors in each.portable.layers.items():
             if factors.magnitude is not None and (len(opened) > 1 or factors.axis == "input"):
-                what = "a DoRA beside others" if len(opened) > 1 else f"a DoRA of the input axis ({name})"
+                kind = "a DoRA beside others" if len(opened) > 1 else f"a DoRA of the input axis ({name})"
                 remedy = "merge it into the model (python scripts/adapter.py merge), and draw with that"
-                raise UserError(f"{each.path}: {what} is not drawn from its file; {remedy}")
+                raise UserError(f"{each.path}: {kind} is not drawn from its file; {remedy}")
     if len(opened) == 1 and not opened[0][0].portable.kind.form:
         return opened[0][0].portable, opened[0][1]
     if not opened:
@@ -171,7 +173,7 @@ def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | No
 
 
 def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
-    """One LoRA that adds what all do, each at its strength: of scale 1, with the scales in B."""
+    """One LoRA that is the sum of all, each at its strength: of scale 1, with the scales in B."""
     first, rank = parts[0][0], sum(factors.rank for factors, _ in parts)
 
     def a(_: torch.Tensor) -> torch.Tensor:
@@ -212,7 +214,7 @@ def _plan(config: Config, source: ModelSource, portable: Portable | None) -> Mod
 
 
 def _loaded(config: Config, components: Components, portable: Portable | None) -> tuple[Adapter, Norms] | None:
-    """What draws, in memory, with the adapter in its layers; None where there is none."""
+    """Load the modules, with the adapter in their layers; returns (adapter, norms), or None without an adapter."""
     plan, family = components.plan, components.family
     for name in (*plan.in_steps, family.vae):
         components.load(name)
@@ -231,11 +233,11 @@ def _sheet(folder: Path, drawing: Drawing, titles: Sequence[str], files: Sequenc
     """The contact sheet: a column for every strength, a row for every prompt and seed, and in it for every title."""
     from PIL import Image
 
-    columns, asked = len(drawing.strengths), [f"(seed {seed})" for _ in drawing.prompts for seed in drawing.seeds]
+    columns, seeds = len(drawing.strengths), [f"(seed {seed})" for _ in drawing.prompts for seed in drawing.seeds]
     rows = []
-    for place, seed in enumerate(asked):
+    for place, seed in enumerate(seeds):
         for count, title in enumerate(titles):
-            start = (count * len(asked) + place) * columns
+            start = (count * len(seeds) + place) * columns
             pictures = [Image.open(path) for path in files[start : start + columns]]
             text = f"{pictures[0].info['prompt']} {seed}"
             rows.append((f"{title}: {text}" if title else text, [scaled(picture) for picture in pictures]))

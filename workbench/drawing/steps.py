@@ -1,4 +1,4 @@
-"""The adapters of a run's steps, drawn side by side: is step 300 better than step 200?"""
+"""Finds the adapters of a run's steps, to compare their images: is step 300 better than step 200?"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,26 +12,28 @@ from workbench.pages.rendering import embedded, render
 
 
 def step_files(layout: Layout, name: str, steps: Sequence[str]) -> dict[str, Path]:
-    """The adapter files of the run `name` by a title. steps: their numbers, or "all"; none: the end's alone. Raises UserError
-    for a step without a file."""
-    files, wanted = layout.adapter_files(name), {int(step) for step in steps if step.isdecimal()}
-    there = ", ".join(str(step) for step in files if step is not None) or "none"
+    """The adapter files of the run `name`, by title. steps: numbers, or "all"; empty: the end's alone. Raises UserError for a
+    step without a file."""
+    files, numbers = layout.adapter_files(name), {int(step) for step in steps if step.isdecimal()}
+    available = ", ".join(str(step) for step in files if step is not None) or "none"
     if odd := [step for step in steps if not step.isdecimal() and step != "all"]:
-        raise UserError(f"--steps {odd[0]}: give all, or numbers of steps; {layout.adapters} has the files of {there}")
-    if missing := wanted - {step for step in files if step is not None}:
+        raise UserError(f"--steps {odd[0]}: give all, or numbers of steps; {layout.adapters} has the files of {available}")
+    if missing := numbers - {step for step in files if step is not None}:
         remedy = "export.every_steps or export.every_epochs writes some in a new run"
-        raise UserError(f"--steps {min(missing)}: {layout.adapters} has no file of it, only of {there}; {remedy}")
-    asked = {step: path for step, path in files.items() if "all" in steps or step in wanted or (step is None and not steps)}
-    if not asked:
+        raise UserError(f"--steps {min(missing)}: {layout.adapters} has no file of it, only of {available}; {remedy}")
+    selected = {
+        step: path for step, path in files.items() if "all" in steps or step in numbers or (step is None and not steps)
+    }
+    if not selected:
         raise UserError(f"{layout.adapters} has no adapter file of {name}; train first, or give FILE")
-    return {"the end" if step is None else f"step {step:,}": path for step, path in asked.items()}
+    return {"the end" if step is None else f"step {step:,}": path for step, path in selected.items()}
 
 
 def prompts_of(config: Config, layout: Layout) -> tuple[str, ...]:
     """The prompts of a run's samples, from its config, else from the newest samples."""
-    asked = config.validation
-    if asked.prompts != "captions" and (asked.prompts or asked.samples):
-        return tuple(dict.fromkeys((*asked.prompts, *(sample.prompt for sample in asked.samples))))
+    table = config.validation
+    if table.prompts != "captions" and (table.prompts or table.samples):
+        return tuple(dict.fromkeys((*table.prompts, *(sample.prompt for sample in table.samples))))
     steps = [step for path in layout.samples.glob("*") if (step := step_of(path.name)) is not None]
     files = pngs(layout.samples_of(max(steps))) if steps else ()
     return tuple(dict.fromkeys(str(asked_of(file)["prompt"]) for file in files))

@@ -1,4 +1,4 @@
-"""The mirror of a run: asked before the first weight, copied to meanwhile, waited for at the end."""
+"""The mirror of a run: checked before the first weight, copied to during the run, awaited at the end."""
 
 import math
 import secrets
@@ -27,21 +27,20 @@ NAMED = 20  # names in one line
 
 @dataclass(frozen=True)
 class Mirroring:
-    """The copying of a run to its mirror. wait: seconds. copier: of the main process; the others wait for it at the end."""
+    """The copying of a run to its mirror. wait: seconds. copier: in the main process; the others wait for it at the end."""
 
     wait: float
     context: RunContext
     copier: Copier | None
 
     def offer(self, step: int) -> None:
-        """A checkpoint is whole, and may be copied."""
+        """Queue a complete checkpoint."""
         if self.copier is not None:
             self.copier.offer(step)
 
     @contextmanager
     def running(self, signals: Signals, step: int) -> Iterator[None]:
-        """A block in which checkpoints are copied, and at whose end all processes wait until the rest is. step: its
-        beginning."""
+        """A context in which checkpoints are copied; at its end all processes wait for the copies. step: the run's first."""
         if self.copier is not None:
             self.copier.start(step)
         try:
@@ -53,41 +52,41 @@ class Mirroring:
             raise
         self._finish(signals, None)
 
-    def _finish(self, signals: Signals, ended: BaseException | None) -> None:
-        """ended: the exception that ended the run, or None. After a signal, only a second one cuts the wait short."""
+    def _finish(self, signals: Signals, failure: BaseException | None) -> None:
+        """Wait for the copies. failure: the exception that ended the run. After a signal, only a second one ends the wait."""
         copier, context, processes, wait = self.copier, self.context, self.context.processes, self.wait
         stopped: Interrupted | PeerStopped | None = None
         if copier is not None:
             signals.promise = "leaving the mirror as it is"
-            check = signals.check if isinstance(ended, PeerStopped) else processes.check
-            patient = signals.last_work(wait) if isinstance(ended, Interrupted) else nullcontext()
+            check = signals.check if isinstance(failure, PeerStopped) else processes.check
+            patient = signals.last_work(wait) if isinstance(failure, Interrupted) else nullcontext()
             try:
                 with patient, context.phases("copying to the mirror", obey=False, keep=False) as phase:
                     missing = copier.finish(wait, lambda: (phase.check(), check()))
             except (Interrupted, PeerStopped) as error:
                 missing, stopped = copier.missing(), error
             if missing:
-                why = f" ({copier.troubles.last})" if copier.troubles.last else ""
-                how_long = "" if stopped else f" after {duration(wait)} (checkpoint.mirror_wait)"
-                lacks = f"lacks {shortlist(missing, NAMED)}{how_long}{why}; all of it is whole in {context.layout.root}"
+                cause = f" ({copier.troubles.last})" if copier.troubles.last else ""
+                limit = "" if stopped else f" after {duration(wait)} (checkpoint.mirror_wait)"
+                lacks = f"lacks {shortlist(missing, NAMED)}{limit}{cause}; all of it is whole in {context.layout.root}"
                 remedy = "start again with --resume_from auto, and it is copied"
                 processes.say(f"warning: {copier.mirror.url} {lacks}: {remedy}")
-            elif copier.taken:
+            elif copier.is_claimed:
                 since = f"what this run made since it was claimed is in {context.layout.root} alone"
                 processes.say(f"warning: {copier.mirror.url} is another start's: {since}")
             elif copier.newest is not None:
                 processes.say(f"mirror {copier.mirror.url}: all is copied, up to {folder_name(copier.newest)}")
-        if not isinstance(ended or stopped, PeerStopped):
+        if not isinstance(failure or stopped, PeerStopped):
             processes.wait()
-        if ended is None and isinstance(stopped, Interrupted):
+        if failure is None and isinstance(stopped, Interrupted):
             raise Interrupted(stopped.signum, "while files were copied to the mirror; the last step is saved")
-        if ended is None and stopped is not None:
+        if failure is None and stopped is not None:
             raise stopped
 
 
 def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> Mirroring:
-    """What copies the run's files to checkpoint.mirror. A newer checkpoint that is there is fetched first, where the newest
-    is to be gone on from. Raises UserError where it cannot be written, or holds something else than this run."""
+    """Open checkpoint.mirror, and fetch a newer checkpoint from it if the run resumes from the newest. Raises UserError if
+    the mirror cannot be written, or holds anything but this run."""
     url, name, wait = config.checkpoint.mirror, config.run.name, config.checkpoint.mirror_wait
     assert url is not None
     processes, phases, layout = context.processes, context.phases, context.layout
@@ -105,41 +104,41 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
             if theirs is not None:
                 _refuse_others(config, theirs, run_id, layout, holds=bool(steps), newest=resume_from in NEWEST)
             ask(mirror.try_out, "trying to write")
-            # Every start has a mark of its run_id: one run on two machines is two starts, too.
+            # Each start has its own mark: one run on two machines is two starts.
             owner = {
                 "run": name,
                 "id": run_id or (theirs["id"] if theirs and steps else secrets.token_hex(8)),
                 "start": secrets.token_hex(8),
             }
             if not steps and theirs != {"run": name, "id": run_id}:
-                ask(lambda: mirror.claim(owner), "claiming it")  # else once the run begins: this start may be refused yet
+                ask(lambda: mirror.claim(owner), "claiming it")  # else when the run begins: this start may still be refused
         if resume_from in NEWEST and steps:
             files.make_folder(layout.root, "run.output_dir")
             with files.locked(layout.lock):
                 if run_id is None:
                     files.write_atomic(layout.mirror, [files.json_bytes({"id": owner["id"]})])
                 _fetch(mirror, [step for step in steps if step <= back], ask, context, name)
-    copier = Copier(mirror, layout, owner=owner, there=steps, keep_last=config.checkpoint.keep_last, say=processes.say)
+    copier = Copier(mirror, layout, owner=owner, steps=steps, keep_last=config.checkpoint.keep_last, say=processes.say)
     return Mirroring(wait, context, copier)
 
 
 def _refuse_others(
     config: Config, theirs: dict[str, str], run_id: str | None, layout: Layout, *, holds: bool, newest: bool
 ) -> None:
-    """holds: whether there are checkpoints in the mirror. newest: whether they may be gone on from."""
+    """Raises UserError unless the mirror is this run's. holds: it has checkpoints. newest: the run resumes the newest."""
     key, name = key_of(str(config.checkpoint.mirror)), config.run.name
     here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
     if theirs["run"] != name or run_id not in (None, theirs["id"]) or (run_id is None and here):
-        gone = "" if holds else f", or delete {RUN} there if that run is gone"
+        remedy = "" if holds else f", or delete {RUN} there if that run is gone"
         other = f"another run ({theirs['run']!r}, of another run.output_dir)"
-        raise UserError(f"{key} holds {other}; give another prefix{gone}")
+        raise UserError(f"{key} holds {other}; give another prefix{remedy}")
     if holds and not here and not newest:
         remedy = "add --resume_from auto to go on, or give another prefix"
         raise UserError(f"{key} already holds checkpoints of {name!r}; {remedy}")
 
 
 def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, name: str) -> None:
-    """Take the newest valid checkpoint of the mirror in, where it is newer than all that are here."""
+    """Fetch the newest valid checkpoint of the mirror if it is newer than all local ones."""
     layout, say, phases = context.layout, context.processes.say, context.phases
     root = layout.checkpoints
     here, _ = store.newest_valid(root, phases)
@@ -148,18 +147,18 @@ def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, na
     newest = -1 if here is None else numbers[here]
     for step in reversed([step for step in steps if step > newest]):
         with phases(f"fetching {folder_name(step)} from the mirror"):
-            wrong = _fetch_one(mirror, step, ask, context, name)
-        if wrong is None:
+            problem = _fetch_one(mirror, step, ask, context, name)
+        if problem is None:
             say(f"{folder_name(step)} came from {mirror.url}")
             return
-        say(f"warning: {folder_name(step)} in {mirror.url} is not valid: {wrong}")
+        say(f"warning: {folder_name(step)} in {mirror.url} is not valid: {problem}")
     if newest < 0:
-        none = f"no valid checkpoint ({len(steps)} are damaged, or set aside here), and there is none in {root}"
-        raise UserError(f"{mirror.key} holds {none}; restore one, or give another prefix to start again")
+        missing = f"no valid checkpoint ({len(steps)} are damaged, or set aside here), and there is none in {root}"
+        raise UserError(f"{mirror.key} holds {missing}; restore one, or give another prefix to start again")
 
 
 def _fetch_one(mirror: Mirror, step: int, ask: Asker, context: RunContext, name: str) -> str | None:
-    """Take a checkpoint in, with the log and the results up to it. Returns why it is not valid, or None."""
+    """Fetch a checkpoint, with the log and the results up to it. Returns the reason if it is invalid, else None."""
     layout = context.layout
 
     def fill(folder: Path) -> None:
@@ -172,10 +171,10 @@ def _fetch_one(mirror: Mirror, step: int, ask: Asker, context: RunContext, name:
         log, digest = folder / layout.metrics.name, Saved(folder, census=None).values("progress").get("log")
         metrics.cut(log, step)
         if digest and not metrics.has_digest(log, digest):
-            why = f"not the log that the run wrote: it is not taken, and lines up to step {step} are missing here"
-            context.processes.say(f"warning: {log.name} of {folder_name(step)} in {mirror.url} is {why}")
+            problem = f"not the log that the run wrote: it is not taken, and lines up to step {step} are missing here"
+            context.processes.say(f"warning: {log.name} of {folder_name(step)} in {mirror.url} is {problem}")
         elif log.exists():
             files.write_atomic(layout.metrics, [log.read_bytes()])
-        log.unlink(missing_ok=True)  # nothing that a checkpoint needs, so its manifest does not tell of it
+        log.unlink(missing_ok=True)  # not part of a checkpoint, so not in its manifest
 
     return adopt(layout.checkpoints, step, fill, keep)

@@ -1,4 +1,4 @@
-"""A small server for one person on this machine: the pages of runs, and their comparison. It reads files and writes none."""
+"""A local web server for the pages of runs and their comparison. It reads files and writes none."""
 
 from __future__ import annotations
 
@@ -28,67 +28,67 @@ from workbench.pages.rendering import policy
 from workbench.pages.thumbnails import Thumbnails
 
 LOOPBACK = "127.0.0.1"
-# By which names a browser may call this machine. A page from elsewhere whose name is made to lead here has another one.
+# Allowed Host headers. A foreign page whose domain is rebound to this address (DNS rebinding) has another one.
 NAMES = {LOOPBACK, "localhost"}
-# What is served of a run's folder, by the end of its name.
+# Content types of the files that are served from a run's folder, by suffix.
 KINDS = {".html": "text/html; charset=utf-8", ".png": "image/png", ".safetensors": "application/octet-stream"}
 KINDS |= dict.fromkeys((".jsonl", ".toml", ".md"), "text/plain; charset=utf-8")
-# A request has to be told within these seconds, and each piece of an answer to be taken.
-ASK_SECONDS, TAKE_SECONDS = 10.0, 30.0
-# A run's folder may come from anybody. What lies in it is shown as a page without an origin, which can read no other page of
-# this server; the only script that runs there is the report's own. An adapter file is a download.
+# Timeouts: to send a request as a whole, and to accept each piece of an answer.
+REQUEST_SECONDS, ANSWER_SECONDS = 10.0, 30.0
+# A run's folder may come from anybody. Its files are shown without an origin, so that they can read no other page of this
+# server; only the report's own script runs there. An adapter file is a download.
 SANDBOX = "; sandbox allow-scripts allow-downloads"
 
 
 class Runs:
-    """The runs in some folders, or one folder below them. What was read of each is kept, and read on."""
+    """The runs in some folders, or one folder below them. Content that was read is cached, and only extended."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         for folder in folders:
             if not folder.is_dir():
                 raise UserError(f"{printable(folder)} is no folder; give a run's output_dir, or a folder of such folders")
         self.folders = [folder.resolve() for folder in folders]
-        self._read: dict[Path, tuple[History, Thumbnails]] = {}
-        self._seen: dict[Path, Seen] = {}
+        self._readers: dict[Path, tuple[History, Thumbnails]] = {}
+        self._runs: dict[Path, Seen] = {}
         self._key: object = None
         self._page = b""
         self._lock = threading.Lock()
 
-    def found(self) -> dict[str, Layout]:
-        """The runs below the folders by a name that is unique: the folder's, or that of a link to it. Each once."""
+    def layouts(self) -> dict[str, Layout]:
+        """The runs in or below the folders, each once, by a unique name: the folder's, or that of a link to it."""
         roots: dict[Path, str] = {}
         for folder in self.folders:
-            below = [folder] if _is_run(folder) else [child for child in sorted(folder.iterdir()) if child.is_dir()]
-            for root in filter(_is_run, below):
+            candidates = [folder] if _is_run(folder) else [child for child in sorted(folder.iterdir()) if child.is_dir()]
+            for root in filter(_is_run, candidates):
                 roots.setdefault(root.resolve(), root.name)
         named: dict[str, Layout] = {}
         for root, name in roots.items():
             names = (name, *(f"{name}-{again}" for again in range(2, len(roots) + 1)))
-            named[next(each for each in names if each not in named)] = Layout(root)
+            named[next(name for name in names if name not in named)] = Layout(root)
         return named
 
     def page(self) -> bytes:
-        """The page of all runs, which stays the same one until a run has changed, or is silent for too long."""
+        """The page of all runs; cached until a run has changed, or is silent for too long."""
         with self._lock:
-            now, (runs, unread) = time.time(), self.seen()
-            key = runs, unread, [run.state(now) for run in runs]
+            timestamp, (runs, unread) = time.time(), self.runs()
+            key = runs, unread, [run.state(timestamp) for run in runs]
             if key != self._key:
-                self._key, self._page = key, compare(runs, unread, now).encode(errors="replace")
+                self._key, self._page = key, compare(runs, unread, timestamp).encode(errors="replace")
             return self._page
 
-    def seen(self) -> tuple[list[Seen], dict[str, str]]:
-        """The runs, and of those whose files could not be read the reason, by name."""
+    def runs(self) -> tuple[list[Seen], dict[str, str]]:
+        """(the runs, the reasons of those that could not be read, by name)."""
         runs, unread = [], {}
-        for name, layout in self.found().items():
+        for name, layout in self.layouts().items():
             root = layout.root
             try:
-                run = seen(name, layout, *self._read.setdefault(root, (History(layout.metrics), Thumbnails())))
+                run = seen(name, layout, *self._readers.setdefault(root, (History(layout.metrics), Thumbnails())))
             except OSError as error:
                 unread[name] = f"{error.strerror}: {error.filename}"
                 continue
-            if self._seen.get(root) != run:  # one that is as it was has kept what was made of it
-                self._seen[root] = run
-            runs.append(self._seen[root])
+            if self._runs.get(root) != run:  # an unchanged one keeps its cached properties
+                self._runs[root] = run
+            runs.append(self._runs[root])
         return runs, unread
 
 
@@ -105,47 +105,47 @@ def _is_run(folder: Path) -> bool:
 
 
 class Until(io.RawIOBase):
-    """What a client sends within `seconds` of now, however slowly it does. Raises TimeoutError after that."""
+    """A reader of a socket with one deadline, `seconds` from now, for all reads. Raises TimeoutError after that."""
 
     def __init__(self, line: socket.socket, seconds: float) -> None:
         self._line, self._end = line, time.monotonic() + seconds
 
     def readable(self) -> bool:
-        """True, as Python's io asks."""
+        """True, as Python's io requires."""
         return True
 
     def readinto(self, buffer) -> int:
-        """Read into `buffer` what has come; returns how many bytes. Raises TimeoutError when the time is over."""
-        left = self._end - time.monotonic()
-        if left <= 0:
+        """Read available bytes into `buffer`; returns their number. Raises TimeoutError after the deadline."""
+        remaining = self._end - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
-        self._line.settimeout(left)
+        self._line.settimeout(remaining)
         return self._line.recv_into(buffer)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET and HEAD: / is the comparison, or of one run its page; /NAME/... a file of the run NAME."""
+    """GET and HEAD: / is the comparison, or the page of a single run; /NAME/... a file of the run NAME."""
 
     runs: Runs
     rfile: io.BufferedIOBase = io.BytesIO()  # until `setup`
 
     def setup(self) -> None:
-        """Read from the line within ASK_SECONDS, whoever asks."""
+        """Limit the time to read a request to REQUEST_SECONDS."""
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(Until(self.connection, ASK_SECONDS))
+        self.rfile = io.BufferedReader(Until(self.connection, REQUEST_SECONDS))
 
     def parse_request(self) -> bool:
-        """Whether a request was read; from here on the answer may take TAKE_SECONDS."""
+        """Whether a request was read; the timeout is ANSWER_SECONDS from here on."""
         parsed = super().parse_request()
-        self.connection.settimeout(TAKE_SECONDS)
+        self.connection.settimeout(ANSWER_SECONDS)
         return parsed
 
     def do_GET(self) -> None:
         """Answer with a page, or with a file of a run."""
         if _host(self.headers.get("Host", "")) not in NAMES:
             return self._text(HTTPStatus.FORBIDDEN, f"This server answers to http://{LOOPBACK} and http://localhost alone.")
-        named = self.runs.found()
+        named = self.runs.layouts()
         name, _, rest = unquote(urlsplit(self.path).path).lstrip("/").partition("/")
         if not name:
             if len(named) == 1:
@@ -159,15 +159,15 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _file(self, layout: Layout, asked: PurePosixPath) -> None:
-        path = Path(os.path.realpath(layout.root / asked))  # Path.resolve raises for a link that leads to itself
-        if not path.is_relative_to(layout.root) or path.suffix not in KINDS or any(p.startswith(".") for p in asked.parts):
+    def _file(self, layout: Layout, name: PurePosixPath) -> None:
+        path = Path(os.path.realpath(layout.root / name))  # Path.resolve raises for a link that leads to itself
+        if not path.is_relative_to(layout.root) or path.suffix not in KINDS or any(p.startswith(".") for p in name.parts):
             return self._text(HTTPStatus.NOT_FOUND, "There is no such file.")
         try:
             file = open_regular(path)
-        except OSError:  # there is none, it is none that ends, or no file can have such a name
-            gone = "The report is not written yet." if path == layout.report else "There is no such file."
-            return self._text(HTTPStatus.NOT_FOUND, gone)
+        except OSError:  # no file, no regular file, or an impossible name
+            message = "The report is not written yet." if path == layout.report else "There is no such file."
+            return self._text(HTTPStatus.NOT_FOUND, message)
         with file:
             self._answer(HTTPStatus.OK, KINDS[path.suffix], file, os.fstat(file.fileno()).st_size, SANDBOX)
 
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'{sandbox}")
         self.end_headers()
-        if self.command != "HEAD":  # in pieces: a slow line may take long for all of it
+        if self.command != "HEAD":  # in pieces: the timeout holds for each, and a slow line may take long for all
             shutil.copyfileobj(body, self.wfile)
 
     def log_message(self, format: str, *arguments: object) -> None:
@@ -204,7 +204,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """Bind as TCP does: HTTP asks for the host's name, and a machine without a name server waits seconds for it."""
+        """Bind without HTTPServer's look-up of the host's name, which takes seconds without a name server."""
         TCPServer.server_bind(self)
 
     def __init__(self, runs: Runs, port: int) -> None:
@@ -223,15 +223,15 @@ class Server(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that goes away in mid-answer is no error."""
+        """A browser that disconnects during an answer is no error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 def serve(folders: Sequence[Path], port: int) -> None:
-    """Serve the runs below the folders until Ctrl-C. Raises UserError for what is no folder, or a port that is not free."""
+    """Serve the runs below the folders until Ctrl-C. Raises UserError if one is no folder, or the port is not free."""
     runs = Runs(folders)
     with Server(runs, port) as server:
-        names = ", ".join(map(printable, runs.found())) or "none yet"
+        names = ", ".join(map(printable, runs.layouts())) or "none yet"
         write(f"{server.address}  (runs: {names}; Ctrl-C ends)")
         server.serve_forever()

@@ -34,7 +34,7 @@ class NoCredentialsError(Exception): ...
 def short_pauses(monkeypatch) -> None:
     monkeypatch.setattr(copier, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(copier, "LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(copier, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(copier, "POLL_SECONDS", 0.005)
 
 
 class Bench:
@@ -232,7 +232,7 @@ def test_going_back_is_noted_until_the_mirror_has_obeyed(bench: Bench) -> None:
         bench.fs.mirror().put(saved(later, step), step, b"")
 
     def start(step: int) -> Copier:
-        made = Copier(bench.fs.mirror(), bench.layout, owner=OWNER, there=[2, 3, 5], keep_last=3, say=bench.said.append)
+        made = Copier(bench.fs.mirror(), bench.layout, owner=OWNER, steps=[2, 3, 5], keep_last=3, say=bench.said.append)
         made.start(step)
         return made
 
@@ -268,12 +268,12 @@ def test_a_trouble_is_said_once_a_minute_with_growing_pauses(monkeypatch) -> Non
     troubles = Troubles(URL, said.append, lambda: now[0])
     pauses = []
     while now[0] < 600:
-        pauses.append(troubles.met(OSError("down"), "step 1 is copied then"))
+        pauses.append(troubles.pause_after(OSError("down"), "step 1 is copied then"))
         now[0] += pauses[-1]
     assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60] and 9 <= len(said) <= 11
-    troubles.over()
-    troubles.over()
-    assert said[-1] == f"checkpoint.mirror = '{URL}' answers again" and troubles.met(OSError("down"), "") == 1.0
+    troubles.end()
+    troubles.end()
+    assert said[-1] == f"checkpoint.mirror = '{URL}' answers again" and troubles.pause_after(OSError("down"), "") == 1.0
     assert said[-1].startswith("warning: "), "a new trouble is said at once"
 
 
@@ -305,7 +305,7 @@ def test_no_key_is_told(monkeypatch) -> None:
 def test_a_full_place_is_named_with_what_helps_and_tried_again(error: Exception, full: bool) -> None:
     """It may have room a while later, so the run goes on to try."""
     said: list[str] = []
-    Troubles(URL, said.append, lambda: 0.0).met(error, "step-00000001 is copied then")
+    Troubles(URL, said.append, lambda: 0.0).pause_after(error, "step-00000001 is copied then")
     assert ("; make room there, or give checkpoint.mirror another place); it is tried again: " in said[0]) == full
     assert may_pass(error) or not full
 

@@ -35,7 +35,7 @@ class Machine:
         self.said, self.waited, self.stop = list[str](), 0, None
         monkeypatch.setattr(mirroring, "open_mirror", lambda url: self.fs.mirror())
         monkeypatch.setattr(copier, "FIRST_PAUSE", 0.001)
-        monkeypatch.setattr(copier, "LOOK_SECONDS", 0.005)
+        monkeypatch.setattr(copier, "POLL_SECONDS", 0.005)
         processes = SimpleNamespace(is_main=is_main, main_first=nullcontext, say=self.said.append, check=self.check,
                                     wait=self.wait)  # fmt: skip
         self.context: Any = SimpleNamespace(processes=processes, phases=QUIET, layout=self.layout)

@@ -15,7 +15,7 @@ from trainer.base.errors import UserError
 from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import store
 from trainer.checkpoint.state import LAYOUT_VERSION, PIECES
-from workbench.mirror.store import INSIDE, Taken, adopt, check_library, open_mirror
+from workbench.mirror.store import INSIDE, Claimed, adopt, check_library, open_mirror
 
 LOG = b'{"step": 1}\n'
 
@@ -211,12 +211,12 @@ def test_of_two_starts_the_last_has_the_place_and_the_other_writes_no_manifest(t
         return False
 
     fs.fails = claimed_meanwhile
-    with pytest.raises(Taken):
+    with pytest.raises(Claimed):
         first.put(folder, 5, LOG)
     assert fs.mirror().steps() == []
     second.put(folder, 5, LOG)
     for again in (first.hold, lambda: first.claim({"run": "bear", "id": "5", "start": "a"})):
-        with pytest.raises(Taken):
+        with pytest.raises(Claimed):
             again()
     second.hold()
     assert fs.mirror().steps() == [5] and fs.mirror().owner() == {"run": "bear", "id": "5"}

@@ -143,7 +143,7 @@ def test_runs_of_other_seeds_are_one_line_in_a_band_from_the_lowest_to_the_highe
     """The band's corners, read back from the chart, are the values; a run that is behind ends its part of it."""
     seeds(tmp_path, [0.9, 0.8, 0.7, 0.2], [0.8, 0.9, 0.4, 0.6], [0.7, 0.4])
     write_run(tmp_path / "z", lr=1e-3, losses=[0.5, 0.5], colour="red")
-    page = compare(*Runs([tmp_path]).seen(), 50)
+    page = compare(*Runs([tmp_path]).runs(), 50)
     assert page.count("3 runs that differ in their seed alone, held-out loss 0.1 to 0.3") == 1
     assert page.count('<i class="swatch line0"></i>') == 3 and page.count('<i class="swatch line1"></i>') == 1
     chart = page.partition("<b>Held-out loss</b>")[2].partition("</figure>")[0]
@@ -164,7 +164,7 @@ def test_runs_of_other_seeds_are_one_line_in_a_band_from_the_lowest_to_the_highe
 def test_runs_that_measure_other_photos_are_no_band(tmp_path: Path) -> None:
     for name, mark in (("one", "a"), ("two", "b")):
         write_run(tmp_path / name, lr=1e-4, losses=[0.5, 0.4], colour="red", mark=mark)
-    page = compare(*Runs([tmp_path]).seen(), 50)
+    page = compare(*Runs([tmp_path]).runs(), 50)
     assert "band" not in page.partition("<body")[2] and "seed alone" not in page
 
 
@@ -178,7 +178,7 @@ def test_each_config_is_read_once_however_many_runs_there_are(tmp_path: Path) ->
 
     looks: list[str] = []
     seeds(tmp_path, *[[0.5, 0.4]] * 12)
-    seen = [replace(run, config=Config(run.config)) for run in Runs([tmp_path]).seen()[0]]
+    seen = [replace(run, config=Config(run.config)) for run in Runs([tmp_path]).runs()[0]]
     assert "12 runs that differ in their seed alone" in compare(seen, {}, 50)
     assert sorted(looks) == sorted(run.name for run in seen)
 
@@ -243,7 +243,7 @@ def test_what_lies_in_a_run_s_folder_has_no_origin_and_no_script_but_the_report_
 @pytest.mark.parametrize("sent", [b"", b"GET /fast/", b"GET / HTTP/1.0\r\nHost: localhost\r\nX: "])
 def test_a_client_that_never_ends_its_request_holds_nothing(runs: Path, browse, monkeypatch, sent: bytes) -> None:
     """However often it sends another byte."""
-    monkeypatch.setattr(watch_server, "ASK_SECONDS", 0.3)
+    monkeypatch.setattr(watch_server, "REQUEST_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", browse(runs).port), 30) as line:
         line.sendall(sent)
         line.settimeout(0.02)
@@ -259,7 +259,7 @@ def test_a_client_that_never_ends_its_request_holds_nothing(runs: Path, browse, 
 
 
 def test_a_client_that_takes_no_answer_holds_nothing(runs: Path, browse, monkeypatch) -> None:
-    monkeypatch.setattr(watch_server, "TAKE_SECONDS", 0.2)
+    monkeypatch.setattr(watch_server, "ANSWER_SECONDS", 0.2)
     ended = threading.Event()
     real = watch_server.Handler.finish
     monkeypatch.setattr(watch_server.Handler, "finish", lambda self: (real(self), ended.set()))
@@ -405,7 +405,7 @@ def test_a_run_is_found_behind_a_link_once(tmp_path: Path, browse) -> None:
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         write_run(tmp_path / parent / "bear", lr=1e-4, losses=[0.5], colour="red")
-    assert list(Runs([tmp_path / "a", tmp_path / "b" / "bear", tmp_path / "a" / "bear"]).found()) == ["bear", "bear-2"]
+    assert list(Runs([tmp_path / "a", tmp_path / "b" / "bear", tmp_path / "a" / "bear"]).layouts()) == ["bear", "bear-2"]
     with pytest.raises(UserError):
         Runs([tmp_path / "missing"])
 
@@ -520,7 +520,7 @@ def test_a_run_is_told_to_be_alive_by_the_rule_of_its_own_page(
     layout.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     entries = [{"phase": START, "done": 0, "started": 0.0, "total": 4}, *([{"phase": STOP} | told] if told else [])]
     layout.phases.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    (seen,), _ = Runs([tmp_path]).seen()
+    (seen,), _ = Runs([tmp_path]).runs()
     assert seen.state(now).kind == said.partition(" ")[0]
     page = compare([seen], {}, now)
     assert said in ("training", "stopped") or said in page
@@ -536,7 +536,7 @@ def test_a_resumed_run_is_alive_before_its_first_step_and_its_pause_is_no_silenc
     layout.phases.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     for written, now, kind in ((rows[:2], 5100, "training"), (rows, 5600, "training"), (rows, 5611, "stopped")):
         layout.metrics.write_text("".join(json.dumps(row) + "\n" for row in written))
-        (seen,), _ = Runs([tmp_path]).seen()
+        (seen,), _ = Runs([tmp_path]).runs()
         assert seen.state(now).kind == kind
 
 
@@ -544,7 +544,7 @@ def test_a_run_that_a_value_ended_which_is_not_finite_is_said_to_have_met_one(tm
     layout = write_run(tmp_path / "bear", lr=1e-4, losses=[0.5] * 3, colour="red")
     start, end = {"phase": START, "done": 0, "started": 0.0, "total": 4}, {"phase": STOP, "done": 0}
     layout.phases.write_text("".join(json.dumps(entry) + "\n" for entry in (start, end | {"why": cause(NonFiniteError())})))
-    page = compare(*Runs([tmp_path]).seen(), 50)
+    page = compare(*Runs([tmp_path]).runs(), 50)
     assert "ended at step 3 of 4: a value was not finite" in page and "It met a value that is not finite" in page
 
 
