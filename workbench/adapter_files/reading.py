@@ -97,28 +97,25 @@ def _account(file: TensorFile, stems: Stems, meaning: DoraScale | None, unscaled
     """The assumptions beyond a file's keys, and the keys that are not read. unscaled: stems without an alpha."""
     scaled, scalars = ([keys[role] for keys in stems.values() if role in keys] for role in ("dora_scale", "scalar"))
     account, path = Account(), file.path
-    for heading, reason, names, remedy, noun in (
-        (
-            Heading.ASSUMED, f"no alpha in {path}, so the scale is taken for 1", unscaled,
-            f"if PEFT saved the file, put its {CONFIG} beside it, which has the scale", "module",
-        ),
-        (
-            Heading.ASSUMED, f"dora_scale in {path} is taken for m of m (W + sBA) / ||W + sBA||, the norm by rows where "
-            "it is a column [rows, 1], by columns where it is a row [1, columns]", [] if meaning else scaled,
-            "a file made for readers that divide by ||W|| has dora_scale = comfyui_released in its header's ss_network_args",
-            "magnitude",
-        ),
-        (
-            Heading.NOTE, f"LyCORIS' scalar in {path} is multiplied into the scale; ComfyUI and A1111 leave it out", scalars,
-            "", "module",
-        ),
-        (
-            Heading.LEFT_OUT, f"{path} bundles embeddings of words, which are no part of a LoRA",
-            embeddings_in(file.entries), "OneTrainer writes them to a file of their own, too", "tensor",
-        ),
-    ):  # fmt: skip
-        if names:
-            account.add(heading, reason, names, remedy=remedy, noun=noun)
+    if unscaled:
+        reason = f"no alpha in {path}, so the scale is taken for 1"
+        remedy = f"if PEFT saved the file, put its {CONFIG} beside it, which has the scale"
+        account.add(Heading.ASSUMED, reason, unscaled, remedy=remedy, noun="module")
+    if scaled and not meaning:
+        norm = "the norm by rows where it is a column [rows, 1], by columns where it is a row [1, columns]"
+        reason = f"dora_scale in {path} is taken for m of m (W + sBA) / ||W + sBA||, {norm}"
+        remedy = (
+            "a file made for readers that divide by ||W|| has dora_scale = comfyui_released in its header's ss_network_args"
+        )
+        account.add(Heading.ASSUMED, reason, scaled, remedy=remedy, noun="magnitude")
+    if scalars:
+        reason = f"LyCORIS' scalar in {path} is multiplied into the scale; ComfyUI and A1111 leave it out"
+        account.add(Heading.NOTE, reason, scalars, noun="module")
+    if words := embeddings_in(file.entries):
+        reason = f"{path} bundles embeddings of words, which are no part of a LoRA"
+        account.add(
+            Heading.LEFT_OUT, reason, words, remedy="OneTrainer writes them to a file of their own, too", noun="tensor"
+        )
     return account
 
 

@@ -104,7 +104,9 @@ def draw(
     for names, (other, _) in by_files.items():
         if names != first and (portable is None or other is None or other.targets != portable.targets):
             raise UserError(f"{names[0]} adapts other layers, or by another rank, than {first[0]}; draw with each by itself")
-    config = _as_read(config, portable)
+    kind, rslora = (portable.kind.name, portable.rslora) if portable else ("lora", False)
+    values = {"adapter.type": kind, "adapter.rslora": rslora, "adapter.dropout": 0.0, "adapter.under": None}
+    config = with_values(config, values)
     plan, peers = _plan(config, source, portable), session.processes
     lines = dict.fromkeys(line for files in read for opened, _ in files for line in opened.read.account.lines())
     for line in (*lines, *(f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative)))):
@@ -185,12 +187,6 @@ def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
     shape_a, shape_b = (rank, *first.a.shape[1:]), (first.rows, rank, *first.b.shape[2:])
     wide_a, wide_b = (replace(tensor, dtype=torch.float32) for tensor in (first.a, first.b))
     return Factors(derived(wide_a, shape_a, a), derived(wide_b, shape_b, b), float(rank))
-
-
-def _as_read(config: Config, portable: Portable | None) -> Config:
-    kind, rslora = (portable.kind.name, portable.rslora) if portable else ("lora", False)
-    values = {"adapter.type": kind, "adapter.rslora": rslora, "adapter.dropout": 0.0, "adapter.under": None}
-    return with_values(config, values)
 
 
 def _plan(config: Config, source: ModelSource, portable: Portable | None) -> ModelPlan:
