@@ -1,4 +1,4 @@
-"""Merges adapters into a model's weights, which any program reads: exact for a DoRA, unlike its adapter file.
+"""Merges adapters into a model's weights, which any program reads: exact also for a DoRA whose file is not.
 
 One tensor after another; the adapters FILE:STRENGTH in their order:
 

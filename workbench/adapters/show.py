@@ -35,7 +35,7 @@ class LayerReport:
 
 
 def layer_report(name: str, factors: Factors, meaning: DoraScale, weight: WeightOf | None = None) -> LayerReport:
-    """The report of a layer; ||s B A|| as the trace of (B^T B)(A A^T), or by its kind. weight: of the base, or None."""
+    """The report of a layer; ||s B A|| by the trace of (B^T B)(A A^T), or by its kind. weight: of the base, or None."""
     tensors = {kind: tensor.make() for kind, tensor in factors.tensors().items()}
     finite = all(map(is_finite, tensors.values()))
     if factors.form is None:

@@ -150,7 +150,7 @@ def set_matrices(draft: Draft, options: Options) -> None:
     if draft.value("adapter.type") != "lokr":
         return
     names = programs()["lokr"][draft.trainer]
-    parts = ("factor", "both", "whole", "tucker")  # "": an option that the program lacks
+    parts = ("factor", "both", "whole", "tucker")  # "" for an option that the program lacks
     factor, decompose_both, full_matrix, tucker = (options.first(*names.get(part, "").split(" ")) for part in parts)
     draft.set("adapter.factor", *options.line(factor, "whole", -1))
     options.ignore(decompose_both, full_matrix, tucker)
@@ -270,7 +270,7 @@ def folder_name(path: str) -> str:
 
 
 def carry_rest(draft: Draft, options: Options) -> None:
-    """Translate the options that were not read by the table of names; note why for those without an equivalent."""
+    """Translate the unread options by the table of names; note the reason for those without an equivalent."""
     for name, value in options.unread().items():
         here = _row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}") or ""
         reason = options.cite(name)

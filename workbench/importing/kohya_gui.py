@@ -70,7 +70,7 @@ def _length(options: dict[str, Any]) -> None:
 
 
 def _rates(options: dict[str, Any]) -> None:
-    """If one of both rates is 0, the other part alone is trained; learning_rate is then not read there."""
+    """A rate of 0 for one part trains the other alone; if either is given, learning_rate is not read there."""
     text, denoiser = ("" if _zero(options.get(name, 0)) else options[name] for name in ("text_encoder_lr", "unet_lr"))
     if denoiser and not text:
         options["network_train_unet_only"] = True

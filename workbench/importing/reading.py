@@ -1,4 +1,4 @@
-"""Reading another trainer's file: which program wrote it, and its options by name."""
+"""Reads another trainer's file: which program wrote it, and its options by name."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class Asker:
         self.troubles = Troubles(url, say)
 
     def __call__(self, work: Callable[[], T], waiting: str, progress: Callable[[], int] = lambda: 0) -> T:
-        """The result of `work`. progress: the amount that has arrived; `wait` restarts whenever it grows. Raises UserError
-        for lasting errors, and after `wait`."""
+        """The result of `work`. progress: the amount that has arrived; `wait` restarts at each new maximum. Raises
+        UserError for lasting errors, and after `wait`."""
         most, until, silence = 0, time.monotonic() + self.wait, max(self.wait, SHORTEST_SILENCE)
 
         def look() -> None:
@@ -166,8 +166,8 @@ class Copier:
         self._copied: dict[str, Stamp] = {}  # results, with their stamps when they were copied
 
     def start(self, step: int) -> None:
-        """Begin to copy. step: the run's first. Until later checkpoints there are set aside, mirror.json has `back_to`: an
-        earlier start must not resume from them."""
+        """Begin to copy. step: the run's first. Until later checkpoints there are set aside, mirror.json has `back_to`: a
+        start before that must not resume from them."""
         note = files.read_json(self.layout.mirror) if self.layout.mirror.exists() else {}
         back = min(step, note.get("back_to", step))  # also of an earlier start that did not reach the mirror
         self._note({"back_to": back} if any(later > back for later in self.steps) else {})
