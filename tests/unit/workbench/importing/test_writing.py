@@ -456,6 +456,14 @@ def test_ai_toolkits_window_has_a_folder_for_each_reference(tmp_path: Path) -> N
     assert not [line for line in draft.notes[UNKNOWN] if "control" in line]
 
 
+def test_a_network_weight_of_ai_toolkit_is_named_unless_it_is_1(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    text = file.read_text()
+    for weight, notes in (("1.0", []), ("0.5", ["datasets.network_weight = 0.5"])):
+        file.write_text(text.replace("- folder_path: img\n", f"- folder_path: img\n          network_weight: {weight}\n"))
+        assert [line for line in draft_of(file).notes[UNKNOWN] if "network_weight" in line] == notes
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_simpletuners_kontext_has_its_variant_and_its_pictures(tmp_path: Path, named: bool) -> None:
     """By its flavour, beside a path, too; the backend of references is no photos to train."""
