@@ -112,7 +112,7 @@ def merge(chosen: argparse.Namespace) -> None:
     """Write the model with adapters in its weights."""
     from trainer.base.progress import Phases
     from workbench.adapter_files.opening import looks_like_an_adapter, open_adapter
-    from workbench.adapters.merge import Applied, merge
+    from workbench.adapters.merge import merge
 
     if looks_like_an_adapter(strength_of(chosen.model)[0]):
         *others, last = chosen.files
@@ -127,8 +127,8 @@ def merge(chosen: argparse.Namespace) -> None:
                 f"{given} does not exist, and {chosen.out} is an adapter file; OUT comes last: "
                 "adapter.py merge MODEL ADAPTER OUT"
             )
-        adapters.append(Applied(open_adapter(path, [model]), strength))
-    for line in (line for each in adapters for line in each.opened.read.account.lines()):
+        adapters.append((open_adapter(path, [model]), strength))
+    for line in (line for opened, _ in adapters for line in opened.read.account.lines()):
         write(line)
     made = merge(model, adapters, chosen.out, dtype=chosen.dtype, phases=Phases(show=True))
     write(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")

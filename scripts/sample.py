@@ -36,8 +36,7 @@ from workbench.commands.tools import run_tool  # noqa: E402
 
 def sample(chosen: argparse.Namespace) -> None:
     from trainer.base.progress import Phases
-    from workbench.drawing.draw import Drawing, draw
-    from workbench.drawing.steps import prompts_of, show_in_report, step_files
+    from workbench.drawing.draw import Drawing, draw, prompts_of, show_in_report, step_files
 
     folder = Path(chosen.model)
     layout = Layout(folder) if folder.is_dir() and holds_run([path.name for path in folder.iterdir()]) else None

@@ -40,12 +40,7 @@ STALE = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")  # hash
 CONFIGS = (".json", ".txt", ".model")  # of a diffusers folder: configs, vocabularies
 
 
-@dataclass(frozen=True)
-class Applied:
-    """An adapter to merge, and its strength."""
-
-    opened: OpenedAdapter
-    strength: float
+Adapters = Sequence[tuple[OpenedAdapter, float]]  # (adapter, strength)
 
 
 @dataclass
@@ -57,18 +52,18 @@ class Merged:
     loss: Residual = field(default_factory=Residual)
 
 
-def merged_rows(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -> Iterator[tuple[slice, torch.Tensor]]:
+def merged_rows(weight: torch.Tensor, adapters: Adapters, layer: str) -> Iterator[tuple[slice, torch.Tensor]]:
     """(rows, these rows of the merged W, fp64 [rows, K]) for all rows of a layer: few at a time, which stay in the
     processor's caches; all at once if a magnitude belongs to the columns."""
     parts, changes = [], []
-    for adapter in adapters:
-        if (factors := adapter.opened.portable.layers.get(layer)) is not None:
+    for opened, strength in adapters:
+        if (factors := opened.portable.layers.get(layer)) is not None:
             if factors.form is not None:
-                changes.append(adapter.strength * factors.scaling * factors.form.product(factors.held()))
+                changes.append(strength * factors.scaling * factors.form.product(factors.held()))
                 continue
             wide = {kind: recipe(tensor.make().double()) for kind, tensor in factors.tensors().items()}
             factors = replace(factors, a=wide["A"], b=wide["B"], magnitude=wide.get("magnitude"))
-            parts.append((adapter.strength, adapter.opened.portable.meaning, factors))
+            parts.append((strength, opened.portable.meaning, factors))
     whole = any(factors.magnitude is not None and factors.axis == "input" for _, _, factors in parts)
     step = len(weight) if whole else max(1, BLOCK // weight[0].numel())
     for start in range(0, len(weight), step):
@@ -92,9 +87,7 @@ def rows_of(factors: Factors, rows: slice) -> Factors:
     return replace(factors, b=recipe(b), magnitude=m)
 
 
-def merge(
-    model: NamedModel, adapters: Sequence[Applied], out: Path, *, dtype: str | None = None, phases: Phases = QUIET
-) -> Merged:
+def merge(model: NamedModel, adapters: Adapters, out: Path, *, dtype: str | None = None, phases: Phases = QUIET) -> Merged:
     """Write `out`: a single file if it ends in .safetensors, else a diffusers folder.
 
     dtype: "fp32", "bf16", "fp16", or "fp8" (ComfyUI's scaled float8, a single file); None: that of the model's files. The
@@ -109,13 +102,12 @@ def merge(
     if dtype == SCALED and not single:
         reason = f"--dtype {SCALED} is ComfyUI's, which reads single files"
         raise UserError(f"{reason}; let OUT = {str(out)!r} end in .safetensors")
-    for adapter in adapters:
-        adapter.opened.portable.check_finite()
+    for opened, _ in adapters:
+        opened.portable.check_finite()
     remove_leftovers(leftovers_of(out))  # of interrupted merges, each the size of a model
     merger = _Merger(model, adapters, dtype, Merged(out))
     entries = [
-        {"file": adapter.opened.path.name, "sha256": hash_file(adapter.opened.path), "strength": adapter.strength}
-        for adapter in adapters
+        {"file": opened.path.name, "sha256": hash_file(opened.path), "strength": strength} for opened, strength in adapters
     ]
     origin = {"merged_adapters": json.dumps(entries, sort_keys=True)}
     files = {"": single_file(source)} if single else folder_files(source)
@@ -141,11 +133,11 @@ def merge(
 class _Merger:
     """Tensors of the merged files, made when they are written."""
 
-    def __init__(self, model: NamedModel, adapters: Sequence[Applied], dtype: str | None, merged: Merged) -> None:
+    def __init__(self, model: NamedModel, adapters: Adapters, dtype: str | None, merged: Merged) -> None:
         assert model.source is not None
         self.family, self.weights = model.family, BaseWeights(model.source)
         self.adapters, self.dtype, self.merged = adapters, dtype, merged
-        self.touched = {layer for adapter in adapters for layer in adapter.opened.portable.layers}
+        self.touched = {layer for opened, _ in adapters for layer in opened.portable.layers}
 
     def check_complete(self, files: Iterable[WholeFile]) -> None:
         present = {f"{p.component}.{part}" for file in files for p in file.tensors.values() for part in p.link.parts}

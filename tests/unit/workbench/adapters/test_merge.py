@@ -12,7 +12,7 @@ from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
 from workbench.adapter_files.opening import OpenedAdapter, published
 from workbench.adapter_files.reading import ReadAdapter
 from workbench.adapters import merge
-from workbench.adapters.merge import Applied, merged_rows
+from workbench.adapters.merge import Adapters, merged_rows
 
 LAYER = "unet.a"
 SHAPES = {"Linear": (12, 10), "Conv2d": (12, 4, 3, 3)}
@@ -22,7 +22,9 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def applied(seed: int, shape: Sequence[int], kind: str, strength: float, meaning: DoraScale = "magnitude") -> Applied:
+def applied(
+    seed: int, shape: Sequence[int], kind: str, strength: float, meaning: DoraScale = "magnitude"
+) -> tuple[OpenedAdapter, float]:
     """kind: "lora", or the axis of a DoRA's magnitude. Its alpha is not its rank."""
     columns = shape[1] if kind == "input" else shape[0]
     magnitude = None if kind == "lora" else recipe(1 + drawn(seed + 2, columns).abs())
@@ -33,26 +35,26 @@ def applied(seed: int, shape: Sequence[int], kind: str, strength: float, meaning
     )  # fmt: skip
     of = published("sdxl")[0]
     read = ReadAdapter(Portable({LAYER: factors}, meaning))
-    return Applied(OpenedAdapter(Path(f"{seed}.safetensors"), of, (of.label,), read), strength)
+    return OpenedAdapter(Path(f"{seed}.safetensors"), of, (of.label,), read), strength
 
 
-def dense(weight: torch.Tensor, adapters: Sequence[Applied]) -> torch.Tensor:
+def dense(weight: torch.Tensor, adapters: Adapters) -> torch.Tensor:
     """By the formulas at the head of merge.py."""
     w = weight.double()
-    for each in adapters:
-        portable = each.opened.portable
+    for opened, strength in adapters:
+        portable = opened.portable
         factors = portable.layers[LAYER]
         a, b = factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
         update = (factors.alpha / 3 * b @ a).view(w.shape)
         if factors.magnitude is None:
-            w = w + each.strength * update
+            w = w + strength * update
             continue
         m, v = factors.magnitude.make().double(), w + update
         of = w if portable.meaning == "comfyui_released" else v
         kept = 0 if factors.axis == "output" else 1
         norm = (of if factors.axis == "output" else v).transpose(0, kept).flatten(1).norm(dim=1)
         whole = [-1 if axis == kept else 1 for axis in range(w.dim())]
-        w = w + each.strength * ((m / norm).view(whole) * v - w)
+        w = w + strength * ((m / norm).view(whole) * v - w)
     return w.flatten(1)
 
 
