@@ -1,6 +1,6 @@
 """Opens adapter files and checkpoints: finds the model by their keys, and reads the internal form (adapters/portable.py)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -41,7 +41,7 @@ from workbench.adapter_files.reading import ReadAdapter, Shapes, read_adapter, s
 HINTS = ("modelspec.architecture", "ss_base_model_version")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NamedModel:
     """The names and shapes of a model's layers. label: a published model's name, else its path. config(component) -> its
     config.json. source: of the weights; None for a published model."""
@@ -187,24 +187,24 @@ def open_adapter(
         models = [model for name in families for model in published(name)]
     elif family:
         models = [model for model in models if model.family.name == family]
-    tables = {id(model): model.table(model.named_in(stems)) for model in models}
-    matches = [model for model in models if tables[id(model)].keys() >= stems.keys()]
+    tables = {model: model.table(model.named_in(stems)) for model in models}
+    matches = [model for model in models if tables[model].keys() >= stems.keys()]
     if not matches:
-        raise _no_match(path, stems, models, tables)
+        raise _no_match(path, stems, tables)
     hints = {key: file.metadata[key] for key in HINTS if key in file.metadata}
     fitting = [m for m in matches if all(m.hints.get(key, hint) == hint for key, hint in hints.items())] or matches
-    shapes = {id(model): model.full_layers(model.named_in(stems)) for model in fitting}
-    sizes = {at: _sizes_in(file, stems, tables[at], layers) for at, layers in shapes.items()}
-    fitting = [model for model in fitting if sizes[id(model)].items() <= shapes[id(model)].items()] or fitting
+    shapes = {model: model.full_layers(model.named_in(stems)) for model in fitting}
+    sizes = {model: _sizes_in(file, stems, tables[model], layers) for model, layers in shapes.items()}
+    fitting = [model for model in fitting if sizes[model].items() <= shapes[model].items()] or fitting
     named = {model.family.name for model in fitting}
     if len(named) > 1:
         alike = f"its keys are those of {' and '.join(sorted(named))} alike, and its metadata do not say which"
         raise UserError(f"{path}: {alike}; give --family")
     model = fitting[0]
-    layers = shapes[id(model)] | (sizes[id(model)] if any_size else {})
-    read = read_adapter(file, stems, tables[id(model)], layers, _advice(models))
+    layers = shapes[model] | (sizes[model] if any_size else {})
+    read = read_adapter(file, stems, tables[model], layers, _advice(models))
     used = {name: layers[name] for name in read.portable.layers}
-    labels = tuple(m.label for m in fitting if used.items() <= shapes[id(m)].items())
+    labels = tuple(m.label for m in fitting if used.items() <= shapes[m].items())
     return OpenedAdapter(path, model, labels, read)
 
 
@@ -222,18 +222,18 @@ def _sizes_in(file: TensorFile, stems: Mapping, table: Mapping[str, Module], sha
     return sizes
 
 
-def _no_match(path: Path, stems: Mapping, models: list[NamedModel], tables: Mapping[int, Mapping]) -> UserError:
-    nearest = max(models, key=lambda model: len(stems.keys() & tables[id(model)].keys()))
-    unknown = sorted(stems.keys() - tables[id(nearest)].keys())
+def _no_match(path: Path, stems: Mapping, tables: Mapping[NamedModel, Mapping]) -> UserError:
+    nearest = max(tables, key=lambda model: len(stems.keys() & tables[model].keys()))
+    unknown = sorted(stems.keys() - tables[nearest].keys())
     if len(unknown) == len(stems):
         keys = [key for stem in unknown for key in stems[stem].values()]
-        labels = ", ".join(dict.fromkeys(model.label for model in models))
+        labels = ", ".join(dict.fromkeys(model.label for model in tables))
         return UserError(f"{path}: its keys are those of no model that is known here ({labels}): {some(keys)}")
     part = f"{len(stems) - len(unknown)} of its {len(stems)} modules are those of {nearest.label}, the others are not"
-    return UserError(f"{path}: {part}: {some(unknown)}{_advice(models)}")
+    return UserError(f"{path}: {part}: {some(unknown)}{_advice(tables)}")
 
 
-def _advice(models: Sequence[NamedModel]) -> str:
+def _advice(models: Iterable[NamedModel]) -> str:
     return "; for a model of another size give it with --base" if all(model.source is None for model in models) else ""
 
 
