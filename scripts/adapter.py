@@ -92,16 +92,15 @@ def show(chosen: argparse.Namespace) -> None:
 def convert(chosen: argparse.Namespace) -> None:
     """Write a file in another format, and say what changed on the way."""
     from trainer.runtime.precision import COMPUTE_DTYPES
+    from workbench.adapters.convert import Conversion
     from workbench.adapters.convert import convert as converted
 
     if chosen.dora_scale and chosen.to != "comfyui":
         raise UserError(f"--dora_scale belongs to --to comfyui; --to {chosen.to} has one meaning")
     opened = opened_file(chosen.file, chosen.base, chosen.family)
     dtype = chosen.dtype and COMPUTE_DTYPES[chosen.dtype]
-    done = converted(
-        opened, chosen.out, chosen.to, base_weight(opened), rank=chosen.rank, dora_scale=chosen.dora_scale,
-        for_sd_scripts=chosen.for_sd_scripts, dtype=dtype,
-    )  # fmt: skip
+    wanted = Conversion(chosen.to, chosen.rank, chosen.dora_scale, chosen.for_sd_scripts, dtype)
+    done = converted(opened, chosen.out, wanted, base_weight(opened))
     kind = done.portable.kind.word
     write(f"{chosen.to}: {chosen.out}: {kind} for {opened.model.family.name}, {len(done.portable.layers)} layers")
     for note in done.notes:

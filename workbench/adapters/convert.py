@@ -41,14 +41,22 @@ class Converted:
     loss: Residual = field(default_factory=Residual)
 
 
-def convert(
-    opened: OpenedAdapter, out: Path, to: str, weight: WeightOf | None = None, *, rank: int | None = None,
-    dora_scale: DoraScale | None = None, for_sd_scripts: bool = False, dtype: torch.dtype | None = None,
-) -> Converted:  # fmt: skip
-    """Write `out` in the format `to`, one of FORMATS. weight: of the base model, or None. rank: of the approximation, for
-    "lora". dora_scale: for "comfyui". for_sd_scripts: drops the layers that sd-scripts has no modules for. dtype: of the
-    matrices; None: each keeps its own. Raises UserError for what the format cannot hold, and if the base is needed but
-    missing; NonFiniteError if a number is not finite."""
+@dataclass(frozen=True)
+class Conversion:
+    """The file to make. to: one of FORMATS. rank: of the approximation, for "lora". dora_scale: for "comfyui".
+    for_sd_scripts: drops the layers that sd-scripts has no modules for. dtype: of the matrices; None: each keeps its own."""
+
+    to: str
+    rank: int | None = None
+    dora_scale: DoraScale | None = None
+    for_sd_scripts: bool = False
+    dtype: torch.dtype | None = None
+
+
+def convert(opened: OpenedAdapter, out: Path, conversion: Conversion, weight: WeightOf | None = None) -> Converted:
+    """Write `out`. weight: of the base model, or None. Raises UserError for what the format cannot hold, and if the base is
+    needed but missing; NonFiniteError if a number is not finite."""
+    to, rank, dtype = conversion.to, conversion.rank, conversion.dtype
     portable, notes = opened.portable, []
     if to == "lora" and portable.kind.magnitudes:
         portable = approximated(portable, _required(weight, "an approximation of a DoRA"), rank, notes)
@@ -57,10 +65,10 @@ def convert(
     elif rank is not None:
         words = "a DoRA or a LoKr, whose change has no rank of its own"
         raise UserError(f"--rank belongs to --to lora of {words}; {opened.path} to {to}")
-    if for_sd_scripts:
+    if conversion.for_sd_scripts:
         portable = _without_left_out(portable, opened, to, notes)
     if portable.kind.magnitudes:
-        meaning = dora_scale or MEANINGS[to]
+        meaning = conversion.dora_scale or MEANINGS[to]
         if meaning != portable.meaning:
             portable = rescaled(portable, meaning, weight, notes)
     if dtype is not None:

@@ -90,7 +90,7 @@ def rows_of(factors: Factors, rows: slice) -> Factors:
 def merge(model: NamedModel, adapters: Adapters, out: Path, *, dtype: str | None = None, phases: Phases = QUIET) -> Merged:
     """Write `out`: a single file if it ends in .safetensors, else a diffusers folder.
 
-    dtype: "fp32", "bf16", "fp16", or "fp8" (ComfyUI's scaled float8, a single file); None: that of the model's files. The
+    dtype: "fp32", "bf16", "fp16", or "fp8" (ComfyUI's scaled float8, a single file); None: the model files' dtype. The
     VAE keeps its own. Raises UserError for what cannot be written, NonFiniteError if a value would not be finite.
     """
     source, single = model.source, out.suffix == ".safetensors"

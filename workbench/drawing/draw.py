@@ -3,7 +3,6 @@ their ranks; other cases (a DoRA beside others, magnitudes of the input axis) ne
 steps are compared this way: is step 300 better than step 200?"""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,15 +120,14 @@ def draw(
 
     def sample(request: CommandSample):
         nonlocal applied
-        strength: AbstractContextManager[object] = nullcontext()
-        if loaded is not None:
-            adapter, norms = loaded
-            portable, factor = by_files[request.adapters]
-            if request.adapters != applied:
-                applied = request.adapters
-                Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
-            strength = adapter.at_strength(request.strength * factor)
-        with strength:
+        if loaded is None:
+            return plan.family.images.draw(components.model, request, texts(request.prompt), texts(request.negative))
+        adapter, norms = loaded
+        portable, strength = by_files[request.adapters]
+        if request.adapters != applied:
+            applied = request.adapters
+            Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
+        with adapter.at_strength(request.strength * strength):
             return plan.family.images.draw(components.model, request, texts(request.prompt), texts(request.negative))
 
     with (

@@ -62,7 +62,7 @@ def _config_file(tree: Options, config: Path, data: Sequence[Path]) -> Options:
 
 
 def _flat(tree: Options, base: Options) -> Options:
-    """The options in one table; those of the command line override those of --config_file."""
+    """The options in one table; the command line overrides --config_file."""
     flat: dict[str, Any] = {}
     values = {name: [] if value is True and name in SEVERAL else value for name, value in tree.values.items()}
     for name, value in [*base.values.items(), *values.items()]:

@@ -16,7 +16,7 @@ from scripts import adapter as script
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
 from workbench.adapter_files.opening import open_adapter
-from workbench.adapters.convert import change_of, convert
+from workbench.adapters.convert import Conversion, change_of, convert
 
 ATTENTION = "mid_block.attentions.0.transformer_blocks.{}.attn1.to_q"
 LAYERS = {
@@ -95,7 +95,7 @@ def test_a_folder_of_pefts_has_pefts_strength(tmp_path: Path, case: str) -> None
         if factors.magnitude is not None:
             ours = change_of(base[name], factors, opened.portable.meaning)
         assert (ours - change.flatten(1)).norm() <= 1e-12 * w.norm(), name
-    convert(opened, out, "kohya")
+    convert(opened, out, Conversion("kohya"))
     written = TensorFile(out).read_all()
     for name, change in changes.items():
         down, up, alpha = (written[f"{KOHYA[name]}.{end}"] for end in ("lora_down.weight", "lora_up.weight", "alpha"))

@@ -16,7 +16,7 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
 from workbench.adapter_files.opening import OpenedAdapter, open_adapter, published
 from workbench.adapter_files.reading import ReadAdapter
-from workbench.adapters.convert import Converted, change_of, convert
+from workbench.adapters.convert import Conversion, Converted, change_of, convert
 
 BLOCK = "transformer.transformer_blocks.0.attn"
 QKV = [f"{BLOCK}.to_q", f"{BLOCK}.to_k", f"{BLOCK}.to_v"]
@@ -39,7 +39,7 @@ def converted(path: Path, to: str, family: str | None = None, **more) -> tuple[d
     out = path.with_name(f"{to}.safetensors")
     out.unlink(missing_ok=True)  # a test may convert twice, and no file is written over
     weight = more.pop("weight", None)
-    done = convert(open_adapter(path, family=family), out, to, weight, **more)
+    done = convert(open_adapter(path, family=family), out, Conversion(to, **more), weight)
     return TensorFile(out).read_all(), done
 
 
@@ -240,7 +240,7 @@ def test_comfyui_12938_a_flat_dora_scale_is_never_written(tmp_path: Path) -> Non
     of = published("sdxl")[0]
     opened = OpenedAdapter(tmp_path / "a", of, (of.label,), ReadAdapter(Portable({Q: factors})))
     for to in ("kohya", "comfyui", "onetrainer"):
-        convert(opened, out := tmp_path / f"{to}.safetensors", to, lambda name: w)
+        convert(opened, out := tmp_path / f"{to}.safetensors", Conversion(to), lambda name: w)
         scales = [e for name, e in TensorFile(out).entries.items() if name.endswith(".dora_scale")]
         assert [scale.shape for scale in scales] == [(1280, 1)], to
 
@@ -251,7 +251,7 @@ def test_safetensors_469_a_view_is_written_as_its_numbers(tmp_path: Path) -> Non
     factors = Factors(recipe(whole[::2, ::2]), recipe(whole.t()[:1280, :4]), 4.0)
     of = published("sdxl")[0]
     opened = OpenedAdapter(tmp_path / "a", of, (of.label,), ReadAdapter(Portable({Q: factors})))
-    convert(opened, tmp_path / "out.safetensors", "diffusers")
+    convert(opened, tmp_path / "out.safetensors", Conversion("diffusers"))
     made = TensorFile(tmp_path / "out.safetensors").read_all()
     assert torch.equal(made[f"{Q}.lora_A.weight"], whole[::2, ::2]) and torch.equal(
         made[f"{Q}.lora_B.weight"], whole.t()[:1280, :4]

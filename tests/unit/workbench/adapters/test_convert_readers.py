@@ -22,7 +22,7 @@ import torch
 from tests.harness import ROOT
 from trainer.base.tensorfile import TensorFile, write_tensors
 from workbench.adapter_files.opening import open_adapter
-from workbench.adapters.convert import convert
+from workbench.adapters.convert import Conversion, convert
 
 LAYER = "unet.mid_block.attentions.0.transformer_blocks.0.ff.net.2"  # [1280, 5120]: no square
 ROWS, COLUMNS, RANK = 1280, 5120, 4
@@ -78,7 +78,7 @@ def files(tmp_path: Path) -> dict[str, File]:
     write_tensors(tmp_path / "own.safetensors", {key: tensor.clone() for key, tensor in own.items()})
     opened, made = open_adapter(tmp_path / "own.safetensors"), {}
     for name, to in (("NAME.safetensors", "diffusers"), ("NAME_comfyui.safetensors", "comfyui")):
-        convert(opened, tmp_path / name, to, lambda layer: W)
+        convert(opened, tmp_path / name, Conversion(to), lambda layer: W)
         tensors = TensorFile(tmp_path / name).read_all()
         stem = LAYER if to == "diffusers" else "lora_unet_middle_block_1_transformer_blocks_0_ff_net_2"
         assert all(key.startswith(f"{stem}.") for key in tensors)
@@ -108,7 +108,9 @@ def test_a_lora_made_of_a_dora_is_the_same_in_all(tmp_path: Path, files) -> None
     own = {f"{LAYER}.lora_A.weight": A, f"{LAYER}.lora_B.weight": B, f"{LAYER}.lora_magnitude_vector": M,
            f"{LAYER}.alpha": torch.tensor(float(RANK))}  # fmt: skip
     write_tensors(tmp_path / "own.safetensors", {key: tensor.clone() for key, tensor in own.items()})
-    done = convert(open_adapter(tmp_path / "own.safetensors"), tmp_path / "lora", "lora", lambda layer: W, rank=64)
+    done = convert(
+        open_adapter(tmp_path / "own.safetensors"), tmp_path / "lora", Conversion("lora", rank=64), lambda layer: W
+    )
     factors = done.portable.layers[LAYER]
     made = W + factors.scaling * factors.b.make().double() @ factors.a.make().double()
     lost = float((made - DEFINITION).norm() / (DEFINITION - W).norm())
