@@ -104,12 +104,12 @@ class NamedModel:
 
 
 @cache
-def published(family: str) -> tuple[NamedModel, ...]:
-    """A family's published models, whose configs are embedded."""
-    named, nothing = family_named(family), Recognised({}, frozenset())
-    labels = dict.fromkeys(named.files.hub_ids.values())
-    sources = {label: ModelSource(named, root=PUBLISHED / label, recognise=lambda entries: nothing) for label in labels}
-    return tuple(NamedModel(named, label, source.config) for label, source in sources.items())
+def published(name: str) -> tuple[NamedModel, ...]:
+    """The published models of the family `name`, whose configs are embedded."""
+    family, empty = family_named(name), Recognised({}, frozenset())
+    labels = dict.fromkeys(family.files.hub_ids.values())
+    sources = {label: ModelSource(family, root=PUBLISHED / label, recognise=lambda entries: empty) for label in labels}
+    return tuple(NamedModel(family, label, source.config) for label, source in sources.items())
 
 
 def model_of(source: ModelSource, label: str) -> NamedModel:
@@ -196,9 +196,9 @@ def open_adapter(
     shapes = {model: model.full_layers(model.named_in(stems)) for model in fitting}
     sizes = {model: _sizes_in(file, stems, tables[model], layers) for model, layers in shapes.items()}
     fitting = [model for model in fitting if sizes[model].items() <= shapes[model].items()] or fitting
-    named = {model.family.name for model in fitting}
-    if len(named) > 1:
-        alike = f"its keys are those of {' and '.join(sorted(named))} alike, and its metadata do not say which"
+    matching = sorted({model.family.name for model in fitting})
+    if len(matching) > 1:
+        alike = f"its keys are those of {' and '.join(matching)} alike, and its metadata do not say which"
         raise UserError(f"{path}: {alike}; give --family")
     model = fitting[0]
     layers = shapes[model] | (sizes[model] if any_size else {})

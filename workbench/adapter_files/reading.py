@@ -63,9 +63,9 @@ def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes
     """
     if unknown := [key for stem in sorted(stems.keys() - table.keys()) for key in stems[stem].values()]:
         raise UserError(f"{file.path} has keys of no layer that the model has: {some(unknown)}")
-    noted = str(network_args(file.metadata).get("dora_scale"))
+    dora_scale = str(network_args(file.metadata).get("dora_scale"))
     meanings: tuple[DoraScale, ...] = ("comfyui_released", "magnitude")
-    meaning: DoraScale | None = next((meaning for meaning in meanings if noted.startswith(meaning)), None)
+    meaning: DoraScale | None = next((meaning for meaning in meanings if dora_scale.startswith(meaning)), None)
     result = ReadAdapter(Portable({}, meaning or "magnitude", dict(file.metadata)))
     reader = _Reader(file, config_beside(file.path, stems) or _metadata_alphas(file), result.alphas, advice)
     layers, by_layer = {}, {}

@@ -33,7 +33,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.state import QUANTIZATION
 from workbench.adapter_files.opening import HINTS, NamedModel, OpenedAdapter
 from workbench.adapter_files.reading import ReadAdapter
-from workbench.adapters.convert import Converted, WeightOf, adapted, gain, write_as
+from workbench.adapters.convert import WeightOf, WrittenAdapter, adapted, gain, write_as
 from workbench.adapters.ranks import Residual, blank, matrices, product_norm
 from workbench.adapters.resize import check_rank
 
@@ -137,7 +137,7 @@ def check(adapters: Sequence[Averaged], rank: int, weight: WeightOf | None) -> N
 def average(
     adapters: Sequence[Averaged], out: Path, rank: int, *, weight: WeightOf | None = None, to: str = "diffusers",
     phases: Phases = QUIET,
-) -> Converted:  # fmt: skip
+) -> WrittenAdapter:  # fmt: skip
     """Write the mean of at least two adapters with ranks of at most `rank`; fp32, alpha = rank. weight: of the base, for a
     DoRA. In memory: one layer at a time, and the mean. Raises what `check` does."""
     check(adapters, rank, weight)

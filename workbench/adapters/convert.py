@@ -32,7 +32,7 @@ WeightOf = Callable[[str], torch.Tensor]  # a layer's full name -> W, fp32, in i
 
 
 @dataclass
-class Converted:
+class WrittenAdapter:
     """An adapter that was written. portable: the file's content. notes: the changes, in sentences. loss: the error of an
     approximation."""
 
@@ -53,7 +53,7 @@ class Conversion:
     dtype: torch.dtype | None = None
 
 
-def convert(opened: OpenedAdapter, out: Path, conversion: Conversion, weight: WeightOf | None = None) -> Converted:
+def convert(opened: OpenedAdapter, out: Path, conversion: Conversion, weight: WeightOf | None = None) -> WrittenAdapter:
     """Write `out`. weight: of the base model, or None. Raises UserError for what the format cannot hold, and if the base is
     needed but missing; NonFiniteError if a number is not finite."""
     to, rank, dtype = conversion.to, conversion.rank, conversion.dtype
@@ -80,7 +80,7 @@ def convert(opened: OpenedAdapter, out: Path, conversion: Conversion, weight: We
 
 def write_as(
     opened: OpenedAdapter, portable: Portable, out: Path, to: str, weight: WeightOf | None, notes: list[str]
-) -> Converted:
+) -> WrittenAdapter:
     """Write `portable`, made from `opened`, with the format's keys. weight: of the base model, or None. Raises UserError for
     what the format cannot hold, and if `out` exists with other bytes."""
     portable.check_finite()
@@ -107,7 +107,7 @@ def write_as(
         notes.append(sd_scripts.sentence(phrase))
     with FileGroup(keep=True) as group:
         write_tensors(out, tensors, with_hash(tensors, fields), write=group.write)
-    return Converted(portable, notes)
+    return WrittenAdapter(portable, notes)
 
 
 def _without_left_out(portable: Portable, opened: OpenedAdapter, to: str, notes: list[str]) -> Portable:

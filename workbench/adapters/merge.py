@@ -32,7 +32,7 @@ from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapters.base_weights import BaseWeights
 from workbench.adapters.convert import change_of
 from workbench.adapters.ranks import Residual
-from workbench.adapters.whole_files import Placed, WholeFile, folder_files, single_file
+from workbench.adapters.whole_files import FileTensor, WholeFile, folder_files, single_file
 
 SCALED = "fp8"
 BLOCK = 2**19  # numbers of W that are merged at once
@@ -44,7 +44,7 @@ Adapters = Sequence[tuple[OpenedAdapter, float]]  # (adapter, strength)
 
 
 @dataclass
-class Merged:
+class MergedModel:
     """A merged model. layers: those changed. loss: the rounding error of the change."""
 
     path: Path
@@ -87,7 +87,9 @@ def rows_of(factors: Factors, rows: slice) -> Factors:
     return replace(factors, b=recipe(b), magnitude=m)
 
 
-def merge(model: NamedModel, adapters: Adapters, out: Path, *, dtype: str | None = None, phases: Phases = QUIET) -> Merged:
+def merge(
+    model: NamedModel, adapters: Adapters, out: Path, *, dtype: str | None = None, phases: Phases = QUIET
+) -> MergedModel:
     """Write `out`: a single file if it ends in .safetensors, else a diffusers folder.
 
     dtype: "fp32", "bf16", "fp16", or "fp8" (ComfyUI's scaled float8, a single file); None: the model files' dtype. The
@@ -105,7 +107,7 @@ def merge(model: NamedModel, adapters: Adapters, out: Path, *, dtype: str | None
     for opened, _ in adapters:
         opened.portable.check_finite()
     remove_leftovers(leftovers_of(out))  # of interrupted merges, each the size of a model
-    merger = _Merger(model, adapters, dtype, Merged(out))
+    merger = _Merger(model, adapters, dtype, MergedModel(out))
     entries = [
         {"file": opened.path.name, "sha256": hash_file(opened.path), "strength": strength} for opened, strength in adapters
     ]
@@ -133,7 +135,7 @@ def merge(model: NamedModel, adapters: Adapters, out: Path, *, dtype: str | None
 class _Merger:
     """Tensors of the merged files, made when they are written."""
 
-    def __init__(self, model: NamedModel, adapters: Adapters, dtype: str | None, merged: Merged) -> None:
+    def __init__(self, model: NamedModel, adapters: Adapters, dtype: str | None, merged: MergedModel) -> None:
         assert model.source is not None
         self.family, self.weights = model.family, BaseWeights(model.source)
         self.adapters, self.dtype, self.merged = adapters, dtype, merged
@@ -148,37 +150,37 @@ class _Merger:
 
     def tensors(self, file: WholeFile) -> Tensors:
         tensors: dict[str, torch.Tensor | Recipe] = dict(file.others)
-        for name, placed in file.tensors.items():
-            is_linear = placed.component == self.family.denoiser and name.endswith(".weight") and len(placed.shape) == 2
+        for name, entry in file.tensors.items():
+            is_linear = entry.component == self.family.denoiser and name.endswith(".weight") and len(entry.shape) == 2
             if is_linear and self.dtype == SCALED:
                 layer = name.removesuffix(".weight")
-                tensors[name] = Recipe(scaled_file.CODES, placed.shape, partial(self._codes, placed))
-                tensors[f"{layer}.scale_weight"] = Recipe(torch.float32, (), partial(self._scale, placed))
+                tensors[name] = Recipe(scaled_file.CODES, entry.shape, partial(self._codes, entry))
+                tensors[f"{layer}.scale_weight"] = Recipe(torch.float32, (), partial(self._scale, entry))
             else:
-                dtype = self._dtype(placed)
-                tensors[name] = Recipe(dtype, placed.shape, partial(self._rounded, placed, dtype))
+                dtype = self._dtype(entry)
+                tensors[name] = Recipe(dtype, entry.shape, partial(self._rounded, entry, dtype))
         if self.dtype == SCALED:
             prefix = self.family.component(self.family.denoiser).prefix_in(file.tensors) or ""
             tensors[f"{prefix}scaled_fp8"] = scaled_file.marker()
         return tensors
 
-    def _dtype(self, placed: Placed) -> torch.dtype:
-        if self.dtype is not None and placed.component != self.family.vae:
+    def _dtype(self, entry: FileTensor) -> torch.dtype:
+        if self.dtype is not None and entry.component != self.family.vae:
             return scaled_file.BESIDE if self.dtype == SCALED else precision.COMPUTE_DTYPES[self.dtype]
-        if placed.dtype is None:
-            raise UserError(f"the model holds {placed.component} quantised, and weights are merged as numbers: give --dtype")
-        return placed.dtype
+        if entry.dtype is None:
+            raise UserError(f"the model holds {entry.component} quantised, and weights are merged as numbers: give --dtype")
+        return entry.dtype
 
-    def _parts(self, placed: Placed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _parts(self, entry: FileTensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(layer, or "" if not a weight; the model's tensor, fp32) of the parts of a file's tensor."""
-        for part in placed.link.parts:
-            layer = f"{placed.component}.{part.removesuffix('.weight')}" if part.endswith(".weight") else ""
-            yield layer, self.weights.tensor(placed.component, part)
+        for part in entry.link.parts:
+            layer = f"{entry.component}.{part.removesuffix('.weight')}" if part.endswith(".weight") else ""
+            yield layer, self.weights.tensor(entry.component, part)
 
-    def _rounded(self, placed: Placed, dtype: torch.dtype) -> torch.Tensor:
+    def _rounded(self, entry: FileTensor, dtype: torch.dtype) -> torch.Tensor:
         """The file's tensor, rounded to `dtype`. Changed layers are computed and rounded row by row."""
         parts = []
-        for layer, tensor in self._parts(placed):
+        for layer, tensor in self._parts(entry):
             if layer not in self.touched:
                 parts.append(tensor.to(dtype))
                 finite = is_finite(parts[-1])
@@ -190,42 +192,42 @@ class _Merger:
                     self._record(layer, exact, before[rows], stored[rows].double())
                 finite = math.isfinite(self.merged.loss.error)
             if not finite:
-                raise self._not_finite(placed, dtype)
-        return join_parts(placed.link, parts)
+                raise self._not_finite(entry, dtype)
+        return join_parts(entry.link, parts)
 
     def _record(self, layer: str, exact: torch.Tensor, before: torch.Tensor, stored: torch.Tensor) -> None:
         self.merged.layers.add(layer)
         self.merged.loss.add(layer, float((stored - exact).norm()), float((exact - before).norm()))
 
-    def _not_finite(self, placed: Placed, dtype: torch.dtype) -> NonFiniteError:
-        tensor, remedy = f"{placed.component}.{placed.link.parts[0]}", "Give a wider --dtype, or a lower strength"
+    def _not_finite(self, entry: FileTensor, dtype: torch.dtype) -> NonFiniteError:
+        tensor, remedy = f"{entry.component}.{entry.link.parts[0]}", "Give a wider --dtype, or a lower strength"
         return NonFiniteError(f"{tensor} would not be finite as {dtype}; nothing was written. {remedy}")
 
-    def _exact(self, placed: Placed) -> torch.Tensor:
+    def _exact(self, entry: FileTensor) -> torch.Tensor:
         """The file's tensor, not rounded: fp64 if merged, else fp32."""
         parts = []
-        for layer, tensor in self._parts(placed):
+        for layer, tensor in self._parts(entry):
             if layer in self.touched:
                 rows = [exact for _, exact in merged_rows(tensor, self.adapters, layer)]
                 tensor = torch.cat(rows).view(tensor.shape)
             parts.append(tensor)
         widest = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-        return join_parts(placed.link, [part.to(widest) for part in parts])
+        return join_parts(entry.link, [part.to(widest) for part in parts])
 
-    def _codes(self, placed: Placed) -> torch.Tensor:
-        exact = self._exact(placed)
+    def _codes(self, entry: FileTensor) -> torch.Tensor:
+        exact = self._exact(entry)
         codes, scale = scaled_file.codes_of(exact), float(scaled_file.scale_of(exact))
         if not is_finite(codes):
-            raise self._not_finite(placed, codes.dtype)
+            raise self._not_finite(entry, codes.dtype)
         if exact.dtype == torch.float64:
-            layers, tensors = zip(*self._parts(placed), strict=True)
-            before = join_parts(placed.link, [tensor.double() for tensor in tensors])
+            layers, tensors = zip(*self._parts(entry), strict=True)
+            before = join_parts(entry.link, [tensor.double() for tensor in tensors])
             self._record(layers[0], exact, before, codes.double() * scale)
             self.merged.layers |= self.touched.intersection(layers)
         return codes
 
-    def _scale(self, placed: Placed) -> torch.Tensor:
-        return scaled_file.scale_of(self._exact(placed))
+    def _scale(self, entry: FileTensor) -> torch.Tensor:
+        return scaled_file.scale_of(self._exact(entry))
 
 
 def _copy_configs(root: Path, folder: Path) -> None:

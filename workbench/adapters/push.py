@@ -17,7 +17,7 @@ CARD = "README.md"
 
 
 @dataclass(frozen=True)
-class Pushed:
+class PushResult:
     """The result of a push. url: of the repository. commit: the new one, or the newest if the files were there already.
     visibility: "private" or "public"."""
 
@@ -32,8 +32,8 @@ def files_of(folder: Path) -> dict[str, Path]:
     adapters = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob(f"*/{WEIGHTS}"))]
     if not adapters:
         raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")
-    beside = [path.with_name(CONFIG) for path in adapters if path.name == WEIGHTS]
-    others = [*beside, *folder.glob(CARD), *sorted(folder.glob("images/*.png"))]
+    configs = [path.with_name(CONFIG) for path in adapters if path.name == WEIGHTS]
+    others = [*configs, *folder.glob(CARD), *sorted(folder.glob("images/*.png"))]
     return {path.relative_to(folder).as_posix(): path for path in (*adapters, *others)}
 
 
@@ -66,7 +66,7 @@ def push(
     models: list[NamedModel] | None = None,
     family: str | None = None,
     phases: Phases = QUIET,
-) -> Pushed:
+) -> PushResult:
     """Send the folder's files to the hub in one commit. A missing repository is created, private unless `public`.
     replace_card: another README.md there may be replaced; without it that raises UserError, as does a refusal by the hub.
     Raises what `check` raises before anything is sent."""
@@ -104,7 +104,7 @@ def push(
             raise cause from None
         empty = f"\nthe repository {repository!r} was made, and is empty" if created else ""
         raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}{empty}") from error
-    return Pushed(str(url), commit.oid, tuple(files), "private" if private else "public")
+    return PushResult(str(url), commit.oid, tuple(files), "private" if private else "public")
 
 
 def _keep_card(api: Any, repository: str, card: Path) -> None:

@@ -59,29 +59,29 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
     parameters = sum(torch.Size(t.shape).numel() for f in portable.layers.values() for t in f.tensors().values())
     rows = [
         f"{opened.path}: {portable.kind.word} for {opened.model.family.name} ({' or '.join(opened.labels) or OTHER_SIZE})",
-        f"  keys: {_counted(read.conventions, 'module(s)')}",
-        f"  layers: {_counted(Counter(name.partition('.')[0] for name in portable.layers), 'layers')}; "
-        f"{parameters:,} numbers, {_counted(dtypes, 'tensors')}",
-        f"  rank: {_counted(Counter(layer.rank for layer in layers), 'layers')}",
-        f"  alpha: {_counted(Counter(f'{layer.alpha:g}' for layer in layers), 'layers')}; {', '.join(read.alphas)}",
-        f"  scale (alpha / rank): {_counted(Counter(f'{layer.scaling:g}' for layer in layers), 'layers')}"
+        f"  keys: {_counts(read.conventions, 'module(s)')}",
+        f"  layers: {_counts(Counter(name.partition('.')[0] for name in portable.layers), 'layers')}; "
+        f"{parameters:,} numbers, {_counts(dtypes, 'tensors')}",
+        f"  rank: {_counts(Counter(layer.rank for layer in layers), 'layers')}",
+        f"  alpha: {_counts(Counter(f'{layer.alpha:g}' for layer in layers), 'layers')}; {', '.join(read.alphas)}",
+        f"  scale (alpha / rank): {_counts(Counter(f'{layer.scaling:g}' for layer in layers), 'layers')}"
         + ("; rsLoRA" if portable.rslora else ""),
     ]
     rows += [f"  {line}" for line in opened.read.account.lines()]
     if portable.kind.magnitudes:
         axes = Counter(factors.axis for factors in portable.layers.values() if factors.magnitude is not None)
-        rows.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")
+        rows.append(f"  magnitudes: {_counts(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")
     if read.fused:
-        rows.append(f"  modules of several layers: {_counted(read.fused, 'modules')}")
+        rows.append(f"  modules of several layers: {_counts(read.fused, 'modules')}")
     if read.absent:
-        rows += _listed("  rows without an adapter, whose magnitudes are the model's norms and were left out", read.absent)
+        rows += _rows("  rows without an adapter, whose magnitudes are the model's norms and were left out", read.absent)
     rows += _norms(layers)
     for component in opened.components if opened.labels else ():
         absent = [name for name in opened.model.full_layers([component]) if name not in portable.layers]
         some = f"not adapted of {component}: {len(absent)} layers: {_kinds(absent)}"
         rows.append(f"  {some if absent else f'every layer of {component} is adapted'}")
-    rows += _listed("  NOT FINITE", [layer.name for layer in layers if not layer.finite])
-    rows += _listed("  B is zero, so that nothing changes", [layer.name for layer in layers if layer.empty])
+    rows += _rows("  NOT FINITE", [layer.name for layer in layers if not layer.finite])
+    rows += _rows("  B is zero, so that nothing changes", [layer.name for layer in layers if layer.empty])
     for key in ("ss_output_name", "modelspec.title", "ss_base_model_version", "ss_steps", "modelspec.trigger_phrase"):
         if value := portable.metadata.get(key):
             rows.append(f"  {key}: {printable(value[:200])}")
@@ -108,7 +108,7 @@ def _size(layer: LayerReport) -> float:
     return layer.change / max(layer.weight, 1e-30) if layer.weight is not None else layer.change
 
 
-def _counted(counts: Mapping[object, int], noun: str) -> str:
+def _counts(counts: Mapping[object, int], noun: str) -> str:
     if len(counts) == 1:
         return f"{next(iter(counts))} ({next(iter(counts.values()))} {noun})"
     ordered = sorted(counts.items(), key=lambda item: -item[1])
@@ -117,10 +117,10 @@ def _counted(counts: Mapping[object, int], noun: str) -> str:
 
 def _kinds(names: Iterable[str]) -> str:
     ends = Counter(".".join(part for part in name.split(".")[-2:] if not part.isdigit()) for name in names)
-    return _counted(ends, "layers")
+    return _counts(ends, "layers")
 
 
-def _listed(title: str, names: list[str]) -> list[str]:
+def _rows(title: str, names: list[str]) -> list[str]:
     return [f"{title}: {len(names)} layers: {shortlist(names, SHOWN)}"] if names else []
 
 

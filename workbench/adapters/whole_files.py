@@ -17,7 +17,7 @@ MARKERS = {"v_pred": ("prediction_type", "v_prediction"), "ztsnr": ("rescale_bet
 
 
 @dataclass(frozen=True)
-class Placed:
+class FileTensor:
     """A tensor of a file, made of parameters of `component` by the link. shape: in the file. dtype: in the model's files;
     None if quantised there."""
 
@@ -31,7 +31,7 @@ class Placed:
 class WholeFile:
     """A model file to write. tensors: by name in the file. others: the model file's other tensors, unchanged."""
 
-    tensors: Mapping[str, Placed]
+    tensors: Mapping[str, FileTensor]
     others: Tensors
     metadata: Mapping[str, str]
 
@@ -41,7 +41,7 @@ def folder_files(source: ModelSource) -> dict[str, WholeFile]:
     files = {}
     for component in source.family.components:
         stem = "model" if component.library == "transformers" else "diffusion_pytorch_model"
-        tensors = {read.link.original: _placed(component.name, read) for read in source.reads(component.name)}
+        tensors = {read.link.original: _file_tensor(component.name, read) for read in source.reads(component.name)}
         files[f"{component.name}/{stem}.safetensors"] = WholeFile(tensors, {}, {"format": "pt"})
     return files
 
@@ -50,14 +50,14 @@ def single_file(source: ModelSource) -> WholeFile:
     """A single-file model's file; for a diffusers folder one file of all components."""
     if source.single_file is None:
         return _all_in_one(source)
-    tensors: dict[str, Placed] = {}
+    tensors: dict[str, FileTensor] = {}
     claimed: set[str] = set()
     for component in source.family.components:
         weights = source.weights(component.name)
         if [file.path for file in weights.files] != [source.single_file.path]:
             continue
         for read in source.reads(component.name):
-            tensors[weights.prefix + read.link.original] = _placed(component.name, read)
+            tensors[weights.prefix + read.link.original] = _file_tensor(component.name, read)
             parts = read.held.parts.values() if read.held else (read.link.original,)
             claimed |= {weights.prefix + part for part in parts}
         claimed |= {weights.prefix + other for other in weights.recognised.other}
@@ -71,13 +71,13 @@ def single_file(source: ModelSource) -> WholeFile:
     return WholeFile(tensors, others, file.metadata)
 
 
-def _placed(component: str, read: Read) -> Placed:
+def _file_tensor(component: str, read: Read) -> FileTensor:
     dtype = None if read.held else read.weights.entry(read.link.original).dtype
-    return Placed(component, read.link, read.shape, dtype)
+    return FileTensor(component, read.link, read.shape, dtype)
 
 
 def _all_in_one(source: ModelSource) -> WholeFile:
-    tensors: dict[str, Placed] = {}
+    tensors: dict[str, FileTensor] = {}
     for component in source.family.components:
         reads = {part: read for read in source.reads(component.name) for part in read.link.parts}
         shapes = {part: shape for read in reads.values() for part, shape in zip(read.link.parts, read.parts, strict=True)}
@@ -90,10 +90,10 @@ def _all_in_one(source: ModelSource) -> WholeFile:
             twice = "encoder.embed_tokens.weight" if "shared.weight" in shapes else ""
             links = [Link(inner + name.removeprefix(inner), (name,)) for name in shapes if name != twice]
         for link in links:
-            dtypes = {_placed(component.name, reads[part]).dtype for part in link.parts}
+            dtypes = {_file_tensor(component.name, reads[part]).dtype for part in link.parts}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
             shape = original_shape([shapes[part] for part in link.parts], link.op)
-            tensors[component.prefixes[0] + link.original] = Placed(component.name, link, shape, dtype)
+            tensors[component.prefixes[0] + link.original] = FileTensor(component.name, link, shape, dtype)
     # A folder has this in the scheduler's config, a file as empty tensors.
     markers = {name: torch.zeros(0) for name, (key, value) in MARKERS.items() if source.scheduler.get(key) == value}
     return WholeFile(tensors, markers, {})

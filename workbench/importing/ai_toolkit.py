@@ -60,8 +60,8 @@ def _family(draft: Draft, options: Options) -> Family | None:
     arch, reason = options.word("model.arch", "").partition(":")[0], options.cite("model.arch")
     marks = [name for name in options.values if name.startswith("model.is_")]
     options.ignore(*(name for name in marks if name != "model.is_v_pred"))
-    if named := [] if arch else [name for name in marks if options.values[name] is True]:
-        arch, reason = named[0].removeprefix("model.is_"), options.cite(named[0])
+    if enabled := [] if arch else [name for name in marks if options.values[name] is True]:
+        arch, reason = enabled[0].removeprefix("model.is_"), options.cite(enabled[0])
     common.set_path(draft, *options.line("model.name_or_path", "word"))
     family = common.set_family(draft, arch, reason)
     if family is not None and family.variants.editing and arch.endswith(f"_{family.variants.editing}"):
@@ -195,13 +195,13 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
 def _samples(draft: Draft, options: Options) -> None:
     """Add the prompts, with their own flags; [trigger] in them stands for the trigger."""
     seed, walk = options.whole("sample.seed"), options.flag("sample.walk_seed")
-    listed = options.tables("sample.samples", "sample.samples.")
+    entries = options.tables("sample.samples", "sample.samples.")
     texts = options.entries("sample.prompts")
-    plain = [Options({"prompt": str(text)}, options.file, prefix="sample.prompts ") for text in texts]
-    for place, entry in enumerate(listed or plain):
+    prompts = [Options({"prompt": str(text)}, options.file, prefix="sample.prompts ") for text in texts]
+    for place, entry in enumerate(entries or prompts):
         text = entry.word("prompt", "").replace("[trigger]", options.word("trigger_word", ""))
         prompt, flags = prompt_line(text)
-        sample: dict[str, Line] = {"prompt": (prompt, "sample.samples" if listed else "sample.prompts")}
+        sample: dict[str, Line] = {"prompt": (prompt, "sample.samples" if entries else "sample.prompts")}
         if walk:
             sample["seed"] = (seed + place, f"{options.cite('sample.seed')} + {place}: walk_seed")
         for option, (key, kind, is_shared) in SAMPLE.items():

@@ -35,12 +35,12 @@ def set_family(draft: Draft, word: str | None, reason: str, model: str = "") -> 
     """Set model.family for another trainer's name `word`; None, and a refusal, if it is none of ours. model: a path whose
     name identifies the family if there is no word."""
     patterns, last = facts().model_names, model.replace("\\", "/").rpartition("/")[2].lower()
-    guessed = "" if word else next((family for family, pattern in patterns.items() if re.search(pattern, last)), "")
-    word = word or guessed
+    guess = "" if word else next((family for family, pattern in patterns.items() if re.search(pattern, last)), "")
+    word = word or guess
     name = draft.overrides.get("model.family") or other_trainers.value_for(word, FAMILIES)
     if name in FAMILIES:
         draft.set("model.family", name, reason)
-        if guessed and "model.family" not in draft.overrides:
+        if guess and "model.family" not in draft.overrides:
             draft.note(ASSUMED, f"model.family = {name}, as the name says: {reason}; --set model.family=... says otherwise")
         return FAMILIES[name]
     absent = other_trainers.why_absent("model.family", word) or f"it should be one of {', '.join(FAMILIES)}"
@@ -315,9 +315,9 @@ def _candidates(key: str, value: Any) -> list[Any]:
     """Other forms of the value here: another word, or the same number, truth value or text as another type."""
     field = dict(configs.fields()).get(configs.generic(key))
     words = re.findall(r"'([\w+]+)'", str(field.annotation)) if field is not None else []
-    named, share = other_trainers.value_for(value, words), as_share(value)
+    word, share = other_trainers.value_for(value, words), as_share(value)
     number = as_number(value) if share is None else share
-    forms = ([named] if named else []) + ([] if number is None else [number, float(number)])
+    forms = ([word] if word else []) + ([] if number is None else [number, float(number)])
     if isinstance(value, str) and value.lower() in SWITCHES:
         forms.append(SWITCHES[value.lower()])
     return [*forms, str(value)] if number is not None else forms

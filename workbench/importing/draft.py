@@ -114,10 +114,10 @@ class Options:
     def entries(self, name: str) -> list[Any]:
         """A list of texts and numbers, without nulls; a single value is a list of one."""
         value = self.get(name)
-        listed = [entry for entry in (value if isinstance(value, list) else [value]) if entry is not None]
-        if not all(isinstance(entry, (str, int, float)) and not isinstance(entry, bool) for entry in listed):
+        entries = [entry for entry in (value if isinstance(value, list) else [value]) if entry is not None]
+        if not all(isinstance(entry, (str, int, float)) and not isinstance(entry, bool) for entry in entries):
             raise self.error(name, "a list of texts or numbers")
-        return listed
+        return entries
 
     def table(self, name: str, prefix: str = "") -> Options:
         """A table within this one; empty if left out."""

@@ -20,7 +20,7 @@ def as_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     hidden += [*names["scripts"], *" ".join(names["arguments"].values()).split()]
     noise = "Multires" if str(settings.get("noise_offset_type")).startswith("Multi") else "Original"
     parts = names["only"] | names["noise"]
-    hidden += [name for kind, listed in parts.items() if kind not in (*kinds, noise) for name in listed.split()]
+    hidden += [name for kind, row in parts.items() if kind not in (*kinds, noise) for name in row.split()]
     for switch, values, idle in names["idle_unless"]:  # always saved, but read only beside these values
         hidden += idle.split() if str(settings.get(switch)).lower() not in values.split() else []
     rest = {
@@ -54,10 +54,10 @@ def _network(options: dict[str, Any], settings: Mapping[str, Any], names: Mappin
     module, *words = names["types"].get(kind, f"other algo={kind.replace(' ', '_')}").split()
     if module.startswith("lycoris") and settings.get("LyCORIS_preset"):
         words.append(f"preset={settings['LyCORIS_preset']}")
-    fixed = [name for name in words if "=" in name]
-    values = {name: settings.get(name) for name in [*words, *names["arguments"].get(module, "").split()] if name not in fixed}
-    pairs = [f"{name}={value}" for name, value in values.items() if value not in UNSET and not _zero(value)]
-    options |= {"network_module": module, "network_args": [*fixed, *pairs]}
+    pairs = [word for word in words if "=" in word]
+    arguments = [word for word in (*words, *names["arguments"].get(module, "").split()) if word not in pairs]
+    values = {name: value for name in arguments if (value := settings.get(name)) not in UNSET and not _zero(value)}
+    options |= {"network_module": module, "network_args": [*pairs, *(f"{name}={value}" for name, value in values.items())]}
 
 
 def _length(options: dict[str, Any]) -> None:

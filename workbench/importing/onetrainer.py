@@ -59,8 +59,8 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
     else:
         draft.carry(options, clip, "step.max_grad_norm", "number")
     name = "gradient_checkpointing"
-    recomputed = options.get(name) == "CPU_OFFLOADED" or options.flag(name)
-    draft.set("memory.gradient_checkpointing", recomputed, options.cite(name))
+    checkpointing = options.get(name) == "CPU_OFFLOADED" or options.flag(name)
+    draft.set("memory.gradient_checkpointing", checkpointing, options.cite(name))
     if options.word("ema") != "OFF":
         common.set_ema(draft, *options.line("ema_decay", "number"))
         every = "ema_update_step_interval"
@@ -197,19 +197,19 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     draft.set("data.resolution", sizes if len(sizes) > 1 else sizes[0], options.cite("resolution"))
     draft.set("data.caption_dropout", 0.0, f"{draft.trainer} drops no whole captions")
     file = find_beside(options.word("concept_file_name"), config, [path for path in data if "sample" not in path.name])
-    for concept in _listed(options, CONCEPTS, file):
+    for concept in _enabled_tables(options, CONCEPTS, file):
         _source(draft, concept.flattened("image", "text"))
     if not draft.sources:
         common.ask_for_photos(draft, f"{options.cite('concept_file_name')}, not found; give it as --data")
     return len(sizes)
 
 
-def _listed(options: Options, name: str, path: Path | None) -> list[Options]:
+def _enabled_tables(options: Options, name: str, path: Path | None) -> list[Options]:
     """The enabled tables of a list in the config, else in the file `path`."""
-    listed = options.tables(name, LISTS[name])
-    if path and not listed:
-        listed = Options({name: read_tree(path)}, path).tables(name, LISTS[name])
-    return [table for table in listed if table.flag("enabled", True)]
+    tables = options.tables(name, LISTS[name])
+    if path and not tables:
+        tables = Options({name: read_tree(path)}, path).tables(name, LISTS[name])
+    return [table for table in tables if table.flag("enabled", True)]
 
 
 def _source(draft: Draft, table: Options) -> None:
@@ -266,7 +266,7 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
     file = find_beside(options.word(name), config, [path for path in data if "sample" in path.name])
     if options.has(name) and not (file or options.has(SAMPLES)):
         draft.note(FILL, f"{options.cite(name)}: not found; give it as --data, or write prompts")
-    for table in _listed(options, SAMPLES, file):
+    for table in _enabled_tables(options, SAMPLES, file):
         rows = {name: row for name, row in SAMPLE.items() if table.has(name) and table.get(name) != ""}
         sample = {key: (getattr(table, kind)(name), f"samples {name}") for name, (key, kind) in rows.items()}
         draft.samples.append({"prompt": (table.word("prompt", ""), "samples prompt")} | sample)

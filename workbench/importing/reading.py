@@ -40,9 +40,9 @@ def read(path: Path) -> tuple[str, str, dict[str, Any]]:
     if names & WINDOW:
         with reading(path, "additional_parameters", remedy="correct it in the file"):
             return "sd-scripts", "kohya_ss's window, which starts sd-scripts", kohya_gui.as_options(tree)
-    for trainer, refused in programs()["refused"].items():
-        if len(names.intersection(refused["names"].split())) > 1:
-            raise UserError(f"{path}: a config of {trainer}, which is not read here; {refused['go on']}")
+    for trainer, row in programs()["refused"].items():
+        if len(names.intersection(row["names"].split())) > 1:
+            raise UserError(f"{path}: a config of {trainer}, which is not read here; {row['go on']}")
     for trainer, groups in SIGNS.items():
         if all(names.intersection(group) for group in groups):
             return trainer, trainer, tree
@@ -148,10 +148,10 @@ def local_path(path: str) -> str:
 def find_beside(name: str, config: Path, data: Iterable[Path]) -> Path | None:
     """A file that a config names: one of `data` if it has that name or is alone, else from here, else near the config."""
     data, last, folder = list(data), Path(local_path(name)), config.parent
-    named = [path for path in data if path.name == last.name] or (data if len(data) == 1 else [])
+    matches = [path for path in data if path.name == last.name] or (data if len(data) == 1 else [])
     above = [parent / last for parent in config.absolute().parents]
     near = [last, *above, folder / last.name, folder.parent / last.name]
-    return next((path for path in [*named, *near] if path.is_file()), None)
+    return next((path for path in [*matches, *near] if path.is_file()), None)
 
 
 def prompt_line(line: str) -> tuple[str, dict[str, Any]]:

@@ -51,11 +51,11 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
 
 def _config_file(tree: Options, config: Path, data: Sequence[Path]) -> Options:
     """The options in the file of --config_file, else `tree`. Raises UserError if the file is not found."""
-    named = tree.word("config_file")
-    if not named:
+    name = tree.word("config_file")
+    if not name:
         return tree
-    named = named if named.endswith(".toml") else f"{named}.toml"
-    path = find_beside(named, config, [path for path in data if named.endswith(path.name)])
+    name = name if name.endswith(".toml") else f"{name}.toml"
+    path = find_beside(name, config, [path for path in data if name.endswith(path.name)])
     if path is None:
         raise UserError(f"{config}: {tree.cite('config_file')}: not found, and options stand in it; give it as --data")
     return Options({"options": read_tree(path)}, path).table("options")
@@ -77,10 +77,10 @@ def _family(draft: Draft, options: Options) -> Family | None:
         return common.set_family(draft, script, f"{script}.py")
     if other_trainers.value_for(module, common.FAMILIES):
         return common.set_family(draft, module, options.cite("network_module"))
-    named = options.first("model_train_type", "pretrained_model_name_or_path")
+    option = options.first("model_train_type", "pretrained_model_name_or_path")
     unknown = "the config does not say which script it is for, so not which model"
-    reason = options.cite(named) if options.has(named) else unknown
-    return common.set_family(draft, None, reason, options.word(named, ""))
+    reason = options.cite(option) if options.has(option) else unknown
+    return common.set_family(draft, None, reason, options.word(option, ""))
 
 
 def _length(draft: Draft, options: Options) -> None:
@@ -194,8 +194,8 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     if options.whole("max_token_length"):
         chunks = math.ceil(options.whole("max_token_length", least=1) / 75)
         draft.set("data.clip_chunks", chunks, f"{options.cite('max_token_length')}, in chunks of 75")
-    named = options.word("dataset_config")
-    path = find_beside(named, config, data) if named else next(iter(data), None)
+    file = options.word("dataset_config")
+    path = find_beside(file, config, data) if file else next(iter(data), None)
     if path is not None:
         tree = Options({"data": read_tree(path)}, path).table("data")
         for dataset in tree.tables("datasets", "datasets "):
@@ -206,7 +206,7 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
             _source(draft, options, replace(options, values=folder), {}, numbered=name)
     else:
         missing = f"{options.cite('dataset_config')}: not found; give it as --data"
-        common.ask_for_photos(draft, missing if named else "no folder of photos is named")
+        common.ask_for_photos(draft, missing if file else "no folder of photos is named")
 
 
 def _dataset(draft: Draft, options: Options, table: Options) -> None:
@@ -235,11 +235,11 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
     if not numbered:
         repeats, reason = table.line("num_repeats", "whole")
         if match := NAME.fullmatch(common.folder_name(path)):
-            over, rest = divmod(repeats, int(match[1]))
+            quotient, rest = divmod(repeats, int(match[1]))
             if rest:
                 counts = "the folder's number counts as repeats here, not there"
                 draft.note(FILL, f"{path}: {counts}; rename the folder to train {repeats}")
-            repeats, reason = repeats if rest else over, f"{reason}, over the folder's {match[1]}"
+            repeats, reason = repeats if rest else quotient, f"{reason}, over the folder's {match[1]}"
         source["repeats"] = (max(1, repeats), reason)
     if table.has("resolution") and not options.has("resolution"):
         source["resolution"] = (common.side_of(table, "resolution"), table.cite("resolution"))
@@ -295,9 +295,9 @@ def _intervals(draft: Draft, options: Options, family: Family, config: Path, dat
 def _samples(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:
     """Add the prompts: lines of a file or of a window. For a model with a guidance input, --l is its cfg."""
     flags = FLAGS | ({"l": "cfg"} if CFG in family.reads else {})
-    listed, reason = options.entries("sample_prompts"), "sample_prompts"
-    if listed and not isinstance(options.get("sample_prompts"), list):
-        path = find_beside(str(listed[0]), config, data)
+    lines, reason = options.entries("sample_prompts"), "sample_prompts"
+    if lines and not isinstance(options.get("sample_prompts"), list):
+        path = find_beside(str(lines[0]), config, data)
         if path is None:
             draft.note(FILL, f"{options.cite(reason)}: not found; give it as --data, or write validation.prompts")
             return
@@ -305,8 +305,8 @@ def _samples(draft: Draft, options: Options, family: Family, config: Path, data:
         if path.suffix.lower() in (".json", ".toml"):
             draft.note(FILL, f"{reason}: tables of prompts; write them as [[validation.samples]]")
             return
-        listed = read_text(path).splitlines()
-    for text in listed:
+        lines = read_text(path).splitlines()
+    for text in lines:
         prompt, values = prompt_line(str(text))
         if prompt and not prompt.startswith("#"):
             sample = {"prompt": (prompt, reason)}

@@ -160,10 +160,10 @@ def _times(draft: Draft, options: Options, family: Family) -> None:
 
 def _data(draft: Draft, options: Options, family: Family, config: Path, data: Sequence[Path]) -> None:
     draft.set("data.resolution", _side(options, options), options.cite("resolution"))
-    named = options.word("data_backend_config")
-    path = find_beside(named, config, data) if named else next(iter(data), None)
-    listed = Options({"backends": read_tree(path) if path else []}, path or config)
-    backends = listed.tables("backends", "backend ", options.defaults)
+    file = options.word("data_backend_config")
+    path = find_beside(file, config, data) if file else next(iter(data), None)
+    tree = Options({"backends": read_tree(path) if path else []}, path or config)
+    backends = tree.tables("backends", "backend ", options.defaults)
     editing = family.variants.editing
     edits = "data.sources.*.references" in family.reads and (not editing or draft.value("model.variant") == editing)
     references = [table for table in backends if edits and str(table.get("conditioning_type")).startswith("reference")]
@@ -177,11 +177,11 @@ def _data(draft: Draft, options: Options, family: Family, config: Path, data: Se
 
 def _side(table: Options, options: Options) -> int:
     """The value of data.resolution. "area" is in megapixels, rounded to aspect_bucket_alignment."""
-    sized, typed = (table if table.has(name) else options for name in ("resolution", "resolution_type"))
-    if typed.word("resolution_type") == "area":
+    sizes, types = (table if table.has(name) else options for name in ("resolution", "resolution_type"))
+    if types.word("resolution_type") == "area":
         step = options.whole("aspect_bucket_alignment", least=1)
-        return max(step, round((sized.number("resolution", least=0) * 1e6) ** 0.5 / step) * step)
-    return common.side_of(sized, "resolution")
+        return max(step, round((sizes.number("resolution", least=0) * 1e6) ** 0.5 / step) * step)
+    return common.side_of(sizes, "resolution")
 
 
 def _source(draft: Draft, table: Options, options: Options, references: Mapping[str, Line]) -> None:

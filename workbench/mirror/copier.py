@@ -53,13 +53,13 @@ class Troubles:
         self.last = ""  # the newest error
         self._pause, self._warned = FIRST_PAUSE, -WARN_SECONDS
 
-    def pause_after(self, error: Exception, waiting: str) -> float:
+    def pause_after(self, error: Exception, task: str) -> float:
         """Seconds until the next try. waiting: the work that is to be done."""
         self.last, pause = reason(error), self._pause
         self._pause = min(2 * pause, LONGEST_PAUSE)
         if self.clock() - self._warned >= WARN_SECONDS:
             self._warned = self.clock()
-            self.say(f"warning: {key_of(self.url)} fails ({self.last}); it is tried again: {waiting}")
+            self.say(f"warning: {key_of(self.url)} fails ({self.last}); it is tried again: {task}")
         return pause
 
     def end(self) -> None:
@@ -73,7 +73,7 @@ class Troubles:
         self._pause = FIRST_PAUSE
 
 
-def beside(work: Callable[[], T], check: Callable[[], object]) -> T:
+def run_in_thread(work: Callable[[], T], check: Callable[[], object]) -> T:
     """Run `work` in a thread; returns or raises as it does. check: called meanwhile; if it raises, the thread goes on."""
     outcome: Future[T] = Future()
 
@@ -98,7 +98,7 @@ class Asker:
         self.url, self.wait, self.check = url, wait, check
         self.troubles = Troubles(url, say)
 
-    def __call__(self, work: Callable[[], T], waiting: str, progress: Callable[[], int] = lambda: 0) -> T:
+    def __call__(self, work: Callable[[], T], task: str, progress: Callable[[], int] = lambda: 0) -> T:
         """The result of `work`. progress: the amount that has arrived; `wait` restarts at each new maximum. Raises
         UserError for lasting errors, and after `wait`."""
         most, until, silence = 0, time.monotonic() + self.wait, max(self.wait, SHORTEST_SILENCE)
@@ -113,7 +113,7 @@ class Asker:
 
         while True:
             try:
-                result = beside(work, look)
+                result = run_in_thread(work, look)
                 self.troubles.end()
                 return result
             except (UserError, Interrupted, PeerStopped):
@@ -122,20 +122,20 @@ class Asker:
                 if isinstance(error, OSError) and error.errno in STORAGE_ERRORS - {errno.EIO}:  # of the local disk
                     raise
                 if not may_pass(error) or time.monotonic() >= until:
-                    raise self._refusal(error, waiting) from None
-                retry = min(until, time.monotonic() + self.troubles.pause_after(error, waiting))
+                    raise self._refusal(error, task) from None
+                retry = min(until, time.monotonic() + self.troubles.pause_after(error, task))
                 while time.monotonic() < retry:
                     self.check()
                     time.sleep(POLL_SECONDS)
 
-    def _refusal(self, error: Exception, waiting: str) -> UserError:
+    def _refusal(self, error: Exception, task: str) -> UserError:
         if may_pass(error):
             remedy = "start again when it answers, or wait longer with checkpoint.mirror_wait"
         elif isinstance(error, FileNotFoundError):
             remedy = "make the bucket or folder, or mend the URL"
         else:
             remedy = "give keys that may list, read, write and delete there (docs/mirror.md)"
-        problem = f"{key_of(self.url)} cannot be used ({waiting}): {reason(error)}"
+        problem = f"{key_of(self.url)} cannot be used ({task}): {reason(error)}"
         return UserError(f"{problem}\n{remedy}, or leave checkpoint.mirror out")
 
 
@@ -239,8 +239,8 @@ class Copier:
             except Exception as error:  # any class of a backend: the run goes on
                 if self._closed:
                     return
-                waiting = folder_name(newest) if newest is not None else end or "what comes"
-                self._hurry.wait(self.troubles.pause_after(error, f"{waiting} is copied then"))
+                task = folder_name(newest) if newest is not None else end or "what comes"
+                self._hurry.wait(self.troubles.pause_after(error, f"{task} is copied then"))
                 self._hurry.clear()
             else:
                 self.troubles.end()

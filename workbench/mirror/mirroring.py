@@ -99,18 +99,18 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
         ask = Asker(url, wait, processes.say, phases.check)
         with phases("asking the mirror", keep=False):
             mirror = ask(lambda: open_mirror(url), "opening it")
-            theirs = ask(mirror.owner, "asking whose it is")
-            steps = ask(mirror.steps, "listing its checkpoints") if theirs else []
-            if theirs is not None:
-                _refuse_others(config, theirs, run_id, layout, holds=bool(steps), newest=resume_from in NEWEST)
+            current = ask(mirror.owner, "asking whose it is")
+            steps = ask(mirror.steps, "listing its checkpoints") if current else []
+            if current is not None:
+                _refuse_others(config, current, run_id, layout, holds=bool(steps), newest=resume_from in NEWEST)
             ask(mirror.try_out, "trying to write")
             # Each start has its own mark: one run on two machines is two starts.
             owner = {
                 "run": name,
-                "id": run_id or (theirs["id"] if theirs and steps else secrets.token_hex(8)),
+                "id": run_id or (current["id"] if current and steps else secrets.token_hex(8)),
                 "start": secrets.token_hex(8),
             }
-            if not steps and theirs != {"run": name, "id": run_id}:
+            if not steps and current != {"run": name, "id": run_id}:
                 ask(lambda: mirror.claim(owner), "claiming it")  # else when the run begins: this start may still be refused
         if resume_from in NEWEST and steps:
             files.make_folder(layout.root, "run.output_dir")
@@ -123,14 +123,14 @@ def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> 
 
 
 def _refuse_others(
-    config: Config, theirs: dict[str, str], run_id: str | None, layout: Layout, *, holds: bool, newest: bool
+    config: Config, current: dict[str, str], run_id: str | None, layout: Layout, *, holds: bool, newest: bool
 ) -> None:
     """Raises UserError unless the mirror is this run's. holds: it has checkpoints. newest: the run resumes the newest."""
     key, name = key_of(str(config.checkpoint.mirror)), config.run.name
     here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
-    if theirs["run"] != name or run_id not in (None, theirs["id"]) or (run_id is None and here):
+    if current["run"] != name or run_id not in (None, current["id"]) or (run_id is None and here):
         remedy = "" if holds else f", or delete {RUN} there if that run is gone"
-        other = f"another run ({theirs['run']!r}, of another run.output_dir)"
+        other = f"another run ({current['run']!r}, of another run.output_dir)"
         raise UserError(f"{key} holds {other}; give another prefix{remedy}")
     if holds and not here and not newest:
         remedy = "add --resume_from auto to go on, or give another prefix"
@@ -162,12 +162,12 @@ def _fetch_one(mirror: Mirror, step: int, ask: Asker, context: RunContext, name:
     layout = context.layout
 
     def fill(folder: Path) -> None:
-        waiting = f"fetching {folder_name(step)}"
-        ask(lambda: mirror.fetch(step, folder), waiting, lambda: sum(path.stat().st_size for path in folder.iterdir()))
+        task = f"fetching {folder_name(step)}"
+        ask(lambda: mirror.fetch(step, folder), task, lambda: sum(path.stat().st_size for path in folder.iterdir()))
 
     def keep(folder: Path) -> None:
-        waiting = f"fetching what was left up to {folder_name(step)}"
-        ask(lambda: mirror.fetch_results(layout, name, step), waiting, lambda: len(layout.results(name)))
+        task = f"fetching what was left up to {folder_name(step)}"
+        ask(lambda: mirror.fetch_results(layout, name, step), task, lambda: len(layout.results(name)))
         log, digest = folder / layout.metrics.name, Saved(folder, census=None).values("progress").get("log")
         metrics.cut(log, step)
         if digest and not metrics.has_digest(log, digest):

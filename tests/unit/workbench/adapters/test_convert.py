@@ -16,7 +16,7 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, write_tensors
 from workbench.adapter_files.opening import OpenedAdapter, open_adapter, published
 from workbench.adapter_files.reading import ReadAdapter
-from workbench.adapters.convert import Conversion, Converted, change_of, convert
+from workbench.adapters.convert import Conversion, WrittenAdapter, change_of, convert
 
 BLOCK = "transformer.transformer_blocks.0.attn"
 QKV = [f"{BLOCK}.to_q", f"{BLOCK}.to_k", f"{BLOCK}.to_v"]
@@ -35,7 +35,7 @@ def written(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
     return path
 
 
-def converted(path: Path, to: str, family: str | None = None, **more) -> tuple[dict[str, torch.Tensor], Converted]:
+def converted(path: Path, to: str, family: str | None = None, **more) -> tuple[dict[str, torch.Tensor], WrittenAdapter]:
     out = path.with_name(f"{to}.safetensors")
     out.unlink(missing_ok=True)  # a test may convert twice, and no file is written over
     weight = more.pop("weight", None)

@@ -17,7 +17,7 @@ from trainer.base.errors import Interrupted, UserError
 from trainer.base.run_layout import Layout, folder_name
 from trainer.checkpoint import store
 from workbench.mirror import copier
-from workbench.mirror.copier import Asker, Copier, Troubles, beside, may_pass, reason
+from workbench.mirror.copier import Asker, Copier, Troubles, may_pass, reason, run_in_thread
 
 OWNER = {"run": "bear", "id": "5"}
 TIMEOUT = 20  # seconds until a test that hangs fails
@@ -365,5 +365,5 @@ def test_a_signal_is_heard_while_a_call_hangs() -> None:
         raise Interrupted(15)
 
     with pytest.raises(Interrupted):
-        beside(lambda: hangs.wait(TIMEOUT), check)
+        run_in_thread(lambda: hangs.wait(TIMEOUT), check)
     hangs.set()
