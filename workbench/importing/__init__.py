@@ -1,6 +1,5 @@
-"""Configs of other trainers become ours: `scripts/import_config.py`.
+"""Translates configs of other trainers to ours: `scripts/import_config.py`.
 
-reading.py finds whose a file is, and its options; ONE.py makes a draft of them with common.py; writing.py checks it and
-gives its text. Names that stand for one another are in trainer/base/other_trainers.json, all else that is known in
-catalogues.py.
+reading.py identifies the program and reads its options; a module for each program fills a draft with common.py; writing.py
+checks and writes it. The table of names is trainer/base/other_trainers.json; other facts are in catalogues.py.
 """

@@ -1,1 +1,1 @@
-"""A second place for a run's files, which outlives the machine: `checkpoint.mirror`."""
+"""Copies of a run's files that outlive the machine: `checkpoint.mirror`."""
