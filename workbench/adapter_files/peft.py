@@ -39,9 +39,8 @@ class PeftConfig:
         self._rank, self._alpha = self._per_layer("r", "rank_pattern"), self._per_layer("lora_alpha", "alpha_pattern")
         self._is_target = self._targets()
         if self._steps * max(layers, 1) > STEPS:
-            raise self.error(
-                "has expressions for names of layers that could take minutes to match; write the names themselves"
-            )
+            slow = "has expressions for names of layers that could take minutes to match"
+            raise self.error(f"{slow}; write the names themselves")
 
     def alpha(self, stem: str, rank: int, *, dora: bool) -> float:
         """The alpha of a module. rank, dora: of the file. Raises UserError if the config differs: PEFT would not load the

@@ -104,18 +104,16 @@ def _account(file: TensorFile, stems: Stems, meaning: DoraScale | None, unscaled
     if scaled and not meaning:
         norm = "the norm by rows where it is a column [rows, 1], by columns where it is a row [1, columns]"
         reason = f"dora_scale in {path} is taken for m of m (W + sBA) / ||W + sBA||, {norm}"
-        remedy = (
-            "a file made for readers that divide by ||W|| has dora_scale = comfyui_released in its header's ss_network_args"
-        )
+        entry = "dora_scale = comfyui_released in its header's ss_network_args"
+        remedy = f"a file made for readers that divide by ||W|| has {entry}"
         account.add(Heading.ASSUMED, reason, scaled, remedy=remedy, noun="magnitude")
     if scalars:
         reason = f"LyCORIS' scalar in {path} is multiplied into the scale; ComfyUI and A1111 leave it out"
         account.add(Heading.NOTE, reason, scalars, noun="module")
     if words := embeddings_in(file.entries):
         reason = f"{path} bundles embeddings of words, which are no part of a LoRA"
-        account.add(
-            Heading.LEFT_OUT, reason, words, remedy="OneTrainer writes them to a file of their own, too", noun="tensor"
-        )
+        remedy = "OneTrainer writes them to a file of their own, too"
+        account.add(Heading.LEFT_OUT, reason, words, remedy=remedy, noun="tensor")
     return account
 
 
@@ -223,9 +221,8 @@ class _Reader:
         """(alpha, whether the scale is rsLoRA's)."""
         if isinstance(self.scales, PeftConfig):
             if key := keys.get("alpha"):
-                raise self.scales.error(
-                    f"gives the alphas, and the file has {key!r}: which of them counts is not known{AS_SAVED}"
-                )
+                conflict = f"gives the alphas, and the file has {key!r}: which of them counts is not known"
+                raise self.scales.error(conflict + AS_SAVED)
             self.alphas["in PEFT's adapter_config.json"] += 1
             return self.scales.alpha(stem, rank, dora="magnitude" in keys or "dora_scale" in keys), self.scales.rslora
         if "alpha" in keys:

@@ -51,10 +51,8 @@ def extract(
     shapes = base.full_layers(base.adaptable)
     odd = [name for name, shape in tuned.full_layers(base.adaptable).items() if shapes.get(name) != shape]
     if odd or shapes.keys() != tuned.full_layers(base.adaptable).keys():
-        difference = odd[0] if odd else "the number of layers"
-        raise UserError(
-            f"{tuned.label} and {base.label} are models of different shapes ({difference}); there is no difference"
-        )
+        example = odd[0] if odd else "the number of layers"
+        raise UserError(f"{tuned.label} and {base.label} are models of different shapes ({example}); there is no difference")
     layers: dict[str, Factors] = {}
     loss = Residual()
     with phases("comparing the models' layers", len(shapes), "layer") as phase:

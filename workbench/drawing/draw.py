@@ -252,12 +252,10 @@ def step_files(layout: Layout, name: str, steps: Sequence[str]) -> dict[str, Pat
     if missing := numbers - {step for step in files if step is not None}:
         remedy = "export.every_steps or export.every_epochs writes some in a new run"
         raise UserError(f"--steps {min(missing)}: {layout.adapters} has no file of it, only of {available}; {remedy}")
-    selected = {
-        step: path for step, path in files.items() if "all" in steps or step in numbers or (step is None and not steps)
-    }
-    if not selected:
+    subset = {step: path for step, path in files.items() if "all" in steps or step in numbers or (step is None and not steps)}
+    if not subset:
         raise UserError(f"{layout.adapters} has no adapter file of {name}; train first, or give FILE")
-    return {"the end" if step is None else f"step {step:,}": path for step, path in selected.items()}
+    return {"the end" if step is None else f"step {step:,}": path for step, path in subset.items()}
 
 
 def prompts_of(config: Config, layout: Layout) -> tuple[str, ...]:
