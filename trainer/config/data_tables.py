@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -41,10 +40,10 @@ class SourceTable(Table):
     unmasked_weight: Unmasked | None = None
     """As `data.unmasked_weight`, for this source."""
     references: GivenPath | Annotated[tuple[GivenPath, ...], Field(strict=False, min_length=1)] | None = None
-    """The images that the model is shown beside each photo: `files` (`NAME.ref.png`, `NAME.ref2.png`), their folder, or a
-    list: a folder for each of a photo's, under the photo's name."""
+    """Reference images of each photo: `files` beside it (`NAME.ref.png`, `NAME.ref2.png`), a folder of them, or a list with a
+    folder for each of a photo's references, under the photo's name."""
     held_out: Annotated[str, Field(min_length=1), AfterValidator(expand_source)] | None = None
-    """Photos that are not trained on, as `data.held_out` takes them from the others: a folder, or what else `path` may be."""
+    """Photos that are not trained on, instead of a share by `data.held_out`: a folder, or any other `path`."""
     loss_weight: Positive = 1.0
     """Multiplies the loss of each photo."""
     regularisation: bool = False
@@ -77,7 +76,7 @@ class SourceTable(Table):
     """The words that call the subject. They are put before captions that do not contain them."""
 
     @model_validator(mode="after")
-    def _held_out_of_a_subject(self) -> SourceTable:
+    def _check_combinations(self) -> SourceTable:
         if self.held_out and self.regularisation:
             raise ValueError("held_out: regularisation images are never held out; leave it out")
         if self.held_out and self.references not in (None, "files"):
@@ -87,9 +86,6 @@ class SourceTable(Table):
         if isinstance(self.references, tuple) and "files" in self.references:
             raise ValueError("references: 'files' stands alone; in a list give folders")
         return self
-
-
-HeldOut = Annotated[int | float, AfterValidator(partial(kinds.count_or_share, thing="photo")), kinds.COUNT_OR_SHARE]
 
 
 class DataTable(Table):
@@ -103,7 +99,7 @@ class DataTable(Table):
     """Photos in a batch, for each process."""
     short_batches: Annotated[Literal["keep", "merge"], ReadWith("data.batch_size", above=1)] = "keep"
     """`merge` fills the last batch of each bucket."""
-    held_out: HeldOut = 0
+    held_out: kinds.PhotosOrShare = 0
     """Photos that are not trained on, to tell learning from memorising: a count, or a share below 1."""
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that read ahead."""
@@ -151,12 +147,12 @@ class DataTable(Table):
     """The folder of the cache on disk. Left out: `OUTPUT_DIR/cache`."""
 
     @model_validator(mode="after")
-    def _one_choice(self) -> DataTable:
+    def _check_combinations(self) -> DataTable:
         if all(source.regularisation for source in self.sources):
             raise ValueError("data.sources: all have regularisation = true; at least one must hold the subject, without it")
         if self.held_out and any(source.held_out for source in self.sources):
             raise ValueError("data.held_out and a source's own held_out are both set; leave one out")
         if self.crop == "none" and self.short_batches == "merge":
-            why = "moves photos to other shapes, which data.crop = 'none' would stretch"
-            raise ValueError(f"data.short_batches = 'merge' {why}; leave one out")
+            reason = "moves photos to other shapes, which data.crop = 'none' would stretch"
+            raise ValueError(f"data.short_batches = 'merge' {reason}; leave one out")
         return self

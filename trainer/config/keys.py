@@ -1,4 +1,4 @@
-"""The names of the keys that there are, and of those that earlier versions had."""
+"""The names of all config keys, and of those that earlier versions had."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.config.tables import Config
 
 _LENGTHS = "averages of any length are gone; take ema.kind = 'constant' alone, or finish such a run with commit 028b4cb"
 _LAST = "leave it out, or finish a run that has it with commit 51dd1b4"
-# By key, (what earlier versions had, what to take instead). A key that is gone has its default here: every config.toml and
-# checkpoint of an earlier version may have it, and it asks for nothing. A key that stays has the value that is gone.
+# Key -> (value, remedy). A removed key stands here with its old default: config.toml and checkpoints of earlier versions
+# contain it, and it may be dropped. A key that still exists stands here with the one value that was removed.
 REMOVED = {
     "ema.kind": ("power", _LENGTHS),
     "ema.snapshot_every_steps": (0, _LENGTHS),
@@ -46,33 +46,33 @@ def whole(key: str) -> str:
 
 
 def known_keys() -> dict[str, Any]:
-    """Every key of the contract, as `generic` writes it, and its default as TOML has it."""
+    """Every config key, as `generic` writes it, and its default as TOML has it."""
     return {key: list(field.default) if isinstance(field.default, tuple) else field.default for key, field in fields()}
 
 
 def drop_removed(tree: Mapping[str, Any], what: str = "", may_change: Collection[str] = ()) -> dict[str, Any]:
-    """The tree without the keys that only earlier versions had. Raises UserError, a line for each thing that is gone, where
-    one asks for it and is not of the patterns `may_change`: such a key stays. what: names the tree."""
-    known, left = known_keys(), dict(tree)
-    asked: dict[str, list[str]] = {}
-    for key, (value, instead) in REMOVED.items():
+    """The tree without removed keys. what: the tree's name, for messages. Raises UserError, a line for each remedy, if a key
+    asks for a removed feature; one that matches a pattern of `may_change` is kept instead."""
+    known, remaining = known_keys(), dict(tree)
+    refused: dict[str, list[str]] = {}  # by remedy
+    for key, (value, remedy) in REMOVED.items():
         table, _, name = key.partition(".")
-        values = left.get(table)
+        values = remaining.get(table)
         if not isinstance(values, Mapping) or name not in values:
             continue
         if (values[name] == value) is (key in known):
             if not any(fnmatchcase(key, pattern) for pattern in may_change):
-                asked.setdefault(instead, []).append(f"{key} = {without_keys(repr(values[name]))}")
+                refused.setdefault(remedy, []).append(f"{key} = {without_keys(repr(values[name]))}")
         elif key not in known:
-            left[table] = {other: values[other] for other in values if other != name}
-    if asked:
-        lines = (f"{', '.join(keys)}: {instead}" for instead, keys in asked.items())
+            remaining[table] = {other: values[other] for other in values if other != name}
+    if refused:
+        lines = (f"{', '.join(keys)}: {remedy}" for remedy, keys in refused.items())
         raise UserError("\n".join(f"{what}: {line}" if what else line for line in lines))
-    return left
+    return remaining
 
 
 def fields(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of the contract (or of one table in it), as `generic` writes it, and what the tables say of it."""
+    """Every key of the config or of one table, as `generic` writes it, with its pydantic field."""
     for attribute, field in table.model_fields.items():
         name = field.alias or attribute
         yield prefix + name, field
@@ -82,26 +82,29 @@ def fields(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str,
 
 
 def choices(field: FieldInfo) -> list[ReadWith]:
-    """The choices that a key needs beside it to be read."""
-    return [each for each in field.metadata if isinstance(each, ReadWith)]
+    """The conditions under which a key has an effect."""
+    return [condition for condition in field.metadata if isinstance(condition, ReadWith)]
 
 
-def unread(config: Config) -> dict[str, str]:
-    """Every key that lacks a choice beside it, set or not: by its full name, beside what it has no effect, and the remedy."""
-    return dict(_unread(config, "", config))
+def unread(config: Config, table: Table | None = None, prefix: str = "") -> dict[str, str]:
+    """Key -> reason and remedy, for every key, set or not, that has no effect because of the value of another key.
 
+    table, prefix: the part of the config to look through; left out: all.
+    """
+    table, keys = table or config, dict[str, str]()
 
-def _unread(table: Table, prefix: str, config: Config) -> Iterator[tuple[str, str]]:
     def value(key: str) -> Any:
         return reduce(getattr, key.split("."), config if "." in key else table)
 
     for attribute, field in type(table).model_fields.items():
-        name, inner = field.alias or attribute, getattr(table, attribute)
-        yield from ((prefix + name, lack) for choice in choices(field)[::-1] if (lack := choice.without(value)) is not None)
-        items = inner.items() if isinstance(inner, dict) else enumerate(inner) if isinstance(inner, tuple) else ()
-        for key, item in [("", inner), *((f"{key}.", item) for key, item in items)]:
+        name, nested = field.alias or attribute, getattr(table, attribute)
+        if reason := next(filter(None, (condition.without(value) for condition in choices(field))), None):
+            keys[prefix + name] = reason
+        items = nested.items() if isinstance(nested, dict) else enumerate(nested) if isinstance(nested, tuple) else ()
+        for key, item in [("", nested), *((f"{key}.", item) for key, item in items)]:
             if isinstance(item, Table):
-                yield from _unread(item, f"{prefix}{name}.{key}", config)
+                keys |= unread(config, item, f"{prefix}{name}.{key}")
+    return keys
 
 
 def _tables_in(annotation: Any) -> list[type[Table]]:

@@ -1,4 +1,4 @@
-"""What the values of keys may be, and the table that all tables are: frozen and strict."""
+"""The types of the config's values, and the base of all its tables: frozen and strict."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -25,36 +26,38 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 QUANTISED = tuple(dtype for dtype in get_args(Dtype) if dtype not in get_args(Compute))
-# The schema that docs/keys.md words: a count, or a share. `count_or_share` explains what is wrong with other values.
-COUNT_OR_SHARE = WithJsonSchema(
-    {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
-)
 Colour = Annotated[str, Field(pattern=r"^#[0-9a-fA-F]{6}$"), AfterValidator(str.lower)]
 
 
-def count_or_share(given: int | float, thing: str) -> int | float:
-    """Raises ValueError for what is neither a count of things nor a share of them below 1."""
-    if given < 0:
+def check_count_or_share(value: int | float, thing: str) -> int | float:
+    """Raises ValueError unless the value is a count of things, or a share of them below 1."""
+    if value < 0:
         raise ValueError(f"give a count of {thing}s, or a share of all below 1; 0 is none")
-    if isinstance(given, float) and given >= 1:
-        count = counted(int(given), thing)
+    if isinstance(value, float) and value >= 1:
+        count = counted(int(value), thing)
         raise ValueError(f"a share must be below 1; write 0.05 for a twentieth, or a count without a point: {count}")
-    return given
+    return value
 
 
-# What becomes of a path that Windows wrote, in double quotes of TOML: "C:\new" is C:, the end of a line, ew.
+# The schema that docs/keys.md words: a count, or a share. `check_count_or_share` explains what is wrong with other values.
+_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
+_COUNT_OR_SHARE = WithJsonSchema(_SCHEMA)
+PhotosOrShare = Annotated[int | float, AfterValidator(partial(check_count_or_share, thing="photo")), _COUNT_OR_SHARE]
+StepsOrShare = Annotated[int | float, AfterValidator(partial(check_count_or_share, thing="step")), _COUNT_OR_SHARE]
+
+# TOML's escapes in double quotes, which break a Windows path: "C:\new" is C:, a line feed, ew.
 ESCAPES = {"\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r"}
 
 
-def expand_home(path: str, given_as: str = "") -> str:
-    """`path` with a leading `~` or `~user` as that home folder. Raises UserError where there is no such home, and for a path
-    of Windows elsewhere. given_as: an argument of the command line; a key of the config is named by `parse`."""
-    if not given_as and (escapes := [escape for character, escape in ESCAPES.items() if character in path]):
+def expand_home(path: str, option: str = "") -> str:
+    """`path` with a leading `~` or `~user` expanded. option: the command line's, for messages; "": a key of the config, which
+    `parse` names. Raises UserError if there is no such home folder, and for a Windows path on another system."""
+    if not option and (escapes := [escape for character, escape in ESCAPES.items() if character in path]):
         raise UserError(f"in double quotes TOML reads {escapes[0]} as one character; write / or use single quotes")
-    prefix = f"{given_as} {path}: " if given_as else ""
+    prefix = f"{option} {path}: " if option else ""
     if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", path):
-        here = f"/mnt/{path[0].lower()}/{path[3:]}".replace("\\", "/")
-        raise UserError(f"{prefix}this is a path of Windows; in WSL write {here}")
+        wsl = f"/mnt/{path[0].lower()}/{path[3:]}".replace("\\", "/")
+        raise UserError(f"{prefix}this is a path of Windows; in WSL write {wsl}")
     if long := next((part for part in re.split(r"[/\\]", path) if len(os.fsencode(part)) > 255), ""):
         raise UserError(f"{prefix}a name in it has {len(os.fsencode(long))} bytes, and file systems take 255; shorten it")
     expanded = os.path.expanduser(path)
@@ -65,32 +68,25 @@ def expand_home(path: str, given_as: str = "") -> str:
 
 
 def check_size(text: str) -> str:
-    """Raises ValueError for what `parse_size` cannot read."""
+    """Raises ValueError if `parse_size` cannot read the text."""
     parse_size(text)
     return text
 
 
-def check_fit(given: Any) -> Any:
-    """Raises ValueError for what is neither a size nor "auto"."""
-    if not isinstance(given, str):
+def check_fit(value: Any) -> Any:
+    """Raises ValueError unless the value is a size or "auto"."""
+    if not isinstance(value, str):
         raise ValueError(
             'give a size, for example "12GiB", or "auto" for the card at hand; memory.fit_by names what may be changed to '
             "fit, and a run says what each change costs"
         )
-    return given if given == "auto" else check_size(given)
-
-
-def once_each(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError for a name that is there twice."""
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]!r} stands there twice; name each once, in the order in which they may be changed")
-    return names
+    return value if value == "auto" else check_size(value)
 
 
 def check_mirror(url: str) -> str:
-    """Raises ValueError for what is no URL of one store with a place in it that outlives the process, and for keys in it."""
+    """Raises ValueError unless this is the URL of a place in one store that outlives the process, without credentials."""
     example, parts = 'for example "s3://BUCKET/PREFIX"', urlsplit(url)
-    # A key may have any letter, as "/", and fsspec chains URLs: no parser of URLs finds every one.
+    # A secret key may contain any character, even "/", and fsspec chains URLs: no URL parser finds every one.
     if any(re.search(r":/+[^/@:]*:[^@]*@", link) for link in url.split("::")) or "?" in url:
         raise ValueError("keys do not belong in a URL; leave them to the environment, as in docs/mirror.md")
     if "::" in url:
@@ -105,11 +101,11 @@ def check_mirror(url: str) -> str:
 
 
 def expand_source(path: str) -> str:
-    """A source's path with the home folder in place of "~", also behind the `hf:` of a dataset."""
+    """A source's path with `~` expanded, also behind the `hf:` of a dataset."""
     return "hf:" + expand_home(path[3:]) if path.startswith("hf:") else expand_home(path)
 
 
-# Every path that a config gives, so that nothing below this file knows of `~`.
+# Paths are expanded here, so that no other file handles `~`.
 PathText = Annotated[str, AfterValidator(expand_home)]
 MirrorUrl = Annotated[str, AfterValidator(check_mirror)]
 SizeText = Annotated[str, AfterValidator(check_size)]
@@ -119,11 +115,11 @@ GivenPath = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
 
 @dataclass(frozen=True)
 class ReadWith:
-    """The annotation of a key that is read only beside a choice: set without it, the key is refused.
+    """A key's annotation: it has an effect only if another key has one of these values; else setting it is refused.
 
-    keys: of the choice, parted by blanks, of which one is enough; one without a dot is of the same table. values: one of them
-    is the choice (None: the key left out; of a list: a member of it). above: or a number above it, of the first key that is
-    set. With neither the choice is whatever is neither empty nor 0 nor false.
+    keys: names separated by spaces, one of which is enough; a name without a dot is in the same table. values: those that
+    count (None: left out; for a list: a member). above: the first key that is set counts above this number. With neither
+    values nor above, any true value counts.
     """
 
     keys: str
@@ -131,32 +127,32 @@ class ReadWith:
     above: float | None = None
 
     def without(self, value: Callable[[str], Any]) -> str | None:
-        """The choice beside which the key has no effect, and the remedy; None where it is read. value: gives a key's."""
+        """Why the key has no effect, and the remedy; None if it has one. value: returns the value of a key."""
         key, values = self.keys, [value(key) for key in self.keys.split()]
-        beside = f"without {key}" if values[0] is None else f"with {key} = {values[0]!r}"
         if self.above is not None:
             key, first = next(((k, v) for k, v in zip(key.split(), values, strict=True) if v is not None), (key, None))
-            read = first in self.values or first > self.above
-            return None if read else f"with {key} = {first!r}; leave it out, or raise {key} above {self.above:g}"
+            effective = first in self.values or first > self.above
+            return None if effective else f"with {key} = {first!r}; leave it out, or raise {key} above {self.above:g}"
         if not self.values:
-            one = " one of them" if " " in key else " it"
-            return None if any(values) else f"without {' or '.join(key.split())}; leave it out, or set{one}"
+            remedy = "one of them" if " " in key else "it"
+            return None if any(values) else f"without {' or '.join(key.split())}; leave it out, or set {remedy}"
         if isinstance(values[0], tuple):
-            have = not {*values[0]}.isdisjoint(self.values)
-            return None if have else f"without {self.values[0]!r} in {key}; leave it out, or add it there"
-        return None if values[0] in self.values else f"{beside}; leave it out, or set {key} = {self.values[0]!r}"
+            effective = not {*values[0]}.isdisjoint(self.values)
+            return None if effective else f"without {self.values[0]!r} in {key}; leave it out, or add it there"
+        reason = f"without {key}" if values[0] is None else f"with {key} = {values[0]!r}"
+        return None if values[0] in self.values else f"{reason}; leave it out, or set {key} = {self.values[0]!r}"
 
     def __str__(self) -> str:
-        """The choice, in Markdown."""
+        """The condition, in Markdown."""
         text = " or ".join(f"`{key}`" for key in self.keys.split())
-        *most, last = [f"`{value}`" for value in self.values if value is not None] or [""]
+        *others, last = [f"`{value}`" for value in self.values if value is not None] or [""]
         text += f" above {self.above:g}" if self.above is not None else ""
-        text += f" = {' or '.join(filter(None, (', '.join(most), last)))}" if last else ""
+        text += f" = {' or '.join(filter(None, (', '.join(others), last)))}" if last else ""
         return f"{text}, or where that is left out" if None in self.values else text
 
 
 class Table(BaseModel):
-    """A table of the config: frozen, strict, and refusing keys that it does not have."""
+    """A table of the config: frozen, strict; unknown keys are refused."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=False, use_attribute_docstrings=True
@@ -164,8 +160,8 @@ class Table(BaseModel):
 
 
 class IntervalTable(Table):
-    """A table of what is done every so many steps or epochs."""
+    """A table with an interval in steps or epochs."""
 
     every_steps: Cadence
     every_epochs: Cadence = 0
-    """How often, in epochs. 0 leaves it to `every_steps`; else that is not written, or 0."""
+    """How often, in epochs, instead of `every_steps`. 0: by steps."""

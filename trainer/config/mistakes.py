@@ -1,4 +1,4 @@
-"""What is said of a mistake in a config: the key's full name, the offending value, the remedy."""
+"""Messages for mistakes in a config: the key's full name, the offending value, the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.base import other_trainers, patterns
 from trainer.base.console import without_keys
 from trainer.config.keys import REMOVED, flatten, generic, known_keys
 
-# What pydantic calls a type, in words.
+# pydantic's names of types, in words.
 TYPES = {
     "bool": "true or false", "int": "a whole number", "float": "a number", "string": "text in quotes", "dict": "a table",
     "model": "a table", "tuple": "a list", "list": "a list",
@@ -21,10 +21,10 @@ TYPES = {
 def explain(errors: Sequence[Any]) -> str:
     """All of pydantic's errors, a line for each key."""
     keys = dict.fromkeys(map(_key, errors))
-    # A list whose items are refused is told as too short, too, and as none of the other things that it may be.
-    inner = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+    # A list with wrong items has errors of its own, too: too short, or no other member of its union.
+    innermost = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
     tables = [_key(item) for item in errors if item["type"] == "value_error"]
-    groups = ([item for item in errors if _key(item) == key] for key in keys if key in inner or key in tables)
+    groups = ([item for item in errors if _key(item) == key] for key in keys if key in innermost or key in tables)
     return "\n".join(map(_explain, groups))
 
 
@@ -37,23 +37,23 @@ def _explain(items: Sequence[Any]) -> str:
     if item["type"] == "missing":
         whole, _, last = key.rpartition(".")
         return f"{whole} = {value!r}: give one more value" if last.isdigit() else f"{key} is required"
-    if item["type"] == "value_error" and isinstance(value, dict):  # of a table: it names the keys itself
+    if item["type"] == "value_error" and isinstance(value, dict):  # a table's own check names the keys
         return "\n".join(item["msg"].removeprefix("Value error, ") for item in items)
     return f"{key} = {without_keys(repr(value))}: {_remedy(key, value, items)}"
 
 
 def _remedy(key: str, value: Any, items: Sequence[Any]) -> str:
-    """What to write in place of the value. items: one for each kind of value that the key takes, and why it is none."""
+    """The correction of a value. items: pydantic's errors, one for each type that the key takes."""
     other = [item for item in items if item["type"] != "literal_error" and _kind(item) not in TYPES]
-    if other:  # it is of one of the kinds
+    if other:  # the type is right
         return "; ".join(dict.fromkeys(_in_words(key, item) for item in other))
     literals = [item["ctx"]["expected"] for item in items if item["type"] == "literal_error"]  # 'a', 'b' or 'c'
-    choices = [choice for each in literals for choice in re.findall(r"'([^']*)'", each)]
+    choices = [choice for literal in literals for choice in re.findall(r"'([^']*)'", literal)]
     listed = ", ".join(map(repr, choices))
-    if why := other_trainers.why_absent(key, value):
-        return f"{why}; use one of {listed}"
-    if (meant := patterns.likely(value, choices)) is not None:
-        return f"did you mean {meant!r}? The values are {listed}"
+    if reason := other_trainers.why_absent(key, value):
+        return f"{reason}; use one of {listed}"
+    if (near := patterns.likely(value, choices)) is not None:
+        return f"did you mean {near!r}? The values are {listed}"
     kinds = [_kind(item) for item in items if item["type"] != "literal_error"]
     if not kinds:
         return f"use one of {listed}"
@@ -66,12 +66,12 @@ def _remedy(key: str, value: Any, items: Sequence[Any]) -> str:
 
 
 def _kind(item: Any) -> str:
-    """'int' of int_type, int_parsing and int_from_float."""
+    """'int' for int_type, int_parsing and int_from_float."""
     return re.sub("_(type|parsing|from_float)$", "", item["type"])
 
 
 def _in_words(key: str, item: Any) -> str:
-    """Of a value that is of the right kind."""
+    """An error about a value of the right type."""
     if item["type"] == "string_pattern_mismatch":
         return PATTERNS[generic(key)]
     if item["type"] == "too_short":
@@ -85,14 +85,14 @@ def _in_words(key: str, item: Any) -> str:
 
 
 def _bare(value: Any, kinds: Sequence[str]) -> str | None:
-    """The value as the key takes it, where only its quotes or its point are too many."""
+    """The value without its quotes or its point, if the key takes that."""
     if isinstance(value, float) and value.is_integer() and "int" in kinds:
         return f"{value:.0f} without a point"
     if isinstance(value, str):
-        read = {"int": int, "float": float, "bool": {"true": True, "false": False}.__getitem__}
+        parsers = {"int": int, "float": float, "bool": {"true": True, "false": False}.__getitem__}
         for kind in kinds:
             with suppress(ValueError, KeyError):
-                read[kind](value)
+                parsers[kind](value)
                 return f"{value} without quotes"
     return None
 
@@ -106,12 +106,12 @@ def _list_of(key: str, value: Any, kinds: Sequence[str]) -> str:
 
 
 def _key(item: Any) -> str:
-    # pydantic names the tried member of a union in the location: 'bool', 'constrained-int', "literal['auto']", ...
+    # pydantic's location includes the member of a union: 'bool', 'constrained-int', "literal['auto']", ...
     parts = map(str, item["loc"])
     return ".".join(part for part in parts if not re.match(r"(bool|int|float|str)$|constrained-|.*[\[(]", part))
 
 
-# What a pattern of the tables takes, by key.
+# Key -> the values that its pattern takes.
 PATTERNS = {
     "run.name": "use letters, digits, '.', '_' and '-', a letter or digit first; files are named by it",
     "variant.*.name": "use letters, digits, '.', '_' and '-', a letter or digit first; folders are named by it",
@@ -122,24 +122,24 @@ PATTERNS = {
 
 
 def hint(key: str) -> str:
-    """What to write in place of a key that there is not."""
-    meant = REMOVED[key][1] if key in REMOVED else near_miss(key) or "see docs/keys.md for the keys that there are"
-    return meant if " " in meant else f"did you mean {meant}?"
+    """The remedy for an unknown key."""
+    remedy = REMOVED[key][1] if key in REMOVED else near_miss(key) or "see docs/keys.md for the keys that there are"
+    return remedy if " " in remedy else f"did you mean {remedy}?"
 
 
 def _unknown_table(name: str, table: dict[str, Any]) -> str:
-    """Of a table that there is not: where what stands in it belongs, as far as that can be said."""
+    """The message for an unknown table: the known keys for its contents, if any."""
     leaves = {key.rpartition(".")[2]: key for key in flatten(table)}
     meanings = {leaf: other_trainers.key_for(f"{name}.{key}") or near_miss(leaf) for leaf, key in leaves.items()}
-    keys = ", ".join(f"{meant} for {key}" for key, meant in meanings.items() if meant and " " not in meant)
-    hints = [f"for {key}: {meant}" for key, meant in meanings.items() if meant and " " in meant]
+    keys = ", ".join(f"{meaning} for {key}" for key, meaning in meanings.items() if meaning and " " not in meaning)
+    hints = [f"for {key}: {meaning}" for key, meaning in meanings.items() if meaning and " " in meaning]
     if near_miss(name) is not None or not (keys or hints):
         return f"unknown key {name}; {hint(name)}"
     return f"unknown table {name}; " + "; ".join([*([f"write {keys}"] if keys else []), *hints])
 
 
 def near_miss(key: str) -> str | None:
-    """The known key that `key` was probably meant to be, or a sentence (trainer/base/other_trainers.json), or None."""
+    """The known key that `key` probably stands for, or a sentence (trainer/base/other_trainers.json), or None."""
     table, _, leaf = key.rpartition(".")
     known = list(known_keys())
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
@@ -148,14 +148,14 @@ def near_miss(key: str) -> str | None:
     if alias is not None and alias != key and not (table and siblings and alias.endswith(f".{leaf}")):
         return alias
     swapped = next((name for name in siblings if sorted(name) == sorted(leaf)), None)  # letters of a short name: rl for lr
-    if elsewhere and not table:  # which of them is nearest says nothing without a table: the first of the contract
+    if elsewhere and not table:  # without a table none is nearer than the others: the first
         return _with_places(elsewhere[0])
     if close := swapped or patterns.near(leaf, siblings, cutoff=0.85 if elsewhere else 0.6):
         return f"{table}.{close}" if table else close
-    # Of the whole name: the table may be the misspelt part. The last part must be near, too: a table's names all begin alike.
-    spelt = patterns.near(leaf, [name.rpartition(".")[2] for name in known], cutoff=0.75)
-    alike = [name for name in known if name.rpartition(".")[2] == spelt]
-    close = patterns.near(generic(key), elsewhere or alike, cutoff=0.0 if elsewhere else 0.75)
+    # The table may be the misspelt part. The last part must be near, too: the names of a table all begin alike.
+    near_leaf = patterns.near(leaf, [name.rpartition(".")[2] for name in known], cutoff=0.75)
+    candidates = [name for name in known if name.rpartition(".")[2] == near_leaf]
+    close = patterns.near(generic(key), elsewhere or candidates, cutoff=0.0 if elsewhere else 0.75)
     return close and _with_places(close)
 
 

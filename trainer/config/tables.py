@@ -1,7 +1,6 @@
-"""Every key of the contract, its type, its default, what it does. The tree is frozen and strict.
+"""Every config key: type, default, description. Data keys are in data_tables.py, training keys in training_tables.py.
 
-Keys of the data are in data_tables.py, keys of the training in training_tables.py. What stands below a key is its
-description: docs/keys.md is made of it (scripts/reference_pages.py).
+The text below a key is its description, from which scripts/reference_pages.py writes docs/keys.md.
 """
 
 from __future__ import annotations
@@ -14,44 +13,31 @@ from pydantic import Field, model_validator
 
 from trainer.config import kinds
 from trainer.config.data_tables import DataTable
-from trainer.config.kinds import (
-    Cadence,
-    Compute,
-    Count,
-    IntervalTable,
-    PathText,
-    Positive,
-    ReadWith,
-    Seed,
-    Share,
-    Strings,
-    Table,
-)
+from trainer.config.kinds import Cadence, Count, IntervalTable, PathText, Positive, ReadWith, Seed, Share, Strings, Table
 from trainer.config.training_tables import EmaTable, MemoryTable, ObjectiveTable, OptimizerTable, ScheduleTable, StepTable
 
 
 class RunTable(Table):
-    """What the run is called, where it writes, and how long it trains."""
+    """The run's name, folder and length."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Names the adapter files. Up to 200 letters, digits, `.`, `_` and `-`; a letter or digit first."""
     output_dir: kinds.GivenPath
-    """The folder that gets everything the run leaves. `auto`: `outputs/NAME`, and what `--set` changes behind the name."""
+    """The folder of all the run's files. `auto`: `outputs/NAME`, with the changes by `--set` behind the name."""
     seed: Seed = 0
-    """Every random draw follows from it."""
+    """Decides every random draw."""
     max_steps: Count | None = None
     """The number of updates. Give exactly one of this and `run.epochs`."""
     epochs: Count | None = None
-    """How often the data is gone through. Give exactly one of this and `run.max_steps`."""
+    """The number of passes over the data. Give exactly one of this and `run.max_steps`."""
     stop_after: Count | None = None
     """Stop after this step as if interrupted: a checkpoint is written, and the exit status is 0."""
     deterministic: bool = False
     """Make a resumed run on CUDA end in the same bytes, too. Slower. On a CPU it is always so."""
     lost_after: Annotated[float, Field(ge=5)] = 60.0
-    """Seconds without a sign of life from one of several processes until the others end. A launcher (`torchrun
-    --max-restarts`) then starts all of them again."""
+    """Seconds without a heartbeat of one process until the others end. `torchrun --max-restarts` then restarts all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. `auto` is CUDA if there is a card, else the CPU."""
+    """The device. `auto` is CUDA if there is a card, else the CPU."""
 
     @model_validator(mode="after")
     def _one_length(self) -> RunTable:
@@ -64,46 +50,44 @@ class RunTable(Table):
 
 
 class ComponentTable(Table):
-    """How one part of the model is stored and computed. NAME is its name in diffusers: `unet` (Flux: `transformer`),
+    """Storage and compute dtypes of one part of the model. NAME is its name in diffusers: `unet` (Flux: `transformer`),
     `text_encoder`, `text_encoder_2` or `vae`."""
 
     dtype: kinds.Dtype | None = None
-    """How its weights are stored. Left out: as the file holds them if it is quantised; else bf16, and fp32 for the VAE."""
+    """The dtype of the stored weights. Left out: the file's if it is quantised; else bf16, and fp32 for the VAE."""
     backend: Literal["native", "quanto", "bitsandbytes"] | None = None
-    """Who quantises. Left out: `native` for float8, `quanto` for int8, int4 and int2, `bitsandbytes` for nf4 and fp4."""
+    """The quantiser. Left out: `native` for float8, `quanto` for int8, int4 and int2, `bitsandbytes` for nf4 and fp4."""
     exclude: Annotated[Strings, ReadWith("dtype", (*kinds.QUANTISED, None))] = ()
     """Layers that stay unquantised: patterns of their dotted names."""
     path: PathText | None = None
-    """Takes this part from elsewhere: a folder or a `.safetensors` file."""
-    compute: Compute | None = None
-    """The number format that it computes in. Left out: `precision.compute`; a text encoder or VAE stored as fp32 computes in
-    fp32."""
+    """Load this part from a folder or a `.safetensors` file of its own."""
+    compute: kinds.Compute | None = None
+    """The compute dtype. Left out: fp32 for a text encoder or VAE stored as fp32, else `precision.compute`."""
 
 
 class ModelTable(Table):
-    """The model that is trained on."""
+    """The base model."""
 
     family: str
     """The model's architecture."""
     path: kinds.GivenPath
     """A hub id, a diffusers folder, or one `.safetensors` file."""
     config: PathText | None = None
-    """A folder of configs, scheduler and tokenizers for a single file. Left out: the folder of the file's stem beside it,
-    else the embedded ones."""
+    """A single file's folder of configs, scheduler and tokenizers. Left out: the folder of its stem, else embedded ones."""
     revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")] | None = None
-    """Of a hub id: a branch, a tag or a commit. Left out: the newest commit."""
+    """A hub repository's branch, tag or commit. Left out: the newest commit."""
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
-    """Which files of a folder or repository, where it has several sets: for example `fp16`. `none` takes the plain ones. Of
-    FLUX.2 [klein]: `base` or `distilled`, of Z-Image: `base` or `turbo`, of Flux: `dev`, `schnell` or `kontext`, where
-    neither files nor names say which it is."""
+    """One of several sets of weight files, for example `fp16`; `none`: files without a suffix. If neither files nor names
+    identify the model: Flux's `dev`, `schnell` or `kontext`, FLUX.2 [klein]'s `base` or `distilled`, Z-Image's `base` or
+    `turbo`."""
     allow_distilled: bool = False
     """Train a distilled model, which collapses, all the same."""
     prediction: Literal["auto", "epsilon", "v"] = "auto"
-    """What the model predicts. `auto` reads it from the model's scheduler."""
+    """The model's prediction type. `auto` reads it from the model's scheduler."""
     zero_terminal_snr: Literal["auto"] | bool = "auto"
     """Whether the noise schedule ends in pure noise. `auto` reads it from the model's scheduler."""
     cache_dir: PathText | None = None
-    """Keeps converted weights there for the next start. Worth it for nf4 and fp4."""
+    """A folder that caches converted weights for the next start. Worth it for nf4 and fp4."""
     components: dict[str, ComponentTable] = {}
     """One table for each part of the model: below."""
 
@@ -111,26 +95,26 @@ class ModelTable(Table):
 class PrecisionTable(Table):
     """The number formats of the computation."""
 
-    compute: Compute = "bf16"
+    compute: kinds.Compute = "bf16"
     """The number format of activations. The adapter itself is always trained in fp32."""
     matmul: Literal["compute", "fp8"] = "compute"
     """`fp8` multiplies in float8 where the denoiser is stored as fp8_e4m3 and the card can do it."""
     loss_scale: Annotated[float, Field(ge=1)] = 65536.0
-    """The first factor of the loss scaling. Read only where something computes in fp16."""
+    """The first factor of the loss scaling. Used only if something computes in fp16."""
 
 
 class VaeTable(Table):
-    """How photos become latents."""
+    """The encoding of photos to latents."""
 
     encode: Literal["exact", "fast"] = "exact"
-    """`fast`: a card makes the products of a VAE in fp32 in TF32. The latents differ, and the start says by how much."""
+    """`fast`: an fp32 VAE multiplies in TF32 on a card. The latents differ; the start prints by how much."""
 
 
 class RuleTable(Table):
-    """Another rank or rate for some layers. Where several rules match, later ones win."""
+    """Another rank or rate for some layers. If several rules match, later ones win."""
 
     component: str
-    """Which part of the model. Naming a text encoder adapts it, too."""
+    """The part of the model. Naming a text encoder adapts it, too."""
     match: str
     """A pattern of the layers' dotted names."""
     rank: Count | None = None
@@ -155,14 +139,13 @@ class AdapterTable(Table):
     alpha: Positive | None = None
     """The update is scaled by alpha / rank. Left out: the rank."""
     targets: str | Strings = "attention+mlp"
-    """Which layers of the denoiser: `attention`, `attention+mlp`, `linear`, `all` (convolutions, too), or a list of
-    patterns."""
+    """The denoiser's layers: `attention`, `attention+mlp`, `linear`, `all` (convolutions, too), or a list of patterns."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
     factor: Annotated[Count | Literal[-1], ReadWith("adapter.type", ("lokr",))] = -1
-    """The side of the smaller of the two matrices, for layers that it divides. -1: the sides of both as alike as can be."""
+    """The side of the smaller of the two matrices, for layers that it divides. -1: both sides as equal as possible."""
     decompose: Annotated[Literal["w2", "both", "none"], ReadWith("adapter.type", ("lokr",))] = "w2"
-    """Which of the two matrices is of rank `adapter.rank`, where that is below half of its longer side: the larger one
+    """The matrices that are factored to rank `adapter.rank`, if that is below half of their longer side: the larger one
     (`w2`), both, or `none`. With `none` rank and alpha have no effect."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The chance that an element of an adapter's input is dropped. LoRA only."""
@@ -177,7 +160,7 @@ class AdapterTable(Table):
     init_resize: Annotated[bool, ReadWith("adapter.init_from")] = False
     """Let the rank of `adapter.init_from` differ: grown without a change, or shrunk to the nearest."""
     under: PathText | None = None
-    """A LoRA's file, a frozen part of the model in training alone: for distilled models."""
+    """A LoRA file that is applied, frozen, in training only: for distilled models."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """`auto` is Triton on CUDA from compute capability 8.0 on, and plain PyTorch elsewhere."""
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
@@ -185,27 +168,22 @@ class AdapterTable(Table):
 
 
 class CheckpointTable(IntervalTable):
-    """What a run can be resumed from."""
+    """Checkpoints, from which a run can be resumed."""
 
     every_steps: Cadence = 500
     """How often. 0 is never. The last step always writes one."""
     every_minutes: Annotated[float, Field(ge=0)] = 10.0
-    """Also so many minutes after the last one, when the step under way has ended. 0 is never."""
+    """Also this many minutes after the last one, at the end of a step. 0 is never."""
     keep_last: Count = 3
-    """How many are kept. An older one goes only when the newest was read back and is valid."""
+    """How many are kept. An older one is deleted only after the newest was read back and is valid."""
     background: bool = True
     """Write while the training goes on. The bytes are the same."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """What to do when a checkpoint cannot be written: stop the run, or go on without it."""
+    """If a checkpoint cannot be written: stop the run, or go on without it."""
     mirror: kinds.MirrorUrl | None = None
-    """A place that outlives the machine, for example `"s3://BUCKET/PREFIX"`: checkpoints, adapter files and the report are
-    copied there (docs/mirror.md)."""
+    """Copies checkpoints, adapter files and the report to a store, as `"s3://BUCKET/PREFIX"` (docs/mirror.md)."""
     mirror_wait: Annotated[float, Field(ge=0), ReadWith("checkpoint.mirror")] = 600.0
-    """So many seconds a start waits for a mirror that does not answer, and an end for what is still to be copied."""
-
-
-FileFormat = Literal["diffusers", "comfyui"]
-DoraScale = Literal["comfyui_released", "magnitude"]
+    """Seconds that a start waits for a mirror that does not answer, and an end for the remaining files."""
 
 
 class ExportTable(IntervalTable):
@@ -214,15 +192,20 @@ class ExportTable(IntervalTable):
     every_steps: Cadence = 0
     """How often. 0 writes them only at the end. `NAME-STEP` files are never deleted."""
     first: Annotated[Cadence, Field(alias="from"), ReadWith("every_steps every_epochs")] = 0
-    """No file before this step, or before the end of this epoch where `every_epochs` counts."""
-    formats: Annotated[tuple[FileFormat, ...], Field(strict=False, min_length=1)] = ("diffusers", "comfyui")
-    """Which files are written."""
-    dtype: Compute = "fp32"
-    """The number format of their matrices; a DoRA's magnitudes stay fp32. The end of the run says what the rounding takes."""
-    dora_scale: Annotated[DoraScale, ReadWith("export.formats", ("comfyui",))] = "comfyui_released"
-    """What `dora_scale` means in the ComfyUI file: as ComfyUI's releases read it, or the magnitude itself."""
+    """No file before this step, or with `every_epochs` before the end of this epoch."""
+    formats: Annotated[tuple[Literal["diffusers", "comfyui"], ...], Field(strict=False, min_length=1)] = (
+        "diffusers",
+        "comfyui",
+    )
+    """The formats of the files."""
+    dtype: kinds.Compute = "fp32"
+    """The dtype of their matrices; a DoRA's magnitudes stay fp32. The end of the run prints the rounding error."""
+    dora_scale: Annotated[Literal["comfyui_released", "magnitude"], ReadWith("export.formats", ("comfyui",))] = (
+        "comfyui_released"
+    )
+    """The meaning of `dora_scale` in the ComfyUI file: as ComfyUI's releases read it, or the magnitude itself."""
     trigger_phrase: str = ""
-    """Goes into the file's header. Left empty: the triggers of the sources."""
+    """An entry of the file's header. Left empty: the triggers of the sources."""
     base_model: str = ""
     """The base model's hub id, for the model card. Left empty: `model.path`, if that is one."""
     license: str = ""
@@ -237,9 +220,9 @@ class SampleTable(Table):
     """One image that is drawn to watch the training. Give these, or `validation.prompts`."""
 
     prompt: str
-    """What to draw."""
+    """The prompt."""
     negative: Annotated[str, ReadWith("cfg guidance", (None,), above=1)] = ""
-    """What to keep out. Of Flux only with `cfg`."""
+    """The negative prompt. For Flux only with `cfg`."""
     width: Count | None = None
     """In pixels. Left out: the data's resolution."""
     height: Count | None = None
@@ -255,9 +238,9 @@ class SampleTable(Table):
     strength: Share = 1.0
     """The adapter's strength."""
     references: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
-    """The images that the model is shown, as files."""
+    """Files of reference images."""
     truth: PathText | None = None
-    """A picture that the sample ought to look like. It stands beside it in the report."""
+    """The picture that the sample should look like. The report shows it beside the sample."""
 
 
 class ValidationTable(IntervalTable):
@@ -268,11 +251,11 @@ class ValidationTable(IntervalTable):
     loss_every_steps: Cadence = 0
     """How often the held-out loss is measured. 0 is never."""
     prompts: Literal["captions"] | Strings = ()
-    """What to draw. "captions": two captions of the photos."""
+    """The prompts. "captions": two captions of the photos."""
     resolution: Count | None = None
-    """Width and height in pixels of samples that name none; without it the largest of `data.resolution`."""
+    """Width and height in pixels of samples without their own. Left out: the largest of `data.resolution`."""
     samples: Annotated[tuple[SampleTable, ...], Field(strict=False)] = ()
-    """What to draw, with more choices: below."""
+    """Samples with more options: below."""
     seed: Seed = 0
     """The seed of samples, and of the held-out loss's draws."""
     steps: Count = 20
@@ -289,7 +272,7 @@ warnings.filterwarnings("ignore", 'Field name "json"')  # pydantic has an old me
 
 
 class LoggingTable(Table):
-    """The places that a run reports to, beside its own files."""
+    """Logs and trackers, in addition to the run's own files."""
 
     tensorboard: bool = True
     """Write event files for TensorBoard."""
@@ -326,7 +309,7 @@ class Config(Table):
     @model_validator(mode="before")
     @classmethod
     def _steps_or_epochs(cls, tree: Any) -> Any:
-        """An interval in epochs takes the place of the default in steps."""
+        """An interval in epochs replaces the default in steps."""
         tables = tree.items() if isinstance(tree, dict) else ()
         counted = {name: table for name, table in tables if isinstance(table, dict) and table.get("every_epochs")}
         for name, table in counted.items():
@@ -336,7 +319,7 @@ class Config(Table):
         return tree | {name: table | {"every_steps": 0} for name, table in counted.items()} if counted else tree
 
     @model_validator(mode="after")
-    def _graphs_go_with_the_rest(self) -> Config:
+    def _check_graphs(self) -> Config:
         refusals = list(against_graphs(self))
         if "resident_blocks" in self.memory.fit_by:
             refusals.append(("'resident_blocks' in memory.fit_by", STREAMED))
@@ -349,14 +332,12 @@ STREAMED = "which blocks lie on the card differs as a graph begins (docs/streami
 
 
 def against_graphs(config: Config) -> Iterator[tuple[str, str]]:
-    """What CUDA graphs cannot be combined with, as it stands in the config, and why."""
+    """(setting, reason) for each setting that CUDA graphs cannot be combined with."""
     memory = config.memory
     if memory.offload != "none":
         yield f"memory.offload = {memory.offload!r}", STREAMED
     if memory.shard:
         yield "memory.shard = true", "a graph replays kernels alone, and the blocks are brought together by the program"
     if dropout := config.adapter.dropout:
-        why = (
-            "its masks are drawn in the middle of what is recorded (adapter.rank_dropout and adapter.module_dropout are not)"
-        )
-        yield f"adapter.dropout = {dropout}", why
+        reason = "its masks are drawn inside the recorded step (adapter.rank_dropout and adapter.module_dropout are not)"
+        yield f"adapter.dropout = {dropout}", reason

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config import kinds
-from trainer.config.kinds import Beta, Count, FitText, Positive, ReadWith, Share, Table, once_each
+from trainer.config.kinds import Beta, Count, FitText, Positive, ReadWith, Share, StepsOrShare, Table
 
 
-def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
-    low, high = t_range
-    if not low < high:
+def _check_range(t_range: tuple[float, float]) -> tuple[float, float]:
+    if not t_range[0] < t_range[1]:
         raise ValueError("it leaves no timestep; give [low, high], shares of the way to noise, low below high")
     return t_range
 
@@ -22,7 +19,7 @@ ROBUST = ReadWith("objective.loss", ("huber", "smooth_l1"))
 
 
 class ObjectiveTable(Table):
-    """What the model is asked to predict, and how much each error counts."""
+    """The training objective: loss, weighting, timesteps and noise."""
 
     loss: Literal["mse", "huber", "smooth_l1"] = "mse"
     """How an error counts. `huber` and `smooth_l1` count outliers less."""
@@ -39,20 +36,19 @@ class ObjectiveTable(Table):
     p2_k: Annotated[Positive, ReadWith("objective.weighting", ("p2",))] = 1.0
     """The constant."""
     timesteps: Literal["auto", "uniform", "logit_normal", "sigmoid", "mode", "cosmap", "power"] = "auto"
-    """Which amounts of noise are drawn. `auto` is `logit_normal` for Flux, `uniform` for SDXL and FLUX.2,
-    `sigmoid` for FLUX.3 and Z-Image."""
+    """The distribution of timesteps. `auto`: `logit_normal` for Flux, `uniform` for SDXL and FLUX.2, else `sigmoid`."""
     shift: Literal["auto"] | Positive = "auto"
     """Moves the times towards noise; 1.0 is none. `auto` follows the resolution (3.16 at 1024 px), but for
     `uniform` times on FLUX.2; on FLUX.3 and Z-Image it is the scheduler's."""
     logit_mean: float = 0.0
-    """Of `logit_normal` and `sigmoid`: above 0 more noise."""
+    """For `logit_normal` and `sigmoid`: above 0 more noise."""
     logit_std: Positive = 1.0
-    """Of `logit_normal` and `sigmoid`: the spread."""
+    """For `logit_normal` and `sigmoid`: the spread."""
     mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
-    """Of `mode`: above 0 more of the middle, below 0 more of both ends."""
+    """For `mode`: above 0 more of the middle, below 0 more of both ends."""
     power: Positive = 1.0
-    """Of `power`: above 1 more noise."""
-    t_range: Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(_a_range)] = (0.0, 1.0)
+    """For `power`: above 1 more noise."""
+    t_range: Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(_check_range)] = (0.0, 1.0)
     """Train only these times: shares of the way from the photo (0) to noise (1)."""
     stratified: bool = False
     """Spread the times of each update evenly: less noise in the gradient."""
@@ -65,12 +61,11 @@ class ObjectiveTable(Table):
     input_perturbation: Annotated[float, Field(ge=0)] = 0.0
     """More noise in what the model sees than in its target. 0.1 in its paper."""
     guidance: Annotated[float, Field(ge=0)] = 1.0
-    """The guidance that the model is told in training. Samples have their own."""
-
+    """The value of the model's guidance embedding in training. Samples have their own."""
     preserve: Annotated[float, Field(ge=0)] = 0.0
-    """Holds what the model draws without the trigger: the weight of a change there. Two passes more. 0 is off."""
+    """Weight of a loss that keeps the model's predictions without the trigger. Two more forward passes. 0 is off."""
     preserve_as: Annotated[str, ReadWith("objective.preserve")] = ""
-    """What replaces the trigger there, for example the class. Left empty: nothing."""
+    """The text that replaces the trigger there, for example the class. Left empty: nothing."""
 
     @model_validator(mode="after")
     def _one_noise(self) -> ObjectiveTable:
@@ -92,44 +87,50 @@ class StepTable(Table):
     max_skipped: Annotated[Count, ReadWith("step.non_finite", ("skip",))] = 10
     """So many updates of the run are skipped. One more stops it."""
     compile: Literal["none", "blocks", "auto"] = "none"
-    """Have torch.compile make one program of each kind of block. The first steps take minutes. `auto`: on a CUDA card, where
-    the run saves more time than that takes; a run keeps what its first start chose."""
+    """Compile each kind of block with torch.compile. The first steps take minutes. `auto`: on a CUDA card, if the run is
+    estimated to save more time than that; a resumed run keeps the choice."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Which of torch's kernels compute the denoiser's attention: by the card, or this one alone."""
+    """Torch's kernel for the denoiser's attention. `auto`: by the card."""
     graphs: Literal["auto"] | bool = "auto"
-    """Record a micro-batch as a CUDA graph, once for each size, and replay it. Same bytes; more memory. `auto`: on a
-    CUDA card, where no other key refuses it."""
+    """Replay micro-batches as CUDA graphs, one a size. Same bytes; more memory. `auto`: on CUDA unless a key forbids it."""
 
 
 Blocks = Literal["auto"] | Annotated[int, Field(ge=0)]
 MayChange = Literal["checkpointing", "resident_blocks", "optimizer_bits", "batch"]
-FitBy = Annotated[tuple[MayChange, ...], Field(strict=False, min_length=1), AfterValidator(once_each)]
+
+
+def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if duplicates := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"{duplicates[0]!r} stands there twice; name each once, in the order in which they may be changed")
+    return names
+
+
+FitBy = Annotated[tuple[MayChange, ...], Field(strict=False, min_length=1), AfterValidator(_check_distinct)]
 
 
 class MemoryTable(Table):
-    """What is given up to need less memory."""
+    """Ways to need less memory."""
 
     gradient_checkpointing: Literal["selective"] | bool | Count = False
-    """Recompute blocks in the backward pass: none, every n-th, all but for their attention (`"selective"`), or all. Slower,
-    same bytes."""
+    """Recompute blocks in backward: none, every n-th, all but attention (`"selective"`), or all. Slower, same bytes."""
     fit: FitText | None = None
     """Fit the run into this much memory, for example `"12GiB"`, or into the card's: `"auto"`."""
     fit_by: Annotated[FitBy, ReadWith("memory.fit")] = ("checkpointing",)
-    """What may be changed to fit: the last of these as little as can be, then the one before it."""
+    """Settings that may change to fit: first the last of these, as little as possible, then the one before it."""
     offload: Literal["none", "blocks"] = "none"
     """Keep the frozen base in host memory, and stream it block by block. Slower, same bytes."""
     resident_blocks: Annotated[Blocks, ReadWith("memory.offload", ("blocks",))] = "auto"
     """How many blocks of the denoiser stay on the device. `auto` is the most that fit; on a CPU 0."""
     shard: bool = False
-    """Share the frozen base out among the processes, block by block. Slower, same bytes."""
+    """Shard the frozen base over the processes, block by block. Slower, same bytes."""
 
     @model_validator(mode="after")
-    def _one_place_for_the_base(self) -> MemoryTable:
-        given = f"memory.offload = {self.offload!r}" if self.offload != "none" else ""
-        given = given or ("'resident_blocks' in memory.fit_by" if "resident_blocks" in self.fit_by else "")
-        if self.shard and given:
+    def _check_shard(self) -> MemoryTable:
+        other = f"memory.offload = {self.offload!r}" if self.offload != "none" else ""
+        other = other or ("'resident_blocks' in memory.fit_by" if "resident_blocks" in self.fit_by else "")
+        if self.shard and other:
             raise ValueError(
-                f"memory.shard = true cannot be combined with {given}, which puts blocks in host memory: what the other "
+                f"memory.shard = true cannot be combined with {other}, which puts blocks in host memory: what the other "
                 "processes have is brought together on the device; leave out one of them"
             )
         return self
@@ -155,10 +156,9 @@ class OptimizerTable(Table):
     magnitude_lr: Positive | None = None
     """The rate of a DoRA's magnitudes."""
     options: dict[str, Any] = {}  # trainer/optim/options.py knows the kinds
-    """What else the library's optimizer takes, by its own names."""
+    """Other arguments of the library's optimizer, by its own names."""
 
 
-StepsOrShare = Annotated[int | float, AfterValidator(partial(kinds.count_or_share, thing="step")), kinds.COUNT_OR_SHARE]
 FALLING = ("linear", "cosine", "cosine_restarts", "polynomial", "rex", "wsd")
 
 
