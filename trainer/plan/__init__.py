@@ -1,1 +1,1 @@
-"""What a config asks for, found out and checked before a weight is read."""
+"""Resolves a config into a plan and checks it, before any weight is read."""

@@ -1,25 +1,25 @@
-"""Keys of a config that are changed beside it: in words, and those that may be changed in mid-run."""
+"""Changes of config keys that save memory or switch a feature off."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import IntervalTable, StepTable
 
-Keys = Mapping[str, Any]  # of a config, by their full names, and what they become
+Keys = Mapping[str, Any]  # full name of a config key -> its new value
 
 
 def keeps(remedy: str, step: StepTable) -> bool:
-    """Whether what memory.fit changes by this name (memory.fit_by) changes no byte of a run: it may change in mid-run."""
+    """Whether this remedy (a name of memory.fit_by) changes no byte of a run, so that it may change on resume."""
     if remedy == "checkpointing":
-        return step.compile == "none"  # a compiler makes other sums of a block that is recomputed
+        return step.compile == "none"  # compiled, a recomputed block sums in another order
     return remedy == "resident_blocks"
 
 
 def never(name: str, table: IntervalTable) -> Keys:
-    """The keys that leave out what the table of that name asks for every so many steps or epochs."""
+    """The keys that switch off what the table `name` asks for at an interval."""
     return {f"{name}.every_steps": 0} | ({f"{name}.every_epochs": 0} if table.every_epochs else {})
 
 
 def in_words(keys: Keys) -> str:
-    """Keys as they stand in a config, side by side."""
+    """The keys as TOML, on one line."""
     return ", ".join(f"{key} = {v!r}" if isinstance(v, str) else f"{key} = {v}".lower() for key, v in keys.items())

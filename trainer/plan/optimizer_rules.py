@@ -1,7 +1,8 @@
-"""The keys of [optimizer] and [schedule] together: what is left to the library, and what is refused."""
+"""Resolves and checks [optimizer] and [schedule]: the library's defaults, and combinations that are refused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from trainer.base.errors import UserError
 from trainer.config import Config, OptimizerTable
@@ -23,17 +24,17 @@ def resolve(table: OptimizerTable) -> OptimizerTable:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What some optimizers do not go with. concerns: which, by their entries. what: in words, for docs/optimizers.md. breaks:
-    what a config has of it, if anything. refusal: what is said, with the values {config}, {entry} and {breaks}."""
+    """A setting that some optimizers exclude. concerns: whether an optimizer does. what: in words, for docs/optimizers.md.
+    breaks: the setting as a config has it, or a false value. refusal: the message, formatted with config, entry, breaks."""
 
-    concerns: Callable[[OptimizerKind], bool]
+    concerns: Callable[[OptimizerKind], object]
     what: Callable[[OptimizerKind], str]
     breaks: Callable[[Config, OptimizerKind], object]
     refusal: str
 
 
 def check(config: Config) -> None:
-    """Raises UserError for what the optimizer does not take, and for what cannot work together."""
+    """Raises UserError for a key that the optimizer does not take, and for settings that exclude each other."""
     table, entry = config.optimizer, optimizer_named(config.optimizer.name)
     for exclusion in EXCLUSIONS:
         if exclusion.concerns(entry) and (breaks := exclusion.breaks(config, entry)):
@@ -42,34 +43,27 @@ def check(config: Config) -> None:
 
 
 def does_not_go_with(name: str) -> list[str]:
-    """What `check` refuses beside an optimizer, in Markdown."""
+    """The settings that `check` refuses with an optimizer, in Markdown."""
     entry = optimizer_named(name)
     return [exclusion.what(entry) for exclusion in EXCLUSIONS if exclusion.concerns(entry)]
 
 
-def _finds(entry: OptimizerKind) -> bool:
-    return entry.finds is not None
+def _unsupported(key: str) -> Exclusion:
+    """The exclusion of a key for libraries without such a keyword."""
 
-
-def _modes(entry: OptimizerKind) -> bool:
-    return entry.modes
-
-
-def _without(key: str) -> Exclusion:
-    """Of a library that has no such keyword."""
-
-    def given(config: Config, entry: OptimizerKind) -> object:
+    def text(config: Config, entry: OptimizerKind) -> object:
         value = getattr(config.optimizer, key)
         return None if value is None else repr(list(value) if isinstance(value, tuple) else value)
 
     return Exclusion(
         lambda entry: getattr(entry, key) is None,
         lambda entry: f"`optimizer.{key}`",
-        given,
+        text,
         f"optimizer.{key} = {{breaks}} has no effect with optimizer.name = {{config.optimizer.name!r}}; leave it out",
     )
 
 
+_finds, _modes = attrgetter("finds"), attrgetter("modes")
 EXCLUSIONS = (
     Exclusion(
         _finds,
@@ -125,8 +119,8 @@ EXCLUSIONS = (
         "it would scale the weights that train, and neither those for use nor the sequence they are averaged from; leave it "
         "out, or choose another optimizer",
     ),
-    _without("betas"),
-    _without("eps"),
+    _unsupported("betas"),
+    _unsupported("eps"),
 )
 
 

@@ -1,4 +1,4 @@
-"""What a run resolves before it reads a weight: components, targets, data, length. Printed at the start and by --plan."""
+"""The plan of a run before any weight is read: components, targets, data, length. Printed at the start and by --plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,32 +43,32 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """What is known of a run's data before anything of it is encoded. table: the resolved one. seed: of its draws."""
+    """A run's data before encoding. table: resolved. seed: of its random draws."""
 
     table: DataTable
     seed: int
     scanned: Scanned
-    photos: tuple[Photo, ...]  # that are trained on
-    examples: tuple[Example, ...]  # these, at the sizes they are trained at
-    held_out: tuple[Example, ...]  # what is never trained on, at the sizes it would be
-    measured: Mapping[str, tuple[Example, ...]]  # whose loss is measured at fixed draws, by kind (held_out.measured_examples)
+    photos: tuple[Photo, ...]  # of the training set
+    examples: tuple[Example, ...]  # the same photos, at their training sizes
+    held_out: tuple[Example, ...]  # never trained on, at the sizes they would have
+    measured: Mapping[str, tuple[Example, ...]]  # with a loss at fixed draws, by kind (held_out.measured_examples)
     alike: tuple[tuple[Photo, ...], ...]  # groups of near duplicates, trained on or held out
     requests: tuple[SampleRequest, ...]
 
     @property
     def encoded(self) -> tuple[Example, ...]:
-        """Every example whose latents and captions a run reads."""
+        """All examples whose latents and captions a run reads."""
         return (*self.examples, *(example for examples in self.measured.values() for example in examples))
 
     @property
     def resolution(self) -> int:
-        """The largest at which a photo is trained."""
-        return max(each for example in self.examples for each in example.photo.source.resolutions)
+        """The largest training resolution."""
+        return max(side for example in self.examples for side in example.photo.source.resolutions)
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is. processes: that share an update. began: of the run's Progress."""
+    """The length of a run. processes: the number that share an update. began: (step, epoch), from the run's Progress."""
 
     processes: int
     steps_per_epoch: int
@@ -76,14 +76,14 @@ class Length:
     began: tuple[int, int] = (0, 0)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch in which step `step` was made, both from 1."""
+        """The epoch of step `step`, both counted from 1."""
         return sampler.epoch_of(step, steps_per_epoch=self.steps_per_epoch, began=self.began)
 
     def every(self, table: IntervalTable, first: int = 0) -> Every:
-        """The interval that a table asks for. first: nothing before so many steps, or epochs where the table counts those."""
+        """A table's interval. first: the earliest step, or epoch if the table counts epochs."""
         if not table.every_epochs:
             return Every(table.every_steps, first=first)
-        # Epochs end so many steps after the one at which training on these photos began, or before that.
+        # Epochs are counted from the step at which training on these photos began.
         (step, epoch), length = self.began, self.steps_per_epoch
         zero = step - epoch * length
         return Every(table.every_epochs * length, zero, zero + first * length)
@@ -91,12 +91,12 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """What is known of the model and its adapter before weights are read: all that loading and drawing take.
+    """The model and its adapter before weights are read: all that loading and sampling need.
 
-    storage: by component. options: the values of the keys that the family reads. cache_text: whether the encoders are gone
-    once captions are encoded. converted: the folder that keeps converted weights, if any. resident: how many blocks stay on
-    the device, by streamed component. parts: of each of the denoiser's blocks, one in each process; 1: each has all of it.
-    under: the frozen adapter below, with the file's digest.
+    storage: by component. options: the values of the keys that the family reads. cache_text: encode captions ahead, then
+    unload the encoders. converted: the folder that caches converted weights, if any. resident: blocks that stay on the
+    device, by streamed component. parts: the number of shards of each denoiser block, one in each process; 1: not sharded.
+    under: the frozen adapter below the trained one, with its file's digest.
     """
 
     source: ModelSource
@@ -118,12 +118,12 @@ class ModelPlan:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """The components that have an adapted layer."""
+        """The components with adapted layers."""
         return tuple(dict.fromkeys(target.component for target in self.targets))
 
     @property
     def in_steps(self) -> tuple[str, ...]:
-        """The components that every step computes with."""
+        """The components that training steps use."""
         return (self.family.denoiser, *(() if self.cache_text else self.family.text_encoders))
 
     @property
@@ -138,24 +138,24 @@ class ModelPlan:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients pass through fp16: then the loss is scaled."""
+        """Whether gradients pass through fp16, so that the loss must be scaled."""
         return precision.needs_scaling(self.storage[name].compute for name in {self.family.denoiser, *self.adapted})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunPlan:
-    """Everything that is known before weights are read. config: the resolved one."""
+    """A whole run before weights are read. config: resolved."""
 
     config: Config
     model: ModelPlan
     data: DataPlan
     length: Length
-    shapes: dict[tuple[str, str], tuple[int, ...]]  # of the adaptable layers' weights, by component and name
+    shapes: dict[tuple[str, str], tuple[int, ...]]  # (component, layer) -> weight shape, of adaptable layers
     skipped: tuple[str, ...]  # layers without a gradient path
     truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
 
     def __repr__(self) -> str:
-        """A line, where a field for each layer and photo would fill a notebook; workbench's `described` has it in words."""
+        """One line: the fields of every layer and photo would fill a notebook. `PORTS.summary.described` prints the plan."""
         run, photos = self.config.run, len(self.data.photos)
         return f"RunPlan({run.name!r} -> {run.output_dir!r}: {self.length.max_steps} steps, {photos} photos)"
 
@@ -167,7 +167,7 @@ class RunPlan:
 
 
 def open_source(config: Config) -> ModelSource:
-    """The model's configs and file headers. Of a hub id, the configs at first; `fetched` gets the rest."""
+    """The model's configs and file headers; for a hub id only the configs, until `fetched`. Raises UserError."""
     family = family_named(config.model.family)
     refuse_unread(config, family)
     optimizer_rules.check(config)
@@ -194,8 +194,8 @@ def open_source(config: Config) -> ModelSource:
 def make_plan(
     config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET, scanned: Scanned | Memo | None = None
 ) -> RunPlan:
-    """The plan, checked as far as can be without weights. Raises UserError for what cannot work. config: the resolved one.
-    scanned: the photos, where they were read already, or what is known of their files."""
+    """The plan, checked as far as possible without weights. config: resolved. scanned: photos that were read already, or the
+    record of their files. Raises UserError if the run cannot work."""
     family = source.family
     components = storage.storages(config, family)
     data, length = plan_data(config, family, processes=processes, phases=phases, scanned=scanned)
@@ -240,20 +240,20 @@ def make_plan(
 def plan_data(
     config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | Memo | None = None
 ) -> tuple[DataPlan, Length]:
-    """The photos, and at which sizes and how often they are trained. config: the resolved one. scanned: read already, and the
-    plan is that of the sound photos; or what is known of their files. Raises UserError for what cannot work."""
+    """The photos with their training sizes, and the length of the run. config: resolved. scanned: photos that were read
+    already, of which the sound ones are planned, or the record of their files. Raises UserError if the run cannot work."""
     data = config.data
     if not isinstance(scanned, Scanned):
         scanned = read_sources(config, phases, scanned)
         refuse_damaged(scanned)
-    for resolution in {each for source in sources_of(data) for each in source.resolutions}:
+    for resolution in {side for source in sources_of(data) for side in source.resolutions}:
         if data.bucket_step % family.images.size_multiple or resolution < data.bucket_step:
             raise UserError(
                 f"data.bucket_step = {data.bucket_step} does not suit {family.name} at data.resolution = {resolution}; "
                 f"use a multiple of {family.images.size_multiple} that is at most the resolution"
             )
-    trained, apart = held_out.split(scanned.photos, data.held_out)
-    sized = partial(
+    photos, held_out_photos = held_out.split(scanned.photos, data.held_out)
+    in_buckets = partial(
         examples,
         step=data.bucket_step,
         enlarge=data.enlarge,
@@ -262,29 +262,29 @@ def plan_data(
         beside=family.images.references,
         max_aspect=data.max_aspect,
     )
-    bucketed, apart = sized(trained), sized(apart)
+    training_set, held_out_set = in_buckets(photos), in_buckets(held_out_photos)
     if data.short_batches == "merge":
-        bucketed = short_batches.merged(bucketed, batch_size=data.batch_size, enlarge=data.enlarge)
+        training_set = short_batches.merged(training_set, batch_size=data.batch_size, enlarge=data.enlarge)
     group = config.step.accumulation * processes
-    steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
-    check_references(((str(e.photo.image), len(e.references)) for e in (*bucketed, *apart)), family.images)
-    planned = DataPlan(
+    steps_per_epoch = sampler.steps_per_epoch(training_set, batch_size=data.batch_size, group=group)
+    check_references(((str(e.photo.image), len(e.references)) for e in (*training_set, *held_out_set)), family.images)
+    plan = DataPlan(
         table=data,
         seed=config.run.seed,
         scanned=scanned,
-        photos=trained,
-        examples=bucketed,
-        held_out=apart,
-        measured=held_out.measured_examples(bucketed, apart) if config.validation.loss_every_steps else {},
+        photos=photos,
+        examples=training_set,
+        held_out=held_out_set,
+        measured=held_out.measured_examples(training_set, held_out_set) if config.validation.loss_every_steps else {},
         alike=near_duplicates.groups(scanned.photos),
-        requests=requests_of(config.validation, bucketed, max(resolutions(data.resolution)), family.images),
+        requests=requests_of(config.validation, training_set, max(resolutions(data.resolution)), family.images),
     )
-    return planned, Length(processes, steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch)
+    return plan, Length(processes, steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch)
 
 
 def fetched(plan: ModelPlan, peers: Processes, phases: Phases) -> ModelPlan:
-    """The plan with a hub id's weights on this machine. Raises UserError where they are not what their configs said."""
-    with peers.main_first():  # one may have a hub id, and another a folder
+    """The plan with a hub id's weights on this machine. Raises UserError if they differ from their configs."""
+    with peers.main_first():  # processes may differ in hub id or folder
         if plan.source.repository is None:
             return plan
         plan = replace(plan, source=plan.source.fetch(phases=phases))
@@ -297,12 +297,12 @@ def fetched(plan: ModelPlan, peers: Processes, phases: Phases) -> ModelPlan:
 
 
 def find_objective(source: ModelSource, options: Mapping[str, Any]) -> Objective:
-    """What is trained, by the model's own words and `family_options`. Raises UserError for a model of another kind."""
+    """The objective that the model's files and `family_options` ask for. Raises UserError for a model of another kind."""
     return source.family.images.objective(source.scheduler, source.markers, **options)
 
 
 def check_objective(name: str, source: ModelSource, options: Mapping[str, Any], planned: Objective) -> None:
-    """Refuse an objective that a hub id's configs had not said, once its weights were fetched. name: the id."""
+    """Raises UserError if fetched weights have another objective than their configs had. name: the hub id."""
     words = find_objective(source, options).describe()
     if words != planned.describe():
         raise UserError(
@@ -312,8 +312,8 @@ def check_objective(name: str, source: ModelSource, options: Mapping[str, Any], 
 
 
 def resolve(config: Config, source: ModelSource) -> Config:
-    """`config` with what the model and libraries decide: dtypes, backends, the bucket step, the optimizer's own keys."""
-    smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
+    """`config` with the defaults of model and libraries: dtypes, backends, bucket step, optimizer options."""
+    smallest = min(side for source in sources_of(config.data) for side in source.resolutions)
     step = config.data.bucket_step or buckets.bucket_step(smallest)
     keys = {"model.components": storage.resolve(config, source), "data.bucket_step": step}
     return with_values(config, keys).model_copy(update={"optimizer": optimizer_rules.resolve(config.optimizer)})
@@ -322,15 +322,15 @@ def resolve(config: Config, source: ModelSource) -> Config:
 def find_targets(
     config: Config, family: Family, source: ModelSource
 ) -> tuple[tuple[Target, ...], dict[tuple[str, str], tuple[int, ...]], tuple[str, ...]]:
-    """(what is adapted, weight shapes of the adaptable layers, layers skipped for want of a gradient path)."""
-    named = [family.denoiser, *(r.component for r in config.adapter.rules if r.component in family.text_encoders)]
-    layers: dict[str, list[str]] = {name: [] for name in dict.fromkeys((*named, *family.text_encoders))}
+    """(targets, (component, layer) -> weight shape of adaptable layers, layers skipped for lack of a gradient path)."""
+    components = [family.denoiser, *(r.component for r in config.adapter.rules if r.component in family.text_encoders)]
+    layers: dict[str, list[str]] = {name: [] for name in dict.fromkeys((*components, *family.text_encoders))}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-    skipped, referenced = [], any(each.references for each in config.data.sources)
-    for name in dict.fromkeys(named):
-        dead = family.adapters.no_gradient(name, source.config(name), referenced)
+    skipped, references = [], any(source.references for source in config.data.sources)
+    for name in dict.fromkeys(components):
+        no_gradient = family.adapters.no_gradient(name, source.config(name), references)
         for layer, shape in adaptable_layers(source.build(name)).items():
-            if any(fnmatchcase(layer, pattern) for pattern in dead):
+            if any(fnmatchcase(layer, pattern) for pattern in no_gradient):
                 skipped.append(f"{name}.{layer}")
             else:
                 layers[name].append(layer)
@@ -349,12 +349,12 @@ def find_targets(
 
 
 def refuse_idle_steps(config: Config, targets: Sequence[Target], max_steps: int) -> None:
-    """Raises UserError where every layer stops before the run does: a later loss would have no gradient."""
+    """Raises UserError if every layer stops before the run does: a later loss would have no gradient."""
     stops = [target.stop_step for target in targets]
     if all(stop is not None and stop < max_steps for stop in stops):
         run = config.run
-        asked = f"run.max_steps = {max_steps}" if run.max_steps else f"run.epochs = {run.epochs} is {max_steps} steps"
+        length = f"run.max_steps = {max_steps}" if run.max_steps else f"run.epochs = {run.epochs} is {max_steps} steps"
         raise UserError(
-            f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and {asked}: nothing "
+            f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and {length}: nothing "
             "would be trained after that; leave out a stop_step, or lower the run's length"
         )

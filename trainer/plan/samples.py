@@ -1,4 +1,4 @@
-"""The samples that a run is asked for, with the pictures that belong to them: checked before a weight is read."""
+"""The samples of a config, with their reference images and truths: checked before any weight is read."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,36 +18,36 @@ from trainer.models.base import ImagePart, SampleRequest
 
 
 def requests_of(
-    wanted: ValidationTable, trained: Sequence[Example], side: int, images: ImagePart
+    table: ValidationTable, examples: Sequence[Example], side: int, images: ImagePart
 ) -> tuple[SampleRequest, ...]:
-    """The samples that are asked for. side: pixels, where none are given. Raises UserError for one that cannot be drawn."""
-    if not (wanted.every_steps or wanted.every_epochs):
+    """The samples of [validation]. side: the default width and height in pixels. Raises UserError if one cannot be drawn."""
+    if not (table.every_steps or table.every_epochs):
         return ()
-    size = wanted.resolution or side
-    default = {"negative": "", "width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
-    if isinstance(wanted.prompts, str):
-        requests = [_of_example(example, default) for example in of_captions(trained)]
+    size = table.resolution or side
+    default = {"negative": "", "width": size, "height": size, "seed": table.seed, "steps": table.steps, "guidance": None}
+    if isinstance(table.prompts, str):
+        requests = [_example_request(example, default) for example in prompt_examples(examples)]
     else:
-        requests = [SampleRequest(**default | {"prompt": prompt}) for prompt in wanted.prompts]
-    for index, sample in enumerate(wanted.samples):
+        requests = [SampleRequest(**default | {"prompt": prompt}) for prompt in table.prompts]
+    for index, sample in enumerate(table.samples):
         key = f"validation.samples[{index}].references"
-        given = sample.model_dump(exclude_none=True, exclude={"truth"})
-        requests.append(SampleRequest(**default | given, images=references(sample.references, key)))
+        options = sample.model_dump(exclude_none=True, exclude={"truth"})
+        requests.append(SampleRequest(**default | options, images=references(sample.references, key)))
     check_sizes(requests, images.size_multiple)
     check_references(((f"validation sample {index}", len(one.images)) for index, one in enumerate(requests)), images)
-    return tuple(replace(each, prompt=visible(each.prompt), negative=visible(each.negative)) for each in requests)
+    return tuple(replace(one, prompt=visible(one.prompt), negative=visible(one.negative)) for one in requests)
 
 
-def of_captions(examples: Sequence[Example]) -> list[Example]:
-    """Two examples whose captions are prompts: the first and one of the middle, or fewer; none of regularisation images."""
+def prompt_examples(examples: Sequence[Example]) -> list[Example]:
+    """Examples whose captions become prompts: the first and the middle one, fewer if equal; no regularisation images."""
     subjects = [e for e in examples if not e.photo.source.regularisation and e.captions[0]]
     picks = [subjects[0], subjects[len(subjects) // 2]] if subjects else []
     return picks[: len({e.captions[0] for e in picks})]
 
 
-def _of_example(example: Example, default: Mapping[str, Any]) -> SampleRequest:
-    """A caption as a prompt. Of an edit: at the size at which it is trained, shown what the model is shown for it."""
-    photos = [each.photo for each in example.references]
+def _example_request(example: Example, default: Mapping[str, Any]) -> SampleRequest:
+    """A caption as a prompt; for an edit with the example's training size and reference images."""
+    photos = [reference.photo for reference in example.references]
     width, height = example.bucket
     edit = {"width": width, "height": height, "references": tuple(str(photo.image) for photo in photos)} if photos else {}
     return SampleRequest(**default | edit | {"prompt": example.captions[0]}, images=tuple(map(_pixels, photos)))
@@ -61,7 +61,7 @@ def _pixels(photo: Photo) -> Image.Image:
 
 
 def references(paths: Sequence[str], key: str) -> tuple[Image.Image, ...]:
-    """The images that a sample is shown. Raises UserError, by `key`, for one that is no image, or that no pipeline takes."""
+    """A sample's reference images. Raises UserError, naming `key`, for a file that is no image or that no pipeline takes."""
 
     def read(path: str) -> Image.Image:
         image = load_rgb(path)
@@ -72,15 +72,15 @@ def references(paths: Sequence[str], key: str) -> tuple[Image.Image, ...]:
 
 
 def truths_of(
-    wanted: ValidationTable, requests: Sequence[SampleRequest], trained: Sequence[Example]
+    table: ValidationTable, requests: Sequence[SampleRequest], examples: Sequence[Example]
 ) -> tuple[Image.Image | None, ...]:
-    """What the samples ought to look like, scaled and cropped to their sizes; None: not known. An edit's is its photo."""
+    """The pictures that the samples should look like, at the samples' sizes; None: unknown. An edit's truth is its photo."""
     if not requests:
         return ()
-    truths: list[Image.Image | None] = [None] * (len(requests) - len(wanted.samples))
-    if isinstance(wanted.prompts, str):
-        truths = [_pixels(e.photo) if e.references else None for e in of_captions(trained)]
-    for index, sample in enumerate(wanted.samples):
+    truths: list[Image.Image | None] = [None] * (len(requests) - len(table.samples))
+    if isinstance(table.prompts, str):
+        truths = [_pixels(e.photo) if e.references else None for e in prompt_examples(examples)]
+    for index, sample in enumerate(table.samples):
         key = f"validation.samples[{index}].truth"
         truths.append(None if sample.truth is None else _picture(load_rgb, sample.truth, key))
     return tuple(
@@ -98,17 +98,17 @@ def _picture(read: Callable[[str | Path], Image.Image], path: str, key: str) -> 
 
 
 def as_shown(image: Image.Image, images: ImagePart, count: int) -> Image.Image:
-    """A sample's reference, no larger than the model is shown it. count: of the references of that sample."""
-    how = images.references.showing(count)
-    step = images.size_multiple if how == "stretched" else 1
+    """A reference image as the model sees it, at most at its own size. count: the sample's number of references."""
+    mode = images.references.showing(count)
+    step = images.size_multiple if mode == "stretched" else 1
     size = buckets.reference_size(*image.size, images.references, count, step=step)
-    if how == "stretched":
+    if mode == "stretched":
         return buckets.fit(image, size, crop=buckets.WHOLE)
-    return (buckets.framed if how == "framed" else buckets.show_reference)(image, size)
+    return (buckets.framed if mode == "framed" else buckets.show_reference)(image, size)
 
 
 def check_references(counts: Iterable[tuple[str, int]], images: ImagePart) -> None:
-    """Raises UserError where more references are shown than the model takes. counts: by photo or sample."""
+    """Raises UserError if a photo or sample has more references than the model takes. counts: (name, count) pairs."""
     most = images.references.most
     for name, count in counts:
         if most is not None and count > most:
@@ -116,9 +116,9 @@ def check_references(counts: Iterable[tuple[str, int]], images: ImagePart) -> No
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:
-    """Raises UserError where a sample's size is not a multiple of what the model needs."""
+    """Raises UserError if a sample's width or height is not a multiple of `multiple`."""
     for index, request in enumerate(requests):
         sides = (request.width, request.height)
         if any(side % multiple for side in sides):
-            given, near = "x".join(map(str, sides)), "x".join(str(round(s / multiple) * multiple or multiple) for s in sides)
-            raise UserError(f"validation sample {index}: {given} is not a multiple of {multiple}; use {near}")
+            size, near = "x".join(map(str, sides)), "x".join(str(round(s / multiple) * multiple or multiple) for s in sides)
+            raise UserError(f"validation sample {index}: {size} is not a multiple of {multiple}; use {near}")

@@ -1,4 +1,4 @@
-"""What each component of the model is stored as, and what it computes in, from the config and the model's files."""
+"""Storage and compute dtypes of each component, from the config and the model's files."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
 
 @dataclass(frozen=True)
 class Storage:
-    """How one component is stored, and in which dtype it computes. exclude, sensitive: the config's and the family's patterns
-    of layers that are not quantised. scaled_matmul: multiply float8 Linears as float8. tf32: encode photos in TF32."""
+    """Storage format and compute dtype of one component. exclude, sensitive: the config's and the family's patterns of layers
+    that are not quantised. scaled_matmul: multiply float8 Linears as float8. tf32: encode photos in TF32."""
 
     name: str
     format: Format
@@ -42,15 +42,15 @@ class Storage:
         return (*self.sensitive, *self.exclude)
 
     def stored_as(self, dtype: str) -> "Storage":
-        """The same component in another dtype of the config, by its first backend."""
+        """The same component in another dtype of the config, with its first backend."""
         return replace(self, format=next(iter(formats_of(dtype).values())))
 
     def swap(self, module: nn.Module, *, kernels: Kernels, held: Mapping[str, HeldWeight | torch.dtype] = {}) -> None:
-        """Freeze the layers of a module on the meta device. held: what the model's files hold (ModelSource.held)."""
+        """Freeze the layers of a module on the meta device. held: layer -> its weight in the files (ModelSource.held)."""
         choose = quantization.storage_of_layers(
             format=self.format,
             compute=self.compute,
-            unquantised=self.format.dtype or torch.bfloat16,  # layers that are not: 16 bit where the component is
+            unquantised=self.format.dtype or torch.bfloat16,  # dtype of unquantised layers in a quantised component
             keep=self.keep,
             keep_fp32=tuple(getattr(module, "_keep_in_fp32_modules", None) or ()),
             held=held,
@@ -60,30 +60,31 @@ class Storage:
 
 
 def asked_precision(config: Config, component: Component) -> str:
-    """What a component is stored as, before its files are looked at; "fp32" also where it computes in fp32."""
-    given = config.model.components.get(component.name, ComponentTable())
-    stored = given.dtype or DEFAULT_STORAGE[component.role]
-    return "fp32" if (given.compute or config.precision.compute) == "fp32" else stored
+    """A component's storage dtype before its files are read; "fp32" also if it computes in fp32."""
+    table = config.model.components.get(component.name, ComponentTable())
+    stored = table.dtype or DEFAULT_STORAGE[component.role]
+    return "fp32" if (table.compute or config.precision.compute) == "fp32" else stored
 
 
 def resolve(config: Config, source: ModelSource) -> dict[str, ComponentTable]:
-    """Every component's table with what was left out: dtype, backend and compute dtype. Raises UserError."""
+    """Every component's table with its defaults: dtype, backend and compute dtype. Raises UserError."""
     resolved = {}
     for component in source.family.components:
-        given = config.model.components.get(component.name, ComponentTable())
-        dtype, backend = _storage(given, component, held_as(source, component.name))
-        # What only encodes is worth its fp32; the denoiser, all of a run's time, is not slowed down by how it is stored.
+        table = config.model.components.get(component.name, ComponentTable())
+        dtype, backend = _storage(table, component, held_as(source, component.name))
+        # fp32 is affordable for encoders; the denoiser, all of a run's time, computes in the configured dtype.
         exact = dtype == "fp32" and component.role != "denoiser"
-        compute = given.compute or ("fp32" if exact else config.precision.compute)
+        compute = table.compute or ("fp32" if exact else config.precision.compute)
         update = {"dtype": dtype, "backend": backend, "compute": compute}
         if component.name in source.found:
             update["path"] = str(source.found[component.name])
-        resolved[component.name] = given.model_copy(update=update)
+        resolved[component.name] = table.model_copy(update=update)
     return resolved
 
 
 def held_as(source: ModelSource, name: str) -> tuple[str, str] | None:
-    """(dtype, backend) of a component whose files hold quantised weights; before they are fetched, what its config says."""
+    """(dtype, backend) of a component with quantised weights in its files, or, before they are fetched, in its config.json;
+    None if it has none. Raises UserError for more than one of them."""
     if not source.is_here(name):
         return quantization.declared(source.config(name))
     kinds = {(h.dtype, h.backend) for h in source.held(name).values() if not isinstance(h, torch.dtype)}
@@ -93,30 +94,31 @@ def held_as(source: ModelSource, name: str) -> tuple[str, str] | None:
     return next(iter(kinds), None)
 
 
-def _storage(given: ComponentTable, component: Component, held: tuple[str, str] | None) -> tuple[str, str]:
-    """(dtype, backend) of a component, from what the config gives and what its files hold. Raises UserError."""
+def _storage(table: ComponentTable, component: Component, in_files: tuple[str, str] | None) -> tuple[str, str]:
+    """(dtype, backend) of a component, from its table and `held_as`. Raises UserError."""
     key = f"model.components.{component.name}"
     quantises = component.role != "vae"
-    dtype = given.dtype or (held[0] if held and quantises else DEFAULT_STORAGE[component.role])
-    if held and dtype == held[0]:
-        backends = [held[1]]
+    dtype = table.dtype or (in_files[0] if in_files and quantises else DEFAULT_STORAGE[component.role])
+    if in_files and dtype == in_files[0]:
+        backends = [in_files[1]]
     else:
         backends = list(formats_of(dtype))
-        if held and formats_of(dtype)[backends[0]].quantised and quantises:
+        if in_files and formats_of(dtype)[backends[0]].quantised and quantises:
             raise UserError(
-                f"{key}.dtype = {dtype!r}: the model's file holds this component as {held[0]} ({held[1]}) already, and to "
-                f"quantise it again would add a second error; leave dtype out to take it as it is, or use the 16-bit file"
+                f"{key}.dtype = {dtype!r}: the model's file holds this component as {in_files[0]} ({in_files[1]}) already, "
+                "and to quantise it again would add a second error; leave dtype out to take it as it is, or use the 16-bit "
+                "file"
             )
-    if given.backend not in (None, *backends):
+    if table.backend not in (None, *backends):
         raise UserError(
-            f"{key}.backend = {given.backend!r} has no dtype = {dtype!r}; "
+            f"{key}.backend = {table.backend!r} has no dtype = {dtype!r}; "
             f"use {' or '.join(map(repr, backends))} (left out: {backends[0]!r})"
         )
-    return dtype, given.backend or backends[0]
+    return dtype, table.backend or backends[0]
 
 
 def storages(config: Config, family: Family) -> dict[str, Storage]:
-    """Every component's storage, by name. Raises UserError for what cannot be stored or computed so."""
+    """Component name -> storage. Raises UserError for a dtype that a component cannot be stored or computed in."""
     plans = {}
     for component in family.components:
         table = config.model.components[component.name]
@@ -127,9 +129,9 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
                 "are a few hundred MB, and errors show in every image); use fp32, bf16 or fp16"
             )
         compute = precision.COMPUTE_DTYPES[table.compute]
-        if (why := family.memory.no_fp16.get(component.name)) and table.compute == "fp16":
+        if (reason := family.memory.no_fp16.get(component.name)) and table.compute == "fp16":
             raise UserError(
-                f"the {component.name} of {family.name} does not compute in fp16: {why}; set "
+                f"the {component.name} of {family.name} does not compute in fp16: {reason}; set "
                 f"precision.compute or model.components.{component.name}.compute to 'bf16' or 'fp32'"
             )
         scaled = config.precision.matmul == "fp8" and component.role == "denoiser"
@@ -150,23 +152,23 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
 
 
 def resident_blocks(config: Config, source: ModelSource, adapted: Collection[str]) -> dict[str, int]:
-    """How many blocks stay on the device, by streamed component: with memory.offload the denoiser, and text encoders without
-    an adapter, of which none stay. "auto" is 0 until a forecast was made. Raises UserError for more blocks than there are."""
+    """Streamed component -> number of blocks that stay on the device. memory.offload streams the denoiser, and all blocks of
+    text encoders without an adapter. "auto" is 0 until a forecast is made. Raises UserError for more blocks than exist."""
     if config.memory.offload == "none":
         return {}
-    family, asked = source.family, config.memory.resident_blocks
+    family, resident = source.family, config.memory.resident_blocks
     count = len(find_blocks(source.build(family.denoiser), family.memory.blocks))
-    if asked != "auto" and asked > count:
+    if resident != "auto" and resident > count:
         raise UserError(
-            f"memory.resident_blocks = {asked} is more than the {count} blocks of the {family.denoiser}; use at most "
+            f"memory.resident_blocks = {resident} is more than the {count} blocks of the {family.denoiser}; use at most "
             f"{count}, with which nothing is streamed, or 'auto'"
         )
     encoders = [name for name in family.text_encoders if name not in adapted and family.blocks_of(name)]
-    return {family.denoiser: 0 if asked == "auto" else asked, **dict.fromkeys(encoders, 0)}
+    return {family.denoiser: 0 if resident == "auto" else resident, **dict.fromkeys(encoders, 0)}
 
 
 def parts(config: Config, processes: int) -> int:
-    """The number of parts of each of the denoiser's blocks, one in each process; 1: whole in all. Raises UserError."""
+    """The number of shards of each denoiser block, one in each process; 1: not sharded. Raises UserError."""
     if config.memory.shard and processes == 1:
         raise UserError(
             "memory.shard = true shares the base out among several processes, and there is 1: start as many as there are "
@@ -177,20 +179,21 @@ def parts(config: Config, processes: int) -> int:
 
 
 def weight_bytes(source: ModelSource, component: Storage, *, held: Mapping[str, HeldWeight | torch.dtype]) -> int:
-    """The bytes of a component's weights in memory. held: what is taken as its files hold it (ModelSource.held)."""
+    """The bytes of a component's weights in memory. held: layer -> its weight in the files (ModelSource.held)."""
     module = source.build(component.name)
     component.swap(module, kernels=dora_torch, held=held)  # nothing is computed
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in module.state_dict().values())
 
 
 def check(source: ModelSource, component: Storage) -> None:
-    """Refuse files that lack a tensor, and an `exclude` of no layer, or of what they hold quantised. Reads headers only."""
+    """Raises UserError if the files lack a tensor, or if a pattern of `exclude` matches no layer, or one that they hold
+    quantised. Reads headers only."""
     name, key = component.name, f"model.components.{component.name}.exclude"
-    here = source.is_here(name)
-    if here:
+    weights = {}
+    if source.is_here(name):
         source.verify(name)
-    held = source.held(name) if here and component.format.quantised else {}
-    for layer, weight in held.items():
+        weights = source.held(name) if component.format.quantised else {}
+    for layer, weight in weights.items():
         for pattern in component.exclude:
             if not isinstance(weight, torch.dtype) and fnmatchcase(layer, pattern):
                 raise UserError(
@@ -208,11 +211,12 @@ def check(source: ModelSource, component: Storage) -> None:
 
 
 def check_fetched(source: ModelSource, component: Storage) -> None:
-    """Refuse weights held in a way that a hub id's config.json had not said, once they were fetched."""
-    held = held_as(source, component.name)
-    if held and component.format.quantised and held != (component.format.dtype_name, component.format.backend):
+    """Raises UserError if fetched weights are quantised in a way that their config.json does not say."""
+    in_files, planned = held_as(source, component.name), component.format
+    if in_files and planned.quantised and in_files != (planned.dtype_name, planned.backend):
+        dtype, backend = in_files
         raise UserError(
-            f"model.components.{component.name}: the fetched files hold it as {held[0]} ({held[1]}), which their config.json "
-            f"does not say, and it was to be stored as {component.format.name}; set its dtype = {held[0]!r} and "
-            f"backend = {held[1]!r}, or use the 16-bit model"
+            f"model.components.{component.name}: the fetched files hold it as {dtype} ({backend}), which their config.json "
+            f"does not say, and it was to be stored as {planned.name}; set its dtype = {dtype!r} and backend = {backend!r}, "
+            "or use the 16-bit model"
         )

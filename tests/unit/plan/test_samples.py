@@ -13,7 +13,7 @@ from tests.unit.data.captions.test_captions import SOURCE, example
 from trainer.base.errors import UserError
 from trainer.config import SampleTable
 from trainer.data.examples import Example
-from trainer.plan.samples import check_sizes, of_captions, references
+from trainer.plan.samples import check_sizes, prompt_examples, references
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_prompts_out_of_captions_are_as_they_are_trained_on() -> None:
     """Two that differ, of the subject's photos, with what is put before them."""
 
     def texts(examples: list[Example]) -> list[str]:
-        return [each.captions[0] for each in of_captions(examples)]
+        return [each.captions[0] for each in prompt_examples(examples)]
 
     told = [example("a.jpg", "a log"), example("b.jpg", ""), example("c.jpg", "grass"), example("d.jpg", "a wall")]
     assert texts(told) == ["a log", "grass"]
