@@ -439,8 +439,8 @@ def test_the_launcher_ends_what_works_on_when_a_process_is_killed(bench: Workben
 
 
 SLOW_FILES = """
-from trainer.artifacts import on_stop as stopped
-stopped.SECONDS = 600.0
+from trainer.artifacts import exports
+exports.STOP_SECONDS = 600.0
 write = export.write_files
 def slow(*arguments, **more):
     time.sleep(3)

@@ -12,7 +12,7 @@ import torch
 
 from tests.harness import Workbench, metrics_of
 from trainer.adapters import export
-from trainer.artifacts import on_stop
+from trainer.artifacts import exports
 from trainer.base import signals
 from trainer.base.errors import PeerStopped
 from trainer.base.progress import Phase, Phases
@@ -60,7 +60,7 @@ def test_a_stopped_run_leaves_files_and_ends_as_one_that_never_was(bench: Workbe
     assert len(files(bench, "parts")) == 5 and "Stopped at step 1 of 4" in (out / "report.html").read_text()
     with monkeypatch.context() as patch:
         signalled(patch, 2)
-        patch.setattr(on_stop, "SECONDS", 600.0)  # of a machine that is busy with something else, too
+        patch.setattr(exports, "STOP_SECONDS", 600.0)  # of a machine that is busy with something else, too
         assert start(bench, "parts") == 143
     for name in ("bear.safetensors", "bear_comfyui.safetensors", "bear_ema.safetensors", "bear_ema_comfyui.safetensors"):
         assert TensorFile(out / "adapters" / name).metadata["ss_steps"] == "2", name
@@ -106,7 +106,7 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
         signalled(patch, 2)
         patch.setattr(signals, "time", clock)
         if why == "time":
-            patch.setattr(on_stop, "SECONDS", 0.5)
+            patch.setattr(exports, "STOP_SECONDS", 0.5)
 
         def checked(self, **more: bool) -> None:
             if self.name == "exporting":
@@ -143,7 +143,7 @@ def test_a_signal_in_the_last_step_leaves_files_and_a_report_that_is_open(bench:
     settings = {"run__max_steps": 1, "ema__kind": "none", "adapter__rules": [rule], "adapter__type": "lora"}
     with monkeypatch.context() as patch:
         signalled(patch, 1)
-        patch.setattr(on_stop, "SECONDS", 600.0)
+        patch.setattr(exports, "STOP_SECONDS", 600.0)
         assert start(bench, "out", **settings) == 143
     said = capsys.readouterr().out
     assert set(files(bench, "out")) == {"README.md", "bear.safetensors", "bear_comfyui.safetensors"}
@@ -192,7 +192,7 @@ def test_what_hinders_the_work_of_a_stop_leaves_the_status_of_the_signal(bench: 
     monkeypatch.setattr(export, "write_tensors", hindered)
     with monkeypatch.context() as patch:
         signalled(patch, 1)
-        patch.setattr(on_stop, "SECONDS", 600.0)  # of a machine that is busy with something else, too
+        patch.setattr(exports, "STOP_SECONDS", 600.0)  # of a machine that is busy with something else, too
         assert start(bench, "out") == 143
     said = capsys.readouterr()
     assert told in said.out and "step 1 is saved, and" in said.out and "there are none" in said.out

@@ -1,1 +1,1 @@
-"""What a run leaves for people: samples, adapter files, the model card, the pages."""
+"""Results of a run: samples, adapter files, and the ports for pages, trackers and mirror."""

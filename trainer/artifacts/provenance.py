@@ -1,4 +1,4 @@
-"""What an adapter file says of the run it comes from, as a piece of the checkpoint: so any checkpoint gives its files."""
+"""The origin of an adapter file, for its header. It is a piece of the checkpoint, so that any checkpoint can be exported."""
 
 import json
 from collections import Counter
@@ -16,25 +16,24 @@ from trainer.data.captions import captions
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.initial_adapter import Start
 
-SEVERAL = object()  # in place of the one value that kohya's entry has room for
-# Lines of a change in mid-run ("KIND: ...") that are no more than numbers.
-COUNTED = ("photos", "micro-batches in an update")
+SEVERAL = object()  # the values differ, and kohya's entry has room for one
+COUNTED = ("photos", "micro-batches in an update")  # kinds of changes on resume whose text ("KIND: ...") is only numbers
 
 
-def _told(change: Mapping[str, Any]) -> dict[str, Any]:
-    """A change in mid-run without what may be private (names of photos, values of keys): what it was of, and counts."""
+def _public(change: Mapping[str, Any]) -> dict[str, Any]:
+    """A change on resume without what may be private (names of photos, values of keys): its kinds, and counts."""
     kinds = [line if (kind := line.partition(": ")[0]) in COUNTED else kind for line in change["what"]]
     return {"step": change["step"], "epoch": change["epoch"], "what": kinds}
 
 
-def _one(values: set) -> Any:
-    """None of none, as kohya writes it."""
+def _single(values: set) -> Any:
+    """The only value; None for an empty set, as kohya writes it."""
     return next(iter(values), None) if len(values) < 2 else SEVERAL
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a run's adapter. made_for: which weights a DoRA's files are made for (norms.made_for). start: what the
+    """The origin of a run's adapter. made_for: the weights that a DoRA's files are made for (norms.made_for). start: what the
     run started from."""
 
     plan: RunPlan
@@ -43,13 +42,13 @@ class Origin:
     made_for: str
     start: Start
 
-    # Once: every checkpoint asks for it, and photos may be many.
+    # Cached: every checkpoint reads it, and there may be many photos.
     @cached_property
     def _triggers(self) -> str:
         return ", ".join(captions.triggers(self.plan.data.examples))
 
     def about(self) -> About:
-        """What adapter files of the present step say of their origin."""
+        """The origin of adapter files of the current step."""
         plan, config = self.plan, self.plan.config
         sizes = {resolution for photo in plan.data.photos for resolution in photo.source.resolutions}
         return About(
@@ -67,7 +66,7 @@ class Origin:
         )
 
     def _entries(self) -> dict[str, str]:
-        """Of the header, what is not about the step: of the family, of kohya's trainer, and where the weights come from."""
+        """Header entries: the family's, kohya's, licence, starting weights, and changes on resume."""
         plan, family, changes = self.plan, self.plan.model.family, self.progress.changes
         prediction = getattr(plan.model.objective, "prediction", "velocity")
         config = plan.model.source.config(family.denoiser) | {"_variant": plan.model.source.variant.name}
@@ -77,22 +76,22 @@ class Origin:
         if lineage := self.start.lineage():
             entries["started_from"] = json.dumps(lineage, sort_keys=True)
         if changes:
-            entries["changed_in_mid_run"] = json.dumps([_told(change) for change in changes], sort_keys=True)
+            entries["changed_in_mid_run"] = json.dumps([_public(change) for change in changes], sort_keys=True)
         return entries
 
     @cached_property
     def _training(self) -> dict[str, str]:
-        """Of all the entries of kohya's trainer those that people and programs read, and whose values are this run's. Folders
-        are numbered and the date is that of the day: a run that was moved or interrupted has the same."""
+        """The entries of kohya's trainer that people and programs read, with this run's values. Folders are numbered and the
+        start is rounded to its day, so that a run that was moved or interrupted has the same."""
         plan, config = self.plan, self.plan.config
-        schedule, objective, rate = config.schedule, plan.config.objective, config.optimizer.lr
-        of_encoders = rate if config.optimizer.text_encoder_lr is None else config.optimizer.text_encoder_lr
+        schedule, objective, default_lr = config.schedule, config.objective, config.optimizer.lr
+        encoder_lr = default_lr if config.optimizer.text_encoder_lr is None else config.optimizer.text_encoder_lr
         warmup = optim.steps_of(schedule.warmup, self.progress.total_steps)
         rates: tuple[set, set] = set(), set()  # of the denoiser, of the encoders
         for target in plan.model.targets:
-            encodes = target.component != plan.model.family.denoiser
-            rates[encodes].add(target.lr if target.lr is not None else (of_encoders if encodes else rate))
-        began = datetime.fromisoformat(self.progress.started).replace(hour=0, minute=0, second=0, microsecond=0)
+            is_encoder = target.component != plan.model.family.denoiser
+            rates[is_encoder].add(target.lr if target.lr is not None else (encoder_lr if is_encoder else default_lr))
+        day = datetime.fromisoformat(self.progress.started).replace(hour=0, minute=0, second=0, microsecond=0)
         counts = Counter(example.bucket for example in plan.data.examples for _ in range(example.photo.repeats))
         buckets = {
             str(index): {"resolution": list(bucket), "count": counts[bucket]} for index, bucket in enumerate(sorted(counts))
@@ -105,20 +104,20 @@ class Origin:
             if entry.get("n_repeats") != photo.repeats:
                 entry.pop("n_repeats", None)
         entries = {
-            "training_started_at": began.timestamp(),
+            "training_started_at": day.timestamp(),
             "max_train_steps": plan.length.max_steps,
             "num_epochs": plan.length.epoch_of(plan.length.max_steps),
             "num_reg_images": sum(photo.repeats for photo in plan.data.photos if photo.source.regularisation),
             "batch_size_per_device": config.data.batch_size,
             "total_batch_size": config.data.batch_size * config.step.accumulation * plan.length.processes,
             "optimizer": config.optimizer.name,
-            "unet_lr": _one(rates[0]),
-            "text_encoder_lr": _one(rates[1]),
+            "unet_lr": _single(rates[0]),
+            "text_encoder_lr": _single(rates[1]),
             "lr_scheduler": "constant_with_warmup" if schedule.name == "constant" and warmup else schedule.name,
             "lr_warmup_steps": warmup,
             "mixed_precision": {"fp32": "no"}.get(config.precision.compute, config.precision.compute),
             "max_grad_norm": config.step.max_grad_norm,
-            "caption_dropout_rate": _one({photo.source.caption_dropout for photo in plan.data.photos}),
+            "caption_dropout_rate": _single({photo.source.caption_dropout for photo in plan.data.photos}),
             "noise_offset": objective.noise_offset or None,
             "min_snr_gamma": objective.min_snr_gamma if objective.weighting == "min_snr" else None,
             "enable_bucket": True,
@@ -131,8 +130,8 @@ class Origin:
         return texts | {"ss_tag_frequency": json.dumps(tags, ensure_ascii=False)}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The origin, for whoever makes adapter files of the checkpoint. about: of its files. family, configs: of the
-        model, the components that are adapted. alphas: of every adapted layer by full name, in the model's order."""
+        """The origin, to export adapter files from the checkpoint. about: About's fields. family, configs: of the model's
+        adapted components. alphas: [full layer name, alpha] pairs in the model's order."""
         plan = self.plan
         return {
             "about": asdict(self.about()),
@@ -142,4 +141,4 @@ class Origin:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing of it decides what the following steps do: a run that goes on makes it anew."""
+        """Does nothing: later steps do not depend on the origin, and a resumed run computes it again."""

@@ -1,4 +1,4 @@
-"""Samples from fixed prompts and seeds. The trained weights are read where they are: nothing is converted or moved."""
+"""Samples from fixed prompts and seeds, drawn with the training weights in place: nothing is converted or moved."""
 
 from __future__ import annotations
 
@@ -20,26 +20,23 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-WithWeights = Mapping[str, Callable[[], AbstractContextManager[None]]]
-
-
 def draw_samples(
     requests: Sequence[Any],
     *,
     sample: Callable[[Any], Any],
     folder: Path,
-    weights: WithWeights = MappingProxyType({"": nullcontext}),
+    weights: Mapping[str, Callable[[], AbstractContextManager[None]]] = MappingProxyType({"": nullcontext}),
 ) -> None:
-    """One PNG for every request, named by the request's index, with what was asked as text entries "prompt" and "request".
-    The folder appears when all are drawn.
+    """Draws one PNG for every request, named by its index, with the text entries "prompt" and "request". The folder appears
+    when all are drawn.
 
     requests: dataclasses of JSON values, and of `images`. sample: request -> PIL image; it may raise Interrupted, which
-    leaves no folder. weights: by an ending of the files' names, a context with the weights to draw with: "" and, of an
-    average, "_ema", which "request" tells too.
+    leaves no folder. weights: file name ending -> context with the weights to draw with: "", and "_ema" for an average,
+    which is an entry of "request", too.
     """
     with appearing(folder) as temporary:
-        for ending, used in weights.items():
-            with used():
+        for ending, in_use in weights.items():
+            with in_use():
                 for index, request in enumerate(requests):
                     with torch.no_grad():
                         image = sample(request)
@@ -49,32 +46,31 @@ def draw_samples(
 def _png(image: Image, request: Any, ending: str = "") -> bytes:
     from PIL.PngImagePlugin import PngInfo
 
-    described = PngInfo()
-    described.add_text("prompt", request.prompt)
-    asked = _asked(request) | ({"weights": ending.removeprefix("_")} if ending else {})
-    described.add_text("request", json.dumps(asked, sort_keys=True))
+    info = PngInfo()
+    info.add_text("prompt", request.prompt)
+    values = _request_values(request) | ({"weights": ending.removeprefix("_")} if ending else {})
+    info.add_text("request", json.dumps(values, sort_keys=True))
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG", pnginfo=described)
+    image.save(buffer, format="PNG", pnginfo=info)
     return buffer.getvalue()
 
 
-def _asked(request: Any) -> dict[str, Any]:
-    """What was asked for, as JSON values; references and cfg where there are any, so that the text is that of earlier
-    runs."""
-    asked = {each.name: getattr(request, each.name) for each in fields(request) if each.name != "images"}
-    return {name: value for name, value in asked.items() if name not in ("references", "cfg") or value}
+def _request_values(request: Any) -> dict[str, Any]:
+    """A request as JSON values; references and cfg only if set, so that the text equals that of earlier runs."""
+    values = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "images"}
+    return {name: value for name, value in values.items() if name not in ("references", "cfg") or value}
 
 
 def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder: Path) -> None:
-    """Write what the samples ought to look like, beside them: a PNG for every request whose truth is known, described as they
-    are. A file is named by its request: files of earlier prompts stay."""
+    """Write the pictures that the samples should look like, as PNGs with the same text entries. A file is named by a digest
+    of its request, so that files of earlier prompts stay."""
     for request, truth in zip(requests, truths, strict=True):
         if truth is not None:
             _keep(request, truth, folder)
 
 
 def keep_references(requests: Sequence[Any], folder: Path) -> None:
-    """Write what the model is shown for the samples, as `keep_truths` writes truths; their numbers end the files' names."""
+    """Write the samples' reference images, as `keep_truths` writes truths; their numbers end the files' names."""
     for request in requests:
         for number, image in enumerate(request.images, 1):
             _keep(request, image, folder, f"-{number:02d}")
@@ -82,5 +78,5 @@ def keep_references(requests: Sequence[Any], folder: Path) -> None:
 
 def _keep(request: Any, picture: Image, folder: Path, ending: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(json.dumps(_asked(request), sort_keys=True).encode()).hexdigest()[:16]
+    name = hashlib.sha256(json.dumps(_request_values(request), sort_keys=True).encode()).hexdigest()[:16]
     write_atomic(folder / f"{name}{ending}.png", [_png(picture, request)])

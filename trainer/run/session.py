@@ -19,7 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from trainer import kernels
-from trainer.artifacts.on_stop import leave_in_time
+from trainer.artifacts.exports import leave_in_time
 from trainer.artifacts.ports import Ports
 from trainer.base.digests import FileDigests
 from trainer.base.errors import Interrupted, UserError

@@ -104,7 +104,7 @@ def test_the_header_of_the_kohya_file_says_it(tmp_path: Path, layers: str, dora:
     state = SimpleNamespace(adapter=SimpleNamespace(layers=made.layers, kind=made.kind))
     plan = SimpleNamespace(model=SimpleNamespace(family=of.family))
     run = SimpleNamespace(context=SimpleNamespace(processes=processes), state=state, plan=plan)
-    Artifacts._say_where(run, files[PATTERNS])  # the end of a run
+    Artifacts._say_usage(run, files[PATTERNS])  # the end of a run
     not_taken = [line for line in heard if "sd-scripts" in line]
     assert not_taken == ([f"note: {sd_scripts.sentence(entry)}"] if said else not_taken[:dora])
     assert not dora or "as a DoRA not for A1111, InvokeAI, sd-scripts" in not_taken[0]

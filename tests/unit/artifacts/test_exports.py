@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.artifacts.on_stop import leave_in_time
+from trainer.artifacts.exports import leave_in_time
 from trainer.base.errors import Interrupted, NonFiniteError, PeerStopped, UserError
 
 
@@ -25,7 +25,7 @@ def leaves(files: BaseException | None = None, report: BaseException | None = No
 
     artifacts: Any = SimpleNamespace(
         context=SimpleNamespace(processes=SimpleNamespace(say=told.append, wait=lambda: told.append("waited"))),
-        state=SimpleNamespace(progress=SimpleNamespace(step=7)), earlier=lambda: ["bear.safetensors"],
+        state=SimpleNamespace(progress=SimpleNamespace(step=7)), existing_names=lambda: ["bear.safetensors"],
         leave_files=lambda: work("files", files), leave_report=lambda: work("report", report),
     )  # fmt: skip
     signals: Any = SimpleNamespace(promise="", last_work=lambda seconds: nullcontext())
