@@ -55,7 +55,7 @@ from trainer.base.signals import Signals  # noqa: E402
 from trainer.run import run as runs  # noqa: E402
 from trainer.run.session import Session  # noqa: E402
 from trainer.runtime.context import RunContext  # noqa: E402
-from workbench.commands.launch import asked  # noqa: E402
+from workbench.commands.launch import make_launch  # noqa: E402
 
 LIMIT = 0.02
 FIRST_STEPS = 10  # of a run, not counted: workers start, libraries warm up
@@ -142,7 +142,7 @@ def first(folder: Path, count: int) -> dict[str, Any]:
     chosen, source = session.config, session.source
     peers = session.processes
     context = RunContext(peers, Phases(show=True, record=record), Layout(Path(chosen.run.output_dir)))
-    run = runs.build(chosen, source, context, asked(None))
+    run = runs.build(chosen, source, context, make_launch(None))
     ready = time.perf_counter()
     encode = run.components.encode_images
     run.reader.encoders = type(run.reader.encoders)(

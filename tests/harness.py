@@ -26,7 +26,7 @@ from trainer.data.batches.sampler import MicroBatch
 from trainer.engine.step import StepResult
 from trainer.run import run as runs
 from trainer.run.session import Session
-from workbench.commands.launch import asked
+from workbench.commands.launch import make_launch
 
 ROOT = Path(__file__).resolve().parent.parent
 PHOTOS = ROOT / "examples" / "bear_plushie"
@@ -93,7 +93,7 @@ def pairs(*factors: Sequence[Any]) -> set[tuple[Any, ...]]:
 @contextmanager
 def built(config: configs.Config, resume_from: str | None = None) -> Iterator[runs.Run]:
     """What train.py builds before its loop, with the output folder opened; nothing trained yet."""
-    with Session(config, "train", asked(resume_from)) as session:
+    with Session(config, "train", make_launch(resume_from)) as session:
         yield session.run
 
 

@@ -159,7 +159,7 @@ def forecasts() -> st.SearchStrategy[Forecast]:
 @given(forecasts(), st.integers(1, 2**37), st.integers(0, 2**36))
 def test_more_memory_never_turns_yes_into_no(found: Forecast, memory: int, more: int) -> None:
     def answer(size: int) -> bool:
-        last = describe_memory(found, size, [], updates=1).splitlines()[-1]
+        last = describe_memory(found, size, [], accumulation=1).splitlines()[-1]
         assert last.startswith(("fits: ", "does not fit: "))
         return last.startswith("fits: ")
 
@@ -347,7 +347,7 @@ def test_a_plan_says_what_the_host_of_an_accelerator_holds(bench: Workbench) -> 
 
     def host(**changes) -> tuple[Forecast, dict[str, int]]:
         found = forecast(planned(bench, run__max_steps=20, **changes), dora_torch)
-        told = describe_memory(found, 2**40, [], updates=1)
+        told = describe_memory(found, 2**40, [], accumulation=1)
         assert "  on the host: " in told and "not counted: what the device's libraries take" in told
         assert found.host["the program"] > 2**27
         return found, {what: size for what, size in found.host.items() if what != "the program"}
@@ -511,7 +511,7 @@ def test_a_plan_says_how_long_a_step_takes(bench: Workbench, monkeypatch) -> Non
     for name, told in (("NVIDIA L4", r"time: about \S+ to \S+ s a step on NVIDIA L4, .+ for 900 steps \(an estimate .+\)"),
                        ("Pretend 1", r"time: no figures for a step's time on Pretend 1 \(.+\)")):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert re.fullmatch(told, describe_time(plan, found, torch.device("cuda"), made=100))
+        assert re.fullmatch(told, describe_time(plan, found, torch.device("cuda"), start_step=100))
     assert describe_time(plan, found, None) == "time: no figures for a step: --plan_memory names no card"
 
 

@@ -25,7 +25,7 @@ from tests.proofs.shared import FAMILIES, PHOTOS, make_models  # noqa: E402
 from trainer import config  # noqa: E402
 from trainer.base.tensorfile import TensorFile  # noqa: E402
 from trainer.run.session import Session  # noqa: E402
-from workbench.commands.launch import asked  # noqa: E402
+from workbench.commands.launch import make_launch  # noqa: E402
 
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers")
 
@@ -39,7 +39,7 @@ def digest(family: str, model: Path, folder: Path) -> str:
         "precision": {"compute": "fp32"},
         "data": {"resolution": 64, "sources": [{"path": str(PHOTOS)}], "cache_dir": str(cache)},
     }
-    with contextlib.redirect_stdout(sys.stderr), Session(config.parse(keys), "train", asked(None)):
+    with contextlib.redirect_stdout(sys.stderr), Session(config.parse(keys), "train", make_launch(None)):
         pass
     found = [TensorFile(path).read_all() for path in cache.rglob("*.safetensors")]
     parts = [

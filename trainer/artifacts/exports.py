@@ -117,7 +117,7 @@ class Artifacts:
             write=write,
             dtype=COMPUTE_DTYPES[config.export.dtype],
         )
-        paths = {}
+        paths: dict[str, Path] = {}
         with self.context.phases("exporting", count, "layer") as phase:
             for ending, in_use in weights.items():
                 # Only on request: otherwise the files' bytes would depend on whether samples are drawn.

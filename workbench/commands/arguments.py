@@ -1,4 +1,4 @@
-"""The arguments of train.py. What it does not take is answered with what to write."""
+"""The arguments of train.py. An unknown argument gets a remedy."""
 
 import argparse
 import re
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn
 
-# What people type for an option of ours, without the hyphens.
+# Names of other programs, without hyphens -> our options.
 OTHERS = {
     "config_file": "--config", "c": "--config", "toml": "--config", "dataset_config": "--config", "resume":
     "--resume_from auto", "resume_from_checkpoint": "--resume_from auto", "dry_run": "--plan", "estimate": "--plan",
@@ -17,17 +17,17 @@ OTHERS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells a mistake as every other mistake is told."""
+    """A parser whose errors look like all others of the program."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the mistake, and exit with status 2."""
+        """Print the error, and exit with status 2."""
         message = re.sub("^argument (.*): expected .*", r"\1 needs a value after it", message)
         print(f"error: {message}\n       python {self.prog} --help lists the options", file=sys.stderr)
         raise SystemExit(2)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's options by name. arguments: None takes those of this process. A mistake exits with status 2."""
+    """The command line's options by name. arguments: None: this process's. Exits with status 2 on an error."""
     parser = Parser(
         prog="train.py",
         description="Fine-tune a LoRA, DoRA or LoKr adapter for SDXL, Flux, FLUX.2, FLUX.3 or Z-Image.",
@@ -66,16 +66,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--verify", action="store_true", help="read every photo, whatever an earlier start knows of it")
     parser.add_argument("--model", metavar="PATH", help="with --new: a diffusers folder, a .safetensors file or a hub id")
-    options, others = parser.parse_known_args(arguments)
-    # Of several configs all are called so; a first one may have any name.
-    if others := others or [file for file in (options.config or [])[1:] if not file.endswith(".toml")]:
-        parser.error(_unknown(others, parser))
+    options, unknown = parser.parse_known_args(arguments)
+    # The first config may have any name, further ones must end in .toml.
+    if unknown := unknown or [file for file in (options.config or [])[1:] if not file.endswith(".toml")]:
+        parser.error(_unknown(unknown, parser))
     _refuse_mixed(options, parser)
     return options
 
 
-# What begins a run: of each the options that do not go with it, and what to do in place of them.
-BESIDE = {
+# Option that starts a run -> (options that exclude it, remedy).
+EXCLUDED = {
     "new": ("compare fork_from config resume_from allow verify", "change the config that --new writes"),
     "compare": ("fork_from config resume_from allow set plan_memory model verify", "change the file that --compare names"),
     "fork_from": ("config resume_from allow model", "what --set changes is allowed"),
@@ -83,29 +83,29 @@ BESIDE = {
 
 
 def _refuse_mixed(options: argparse.Namespace, parser: Parser) -> None:
-    given = vars(options) | {"set": options.overrides}
-    begins = next((name for name in BESIDE if given[name] is not None), None)
-    if begins is None and options.model is not None:
+    values = vars(options) | {"set": options.overrides}
+    start = next((name for name in EXCLUDED if values[name] is not None), "")
+    if not start and options.model is not None:
         parser.error("--model belongs to --new; write --set model.path=" + options.model)
-    if begins is None and options.config is None:
+    if not start and options.config is None:
         parser.error("give --config FILE (configs/ has some), --compare FILE, or --new PHOTOS to begin with")
-    others, remedy = BESIDE.get(begins or "", ("", ""))
-    for name in others.split():
-        if given[name]:
-            parser.error(f"--{begins} and --{name} do not go together; {remedy}")
+    excluded, remedy = EXCLUDED.get(start, ("", ""))
+    for name in excluded.split():
+        if values[name]:
+            parser.error(f"--{start} and --{name} do not go together; {remedy}")
 
 
 def without_config(arguments: Sequence[str]) -> list[str]:
-    """The arguments but for --config and its files."""
-    rest, inside = [], False
+    """The arguments except --config and its files."""
+    rest, in_config = [], False
     for argument in arguments:
-        inside = argument.partition("=")[0] == "--config" or (inside and not argument.startswith("--"))
-        rest += [] if inside else [argument]
+        in_config = argument.partition("=")[0] == "--config" or (in_config and not argument.startswith("--"))
+        rest += [] if in_config else [argument]
     return rest
 
 
-def again(arguments: Sequence[str]) -> str:
-    """The command line that goes on with a run which one with these arguments has begun."""
+def resume_command(arguments: Sequence[str]) -> str:
+    """The command line that resumes a run that was started with these arguments."""
     rest, skip = [], False
     for argument in arguments:
         name, separator, _ = argument.partition("=")
@@ -113,14 +113,14 @@ def again(arguments: Sequence[str]) -> str:
             skip = not skip and not separator
         elif not argument.removeprefix("--set=").startswith("run.stop_after="):  # it would stop there again
             rest.append(argument)
-    empty = [one == "--set" and after.startswith("--") for one, after in pairwise([*rest, "--"])]
-    rest = [argument for argument, nothing in zip(rest, empty, strict=True) if not nothing]
-    whole = any(argument.partition("=")[0] == "--compare" for argument in rest)  # its runs go on by themselves
-    return shlex.join(["python", "train.py", *rest, *([] if whole else ["--resume_from", "auto"])])
+    # A --set without a value is what remains of --set run.stop_after=N.
+    rest = [one for one, following in pairwise([*rest, "--"]) if not (one == "--set" and following.startswith("--"))]
+    compares = any(argument.partition("=")[0] == "--compare" for argument in rest)  # its runs resume by themselves
+    return shlex.join(["python", "train.py", *rest, *([] if compares else ["--resume_from", "auto"])])
 
 
-def _unknown(others: Sequence[str], parser: Parser) -> str:
-    first, value = others[0], next(iter(others[1:]), "VALUE")
+def _unknown(arguments: Sequence[str], parser: Parser) -> str:
+    first, value = arguments[0], next(iter(arguments[1:]), "VALUE")
     if not first.startswith("-"):
         if first.endswith(".toml"):
             return f"{first} stands alone; write --config {first}"
@@ -128,15 +128,14 @@ def _unknown(others: Sequence[str], parser: Parser) -> str:
     from trainer import config
     from trainer.base import patterns
 
-    name, separator, given = first.partition("=")
+    name, separator, text = first.partition("=")
     if not separator:
-        given = "VALUE" if value.startswith("-") else value
+        text = "VALUE" if value.startswith("-") else value
     word = name.lstrip("-").replace("-", "_")
-    ours = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-    meant = OTHERS.get(word) or patterns.near(f"--{word}", ours, cutoff=0.8)
-    key = None if meant else config.near_miss(word)
-    if meant is None and key is None:
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    if option := OTHERS.get(word) or patterns.near(f"--{word}", options, cutoff=0.8):
+        return f"{name} is no option; write {option}"
+    key = config.near_miss(word)
+    if key is None:
         return f"{name} is no option"
-    if key is not None and " " not in key:
-        return f"{name} is no option but a key of the config; write --set {key}={given}"
-    return f"{name} is no option; " + (key or f"write {meant}")
+    return f"{name} is no option" + (f"; {key}" if " " in key else f" but a key of the config; write --set {key}={text}")

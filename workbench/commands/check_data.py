@@ -1,4 +1,4 @@
-"""What a run of a config would train on, before it trains: `scripts/data.py report`, and a part of `train.py --new`."""
+"""The data report of a config, without training: `scripts/data.py report`, and a part of `train.py --new`."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ def data_page(config: Config, out: Path | None = None) -> Path:
 
 
 def report_data(config: Config, out: Path | None = None, *, strict: bool = True) -> int:
-    """Print it, and write data_report.html to `out`, else to run.output_dir; returns how many captions strict mode would
-    refuse. strict: print each of these, too. Reads photos and tokenizers, no weights. If files are damaged, the page names
-    them and is about the other photos; then the UserError of a run is raised."""
-    # What strict mode refuses is reported here, not raised.
+    """Print the report, and write data_report.html to `out`, else to run.output_dir; returns how many captions strict mode
+    would refuse. strict: print each of these, too. Reads photos and tokenizers, no weights. If files are damaged, the page
+    names them and covers the other photos; then the UserError of a run is raised."""
+    # Captions that strict mode refuses are counted here, not raised.
     config = with_values(config, {"data.strict_captions": False})
     session = Session.open(config, only="measure")
     config, source = session.config, session.source
@@ -48,9 +48,8 @@ def report_data(config: Config, out: Path | None = None, *, strict: bool = True)
     report = report_captions(data, source.family, without_modules(source, family_options(config, source.family)))
     lines = data_lines(config, data, length, reported=True)
     write(data_report.text(data, lines, report, strict=strict))
-    folder = out or Path(config.run.output_dir)
-    make_folder(folder, "--out" if out else "run.output_dir")
     page = data_page(config, out)
+    make_folder(page.parent, "--out" if out else "run.output_dir")
     write_page(page, render_data(name=config.run.name, data=data_report.sections(data, lines, report, phases)))
     write(f"data report: {page}", whole=True)
     refuse_damaged(scanned)

@@ -1,5 +1,4 @@
-"""Whether this Python can run the program, and how its threads wait. The only file to be imported where nothing is
-installed."""
+"""Checks this Python, and sets how OpenMP's threads wait. Needs the standard library alone: programs import it first."""
 
 import importlib.util
 import io
@@ -11,12 +10,12 @@ import time
 from pathlib import Path
 
 OLDEST = (3, 11)
-# Those that nothing works without. Others are asked for where they are needed.
+# Libraries that every program needs. Others are checked where they are used.
 NEEDED = ("torch", "diffusers", "transformers", "safetensors", "pydantic")
 ROOT = Path(__file__).resolve().parents[2]
-# How often a waiting thread of GNU's OpenMP looks for work before it gives its core away; 100,000 times take a millisecond.
+# GOMP_SPINCOUNT: how often a waiting thread looks for work before it yields its core; 100,000 times take a millisecond.
 ALONE, BESIDE_OTHERS = "10000", "0"
-LOAD = "/proc/loadavg"  # where Linux tells how many programs want a core now
+LOAD = "/proc/loadavg"  # Linux' number of runnable programs
 
 
 def prepare(arguments):
@@ -27,26 +26,26 @@ def prepare(arguments):
 
 
 def show_everything():
-    """Write as an escape what a terminal or a log cannot show: a letter that is not of its coding, or a byte of a name."""
+    """Print escapes for characters that a terminal or log cannot encode, and for undecodable bytes of file names."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding.lower() != "utf-8"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def choose_waiting():
-    """Choose how long OpenMP's threads look for work before they give their core away, unless the user chose that.
+    """Set how long OpenMP's threads spin before they yield their core, unless the user did.
 
-    Its default is 3 ms, on cores that the thread they wait for may need: beside four endless loops no step ended within 100
-    s (benchmarks/busy.py). On a free machine to give the core away at once makes a step longer by a third. PyTorch's
-    OpenMP reads this once, when it is loaded.
+    The default is 3 ms, on cores that the thread they wait for may need: beside four endless loops no step ended within 100
+    s (benchmarks/busy.py). On a free machine, yielding at once makes a step longer by a third. PyTorch's OpenMP reads this
+    once, when it is loaded.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = BESIDE_OTHERS if _others_run() else ALONE
 
 
 def _others_run():
-    """Whether other programs want a quarter of the machine's cores or more, three times in a row. False where the system
-    does not tell; in a container it tells of the whole machine."""
+    """Whether other programs use a quarter of the machine's cores or more, three times in a row. False if the system does not
+    say; a container sees the whole machine."""
     try:
         for _ in range(3):
             with open(LOAD) as file:
@@ -60,13 +59,13 @@ def _others_run():
 
 
 def check(arguments):
-    """End with status 2 and how to start the program, where this Python is too old or lacks a library."""
+    """Exit with status 2 and the right command if this Python is too old or lacks a library."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     version = ".".join(map(str, sys.version_info[:2]))
     if sys.version_info >= OLDEST and not missing:
         return
-    lacks = "has no {}".format(", ".join(missing)) if missing else "is older than {}.{}".format(*OLDEST)
-    lines = [f"this Python ({sys.executable}, version {version}) {lacks}"]
+    problem = "has no {}".format(", ".join(missing)) if missing else "is older than {}.{}".format(*OLDEST)
+    lines = [f"this Python ({sys.executable}, version {version}) {problem}"]
     python = ROOT / ".venv" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     command = _command([str(python), *arguments])
     if python.exists():
@@ -78,17 +77,17 @@ def check(arguments):
     sys.exit(2)
 
 
-def torch_said():
-    """Sentences for people: which PyTorch is installed, for what, and where there is a card that it cannot use the remedy."""
+def torch_report():
+    """Lines about the installed PyTorch: its build, its device, and the remedy if it cannot use the machine's card."""
     import torch
 
     remedy = "it was built without CUDA; install PyTorch's CUDA build into .venv, with the command that pytorch.org names"
-    built = f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+    platform = f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
     if torch.version.cuda:
-        built = f"CUDA {torch.version.cuda}"
-        remedy = f"it may need a newer driver for {built}; update the driver"
-    uses = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "the CPU"
-    lines = [f"PyTorch {torch.__version__}, built for {built}; runs use {uses}"]
+        platform = f"CUDA {torch.version.cuda}"
+        remedy = f"it may need a newer driver for {platform}; update the driver"
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "the CPU"
+    lines = [f"PyTorch {torch.__version__}, built for {platform}; runs use {device}"]
     if not torch.cuda.is_available() and (card := _nvidia_card()):
         lines.append(f"warning: this machine has {card}, which it cannot use: {remedy}")
     return lines
@@ -98,10 +97,10 @@ def _nvidia_card():
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
-    import subprocess  # not above: it would be a tenth of the time that --help takes
+    import subprocess  # here: it would be a tenth of the time that --help takes
 
-    asked = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
-    return (asked.stdout.splitlines() or [""])[0].strip() if asked.returncode == 0 else ""
+    query = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return (query.stdout.splitlines() or [""])[0].strip() if query.returncode == 0 else ""
 
 
 def _command(words):
@@ -113,4 +112,4 @@ def _command(words):
 
 
 if __name__ == "__main__":
-    print("\n".join(torch_said()))
+    print("\n".join(torch_report()))

@@ -1,4 +1,4 @@
-"""A fork: a new run that goes on from a checkpoint of another one, with something changed and every draw the same."""
+"""A fork: a new run that continues from another run's checkpoint with changed settings and the same random draws."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -13,13 +13,13 @@ from trainer.config import Config
 from trainer.resume.allowed_changes import Allowance, never
 from trainer.resume.pins import MAY_CHANGE, PLACES
 
-DRAWS = ("data", "run.seed")  # keys and tables that the draws, or the photos, follow from
+DRAWS = ("data", "run.seed")  # keys and tables that decide draws or photos
 
 
 def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
-    """(the config of the new run, what may differ from the checkpoint). The config is the checkpoint's with
-    `table.key=VALUE` overrides; without run.output_dir among them its folder has "-from-STEP" behind the old name. Raises
-    UserError for a folder that is no checkpoint, a key that a fork cannot change, and an output folder that holds a run."""
+    """(config of the new run, allowed differences from the checkpoint). The config is the checkpoint's with
+    `table.key=VALUE` overrides; the default run.output_dir has "-from-STEP" behind the old name. Raises UserError for a
+    folder that is no checkpoint, a key that a fork cannot change, and an output folder that holds a run."""
     if checkpoint in ("auto", "latest"):
         example = Layout(Path("RUN")).checkpoints / folder_name(500)
         raise UserError(f"--fork_from {checkpoint}: give a checkpoint's folder, for example {example}")
@@ -46,27 +46,27 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
     return config, Allowance(tuple(keys), str(folder))
 
 
-def begun(layout: Layout) -> bool:
-    """Whether there is a checkpoint of the run: from then on it goes on by itself."""
+def has_checkpoint(layout: Layout) -> bool:
+    """Whether the run has a checkpoint, from which it can be resumed."""
     return bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
 
 
 def _holds_a_run(layout: Layout) -> bool:
-    """Whether there is more in a folder than what a killed start of a fork leaves before its first checkpoint."""
+    """Whether a folder holds more than a killed start of a fork leaves before its first checkpoint."""
     if not layout.root.is_dir():
         return layout.root.exists()
-    left = {layout.report, layout.cache, layout.lock}
+    expected = {layout.report, layout.cache, layout.lock}
     if layout.original.exists():
-        left |= {layout.original, layout.metrics, layout.samples, layout.phases, layout.config, layout.tensorboard}
-        left |= set() if begun(layout) else {layout.checkpoints}
-    return any(path not in left and not path.name.endswith(".tmp") for path in layout.root.iterdir())
+        expected |= {layout.original, layout.metrics, layout.samples, layout.phases, layout.config, layout.tensorboard}
+        expected |= set() if has_checkpoint(layout) else {layout.checkpoints}
+    return any(path not in expected and not path.name.endswith(".tmp") for path in layout.root.iterdir())
 
 
 def _refuse(key: str) -> None:
-    named = configs.whole(key)
+    name = configs.whole(key)
     if reason := never(key):
-        raise UserError(f"--fork_from: {named} cannot change in mid-run: {reason}; leave it out, or start a new run")
-    if any(key == shared or key.startswith(f"{shared}.") for shared in DRAWS):
+        raise UserError(f"--fork_from: {name} cannot change in mid-run: {reason}; leave it out, or start a new run")
+    if any(key == table or key.startswith(f"{table}.") for table in DRAWS):
         remedy = "leave it out, or go on with other photos or draws by --resume_from CHECKPOINT --allow data"
-        why = "a fork keeps photos and draws, so that it can be compared with its original"
-        raise UserError(f"--fork_from: {named}: {why}; {remedy}")
+        reason = "a fork keeps photos and draws, so that it can be compared with its original"
+        raise UserError(f"--fork_from: {name}: {reason}; {remedy}")

@@ -1,4 +1,4 @@
-"""What a command line asks of a run: its config, and the checkpoint that it goes on from."""
+"""Starts runs from the command line's options: config, checkpoint, allowed changes."""
 
 import shlex
 from argparse import Namespace
@@ -19,13 +19,13 @@ from trainer.resume import allowed_changes
 from trainer.resume.allowed_changes import Allowance
 from trainer.run.session import Session
 from trainer.run.setup import Launch
-from workbench.commands.arguments import again
-from workbench.commands.fork import begun, fork
+from workbench.commands.arguments import resume_command
+from workbench.commands.fork import fork, has_checkpoint
 from workbench.commands.ports import PORTS
 
 
-def launched(options: Namespace, overrides: Sequence[str]) -> tuple[config.Config, str | None, Allowance]:
-    """(the config, --resume_from, what may differ from the checkpoint) of a run or of a fork. Raises UserError."""
+def load_run(options: Namespace, overrides: Sequence[str]) -> tuple[config.Config, str | None, Allowance]:
+    """(config, checkpoint to resume from, allowed differences from it) of a run or a fork. Raises UserError."""
     if options.fork_from is not None:
         checkpoint = config.expand_home(options.fork_from, "--fork_from")
         forked, allowed = fork(checkpoint, overrides)
@@ -36,38 +36,38 @@ def launched(options: Namespace, overrides: Sequence[str]) -> tuple[config.Confi
 
 
 def next_command(options: Namespace, loaded: config.Config, arguments: Sequence[str]) -> str:
-    """The command line that goes on with the run. A fork is a run of its own from its first checkpoint on."""
+    """The command line that resumes the run. From its first checkpoint on, a fork is a run of its own."""
     if options.fork_from is None:
-        return again(arguments)
+        return resume_command(arguments)
     layout = Layout(Path(loaded.run.output_dir))
-    if not begun(layout):
-        return shlex.join(["python", "train.py", *arguments])
-    return shlex.join(["python", "train.py", "--config", str(layout.config), "--resume_from", "auto"])
+    if has_checkpoint(layout):
+        arguments = ["--config", str(layout.config), "--resume_from", "auto"]
+    return shlex.join(["python", "train.py", *arguments])
 
 
-def asked(resume_from: str | None, allowed: Allowance | None = None, ports: Ports = PORTS, **more: bool) -> Launch:
-    """The way a command starts a run. more: planned, elsewhere, verify."""
-    return Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), ports, **more)
+def make_launch(resume_from: str | None, allowed: Allowance | None = None, ports: Ports = PORTS, **options: bool) -> Launch:
+    """A command's Launch of a run. options: planned, elsewhere, verify."""
+    return Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), ports, **options)
 
 
-def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance | None = None, **more: Any) -> bool:
-    """Train a run with all parts; returns whether its end was reached. more: ports, and what `asked` takes."""
-    with Session(loaded, "train", asked(resume_from, allowed, **more)) as session:
+def train(loaded: config.Config, *, resume_from: str | None, allowed: Allowance | None = None, **options: Any) -> bool:
+    """Train a run with all ports; returns whether its end was reached. options: of `make_launch`."""
+    with Session(loaded, "train", make_launch(resume_from, allowed, **options)) as session:
         return session.train()
 
 
 def differences(summary: Summary, first: list[str], plan: RunPlan) -> str:
-    """What a start says of its plan: all of the first run, put into `first`; of others what is not as there."""
+    """A plan's summary: for the first run all lines, which are added to `first`; for others the lines that are not in it."""
     lines, news, head = summary.described(plan).splitlines(), list[str](), ""
     for line in lines if first else ():
         head = head if line.startswith(" ") else line
-        news += [each for each in dict.fromkeys((head, line)) if line not in first and each not in news]
+        news += [new for new in dict.fromkeys((head, line)) if line not in first and new not in news]
     first += [] if first else lines
     return "\n".join([*news, "  all else as in the plan above"] if news else lines)
 
 
 def compare_runs(file: str, *, only_plan: bool) -> None:
-    """Train the variants of a file of --compare, or print the command of each run."""
+    """Train the variants of a --compare file, or print the command of each run."""
     from workbench.compare.comparison import compare_all
     from workbench.compare.variations import read_comparison
 
@@ -77,7 +77,7 @@ def compare_runs(file: str, *, only_plan: bool) -> None:
 
 
 def size_of(text: str) -> int:
-    """The bytes that --plan_memory means. Raises UserError."""
+    """The bytes of --plan_memory. Raises UserError."""
     try:
         return parse_size(text)
     except ValueError as error:

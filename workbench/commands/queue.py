@@ -1,4 +1,4 @@
-"""Several configs of one command line: a process a run, one after the other."""
+"""Runs several configs of one command line, each in its own process, one after the other."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ POLL = 0.1  # seconds until a signal is passed on
 
 @dataclass
 class Queued:
-    """A run of a queue. file: of its config. status: of its process; None where it was not started."""
+    """A run of a queue. status: the exit status of its process; None: not started."""
 
     file: str
     config: Config
@@ -30,12 +30,12 @@ class Queued:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        ended = f"status {self.status} after {duration(self.seconds)}, {self.config.run.output_dir}"
-        return f"{self.file}: {'not started' if self.status is None else ended}"
+        result = f"status {self.status} after {duration(self.seconds)}, {self.config.run.output_dir}"
+        return f"{self.file}: {'not started' if self.status is None else result}"
 
 
 def queue_of(files: Sequence[str], overrides: Sequence[str]) -> list[Queued]:
-    """The runs of these configs. Raises UserError, also where two have one folder, and beside other processes."""
+    """The runs of these configs. Raises UserError for a wrong config, two with one folder, and a run of several processes."""
     if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"--config names {len(files)} files, and WORLD_SIZE is {count}; start each run by its own command")
     runs, folders = [], dict[Path, str]()
@@ -46,16 +46,16 @@ def queue_of(files: Sequence[str], overrides: Sequence[str]) -> list[Queued]:
             raise UserError(f"{error}\nno run of the queue was started: --config {file}") from error
         folder = Path(run.config.run.output_dir).resolve()
         if folder in folders:
-            both = f"--config {folders[folder]} {file}: both have run.output_dir = {run.config.run.output_dir!r}"
-            raise UserError(f"{both}; give each its own, or write run.output_dir = 'auto'")
+            conflict = f"--config {folders[folder]} {file}: both have run.output_dir = {run.config.run.output_dir!r}"
+            raise UserError(f"{conflict}; give each its own, or write run.output_dir = 'auto'")
         folders[folder] = file
         runs.append(run)
     return runs
 
 
 def run_queue(runs: Sequence[Queued], arguments: Sequence[str]) -> int:
-    """Run one after the other, each in a process of its own; returns the worst of their statuses. A signal that stops goes
-    to the run at hand, and ends the queue. arguments: of the command line, but for --config."""
+    """Run one after the other, each in its own process; returns the largest of their statuses. A stop signal goes to the
+    current run, and ends the queue. arguments: the command line's, without --config."""
     relay = Relay()
     with handling(signals.HANDLED, relay.pass_on):
         for number, run in enumerate(runs, 1):
@@ -72,15 +72,15 @@ def run_queue(runs: Sequence[Queued], arguments: Sequence[str]) -> int:
 
 
 class Relay:
-    """Passes this process's signals on to a child, each once: the child's group is its own, so that a terminal's Ctrl+C does
-    not reach it beside this one. stop: the number of the first signal that asked to stop; 0 before one."""
+    """Forwards this process's signals to a child, each once: the child has its own process group, so that a terminal's Ctrl+C
+    does not reach it, too. stop: the number of the first stop signal; 0 before one."""
 
     def __init__(self) -> None:
         self.stop = 0
         self._waiting: list[int] = []
 
     def run(self, command: Sequence[str]) -> int:
-        """The exit status of a command; where a signal ended it, 128 and the signal's number."""
+        """The exit status of a command; 128 plus the signal's number if a signal ended it."""
         sys.stdout.flush()
         with subprocess.Popen(command, **({"process_group": 0} if os.name == "posix" else {})) as child:
             while True:
@@ -93,7 +93,7 @@ class Relay:
                 return status if status >= 0 else 128 - status
 
     def pass_on(self, signum: int, frame: object) -> None:
-        """Keep a signal for the child."""
+        """Handle a signal: keep it for the child."""
         self._waiting.append(signum)
         if signum in signals.STOP:
             self.stop = self.stop or signum

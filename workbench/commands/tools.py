@@ -1,4 +1,4 @@
-"""How the programs here and in scripts/ end: with the statuses and the words of train.py (trainer/base/errors.py)."""
+"""Exit statuses and signals of the programs in scripts/, as of train.py (trainer/base/errors.py)."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from workbench.commands.environment import show_everything
 
 
 def missing_part(error: BaseException) -> UserError | None:
-    """The message for a folder of workbench/ that was deleted and is asked for; None for any other error."""
+    """The message for a deleted folder of workbench/ that is needed; None for any other error."""
     package, _, folder = ((isinstance(error, ModuleNotFoundError) and error.name) or "").partition(".")
     if package != "workbench":
         return None
@@ -22,7 +22,7 @@ def missing_part(error: BaseException) -> UserError | None:
 
 
 def run_tool(work: Callable[[], int | None]) -> int:
-    """The exit status of `work`, or of what ended it, which is told on stderr. Raises what nobody foresaw."""
+    """The exit status of `work`, or of its error, which is printed to stderr. Unexpected errors are raised."""
     show_everything()
     quiet_libraries()
     try:
@@ -30,7 +30,7 @@ def run_tool(work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # of `| head`. The status is the one that a signal would leave.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest of the buffer
         return 141
     except (Exception, KeyboardInterrupt) as error:
         error = missing_part(error) or error
@@ -45,23 +45,23 @@ def run_tool(work: Callable[[], int | None]) -> int:
 def handling(signums: Iterable[int], handler: Callable[[int, object], None]) -> Iterator[None]:
     """A block in which `handler` is called for these signals. A SIGHUP that was ignored stays so (nohup)."""
     ignored = {signals.HANGUP} if signals.HANGUP and signal.getsignal(signals.HANGUP) == signal.SIG_IGN else set()
-    before = {each: signal.getsignal(each) for each in {*signums} - ignored}
+    handlers = {signum: signal.getsignal(signum) for signum in {*signums} - ignored}
     try:
-        for each in before:
-            signal.signal(each, handler)
+        for signum in handlers:
+            signal.signal(signum, handler)
         yield
     finally:
-        for each, earlier in before.items():
-            signal.signal(each, earlier)
+        for signum, earlier in handlers.items():
+            signal.signal(signum, earlier)
 
 
 def undoing() -> AbstractContextManager[None]:
-    """A block whose work undoes what it began when it fails: SIGTERM and SIGHUP raise Interrupted where they arrive."""
+    """A block that cleans up when it fails: SIGTERM and SIGHUP raise Interrupted where they arrive."""
     signums = {*signals.STOP} - {signal.SIGINT}
 
     def stop(signum: int, frame: object) -> None:
-        for each in signums:  # once: what undoes must not be interrupted
-            signal.signal(each, signal.SIG_IGN)
+        for other in signums:  # once: the cleanup must not be interrupted
+            signal.signal(other, signal.SIG_IGN)
         raise Interrupted(signum, "before it was done", "nothing is left of it: start again")
 
     return handling(signums, stop)

@@ -16,7 +16,7 @@ from workbench.planning.suggestions import Change
 UNITS = ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", inf))
 
 
-def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, updates: int) -> str:
+def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, accumulation: int) -> str:
     """What a run takes of its device's memory, phase by phase. The last line says whether it fits. smaller: what would need
     less, where it does not. updates: micro-batches in an update."""
     width = max(len(phase.name) for phase in needs.phases)
@@ -42,7 +42,7 @@ def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, 
     lines.append(f"  on the disk: cache {size_text(needs.cache)}, each checkpoint {size_text(needs.checkpoint)}")
     for phase in needs.phases:
         if phase.name.startswith(STEP):
-            flops = updates * phase.cost.total("flops") / 1e9
+            flops = accumulation * phase.cost.total("flops") / 1e9
             text = f"{flops / 1e3:.2f} TFLOP" if flops >= 100 else f"{flops:.2f} GFLOP"
             lines.append(f"  {phase.name}: {text} an update in products, convolutions and attention")
     needed = f"{size_text(needs.total)} of {size_text(memory)} are needed, most in {needs.largest.name}"
@@ -58,7 +58,7 @@ def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, 
     return "\n".join([*lines, f"does not fit: {needed}"])
 
 
-def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *, made: int = 0) -> str:
+def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *, start_step: int = 0) -> str:
     """How long a step and the rest of a run take: a band. device: None where none is named. made: steps made before."""
     if device is None:
         return "time: no figures for a step: --plan_memory names no card"
@@ -70,7 +70,7 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
         machine = step_time.on_card(name, step_time.bare_operator())
     if machine is None:
         return f"time: no figures for a step's time on {name} (workbench/planning/cards.json lists the cards)"
-    seconds, steps = step_seconds(plan, needs, machine), plan.length.max_steps - made
+    seconds, steps = step_seconds(plan, needs, machine), plan.length.max_steps - start_step
     several = ", nor the exchange between processes" if plan.length.processes > 1 else ""
     line = (
         f"time: about {band(*seconds)} a step on {name}, {band(*(each * steps for each in seconds))} for {steps} "

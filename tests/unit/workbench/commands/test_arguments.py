@@ -67,4 +67,4 @@ def test_what_it_takes_goes_through() -> None:
     ],
 )
 def test_the_command_line_that_goes_on_is_told(typed: str, command: str) -> None:
-    assert arguments.again(shlex.split(typed)) == f"python train.py {command} --resume_from auto"
+    assert arguments.resume_command(shlex.split(typed)) == f"python train.py {command} --resume_from auto"

@@ -107,7 +107,7 @@ def test_which_pytorch_was_taken_is_said(monkeypatch, tmp_path: Path, built, wor
         monkeypatch.setattr(f"torch.{name}", value)
     monkeypatch.setattr("torch.cuda.is_available", lambda: works)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda place: card)
-    found = environment.torch_said()
+    found = environment.torch_report()
     assert len(found) == len(said) and all(re.search(pattern, line) for pattern, line in zip(said, found, strict=True)), found
 
 

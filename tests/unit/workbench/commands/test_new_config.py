@@ -80,7 +80,7 @@ def first_config(photos: Sequence[Any]) -> dict[str, Any]:
     )
     named: Any = SimpleNamespace(config=lambda name: {})
     preset = CONFIG_FOLDER / "sdxl_12gb.toml"
-    return new_config._filled(preset, photos="p", config=config, named=named, found=photos).unwrap()
+    return new_config._filled(preset, photos="p", config=config, named=named, scanned=photos).unwrap()
 
 
 @pytest.mark.parametrize("count", [19, 20, 24, 39, 40, 60])
