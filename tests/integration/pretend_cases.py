@@ -172,7 +172,7 @@ def test_a_step_over_a_streamed_base_takes_what_was_foretold(folder: Path, monke
     """
     streamed = {"memory__offload": "blocks", "memory__resident_blocks": 0, "adapter__targets": "attention+mlp"}
     keys = streamed | {"data__enlarge": True, "validation__every_steps": 0}
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", dry_run._whole)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", dry_run._fused_attention)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", dry_run.fused_rms_norm)
     monkeypatch.setattr(torch.nn.functional, "silu", lambda x, inplace=False: Silu.apply(x))
     with rehearsed(folder, family, size="short", **keys) as run:

@@ -156,10 +156,10 @@ def test_auto_compiles_where_the_least_that_is_saved_is_more_than_the_most_that_
     needs = forecast(plan, dora_torch)
     assert machine is not None and bool(needs.graphs) is (graphs == "auto")
     if graphs == "auto":
-        ends = step_seconds(plan, needs, machine.taking(1, 0))
+        ends = step_seconds(plan, needs, machine.scaled(1, 0))
         saved = [(1 - step_time.COMPILED_CARD) * each for each in ends]
     else:  # on this card these steps, which compute next to nothing, are the host's time at best
-        (least, most), (_, of_card) = (step_seconds(plan, needs, each) for each in (machine, machine.taking(1, 0)))
+        (least, most), (_, of_card) = (step_seconds(plan, needs, each) for each in (machine, machine.scaled(1, 0)))
         share = 1 - step_time.COMPILED_HOST, 1 - step_time.COMPILED_CARD
         saved = [share[0] * least, share[0] * (most - of_card) + share[1] * of_card]
     enough = ceil(2 * step_time.COMPILING[1] / min(saved))  # photos of two sizes

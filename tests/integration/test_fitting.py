@@ -100,7 +100,7 @@ def test_nothing_else_is_changed_without_being_named(bench: Workbench, monkeypat
     with pytest.raises(UserError, match=r"with every block recomputed the run needs .*\n- data.batch_size = 1, ") as raised:
         fitted(planned(bench, memory__fit=f"{every - 1000}B"), dora_torch, 0, base=None)
     assert "one photo" not in str(raised.value)
-    kept = fitted(planned(bench, memory__fit="auto", memory__fit_by=LEVERS), dora_torch, every, base=None, kept=LEVERS[1:])
+    kept = fitted(planned(bench, memory__fit="auto", memory__fit_by=LEVERS), dora_torch, every, base=None, fixed=LEVERS[1:])
     assert kept.config.memory.gradient_checkpointing is True and kept.config.data.batch_size == 16
     amsgrad = planned(bench, memory__fit="auto", memory__fit_by=["optimizer_bits"], optimizer__options={"amsgrad": True})
     with pytest.raises(UserError, match="with nothing that memory.fit_by may change the run needs"):

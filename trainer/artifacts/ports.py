@@ -84,12 +84,12 @@ class Planning(Protocol):
 
     def fitted(
         self, plan: RunPlan, kernels: Kernels, memory: int,
-        *, base: Callable[[], int] | None, kept: Collection[str], say: Callable[[str], None],
+        *, base: Callable[[], int] | None, fixed: Collection[str], say: Callable[[str], None],
     ) -> RunPlan:  # fmt: skip
         """The plan with what `memory.fit` and `memory.resident_blocks` choose. Raises UserError where nothing fits."""
         ...
 
-    def compiling(self, plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
+    def compiling(self, plan: RunPlan, memory: Memory, *, say: Callable[[str], None]) -> RunPlan:
         """The plan with what `step.compile` chooses, alike in all processes."""
         ...
 

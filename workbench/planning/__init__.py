@@ -1,1 +1,1 @@
-"""What a run will take of a device's memory and time, counted before it starts, and what would take less."""
+"""Forecasts the memory and time of a run before it starts, and chooses what fits."""

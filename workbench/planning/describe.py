@@ -1,4 +1,4 @@
-"""How an estimate of memory and time is printed, by --plan and at the start of a run."""
+"""Prints an estimate of memory and time, by --plan and at the start of a run."""
 
 from collections.abc import Sequence
 from math import inf, prod
@@ -12,30 +12,29 @@ from workbench.planning.estimate import PARTS, STEP, Forecast
 from workbench.planning.step_time import Machine
 from workbench.planning.suggestions import Change
 
-# Of a time: seconds of a unit, its name, and below how many seconds it is used.
-UNITS = ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", inf))
+UNITS = ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", inf))  # (seconds, name, limit in seconds)
 
 
 def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, accumulation: int) -> str:
-    """What a run takes of its device's memory, phase by phase. The last line says whether it fits. smaller: what would need
-    less, where it does not. updates: micro-batches in an update."""
+    """A run's device memory by phase. The last line says whether it fits. smaller: changes that need less, if it does not.
+    accumulation: micro-batches in an update."""
     width = max(len(phase.name) for phase in needs.phases)
     lines = ["memory, at the largest moment of each phase"]  # no table: a terminal may have 80 columns
     for phase in needs.phases:
         parts = ", ".join(f"{part} {size_text(phase.parts[part])}" for part in PARTS if phase.parts.get(part))
         lines.append(f"  {phase.name:<{width}}  {size_text(phase.peak)}: {parts}")
-    below = "libraries" if needs.base else "the device's context"
+    overhead = "libraries" if needs.base else "the device's context"
     lines.append(
         f"  saved: what the backward pass needs. Not in these numbers: {size_text(needs.base + needs.margin)}, an estimate, "
-        f"for {below} and for what the allocator loses"
+        f"for {overhead} and for what the allocator loses"
     )
     if needs.streaming:
         lines.append(f"  {needs.streaming.about}")
     if needs.graphs:
-        beside = "there is room for them" if needs.fits(memory, graphs=True) else "there is none, so the steps are eager"
-        lines.append(f"  step.graphs: CUDA graphs keep {size_text(needs.graphs)} beside that; {beside}")
+        room = "there is room for them" if needs.fits(memory, graphs=True) else "there is none, so the steps are eager"
+        lines.append(f"  step.graphs: CUDA graphs keep {size_text(needs.graphs)} beside that; {room}")
     if needs.host:
-        text = ", ".join(f"{what} {size_text(size)}" for what, size in needs.host.items())
+        text = ", ".join(f"{name} {size_text(size)}" for name, size in needs.host.items())
         lines.append(
             f"  on the host: {size_text(sum(needs.host.values()))}: {text}; not counted: what the device's libraries take"
         )
@@ -45,9 +44,9 @@ def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, 
             flops = accumulation * phase.cost.total("flops") / 1e9
             text = f"{flops / 1e3:.2f} TFLOP" if flops >= 100 else f"{flops:.2f} GFLOP"
             lines.append(f"  {phase.name}: {text} an update in products, convolutions and attention")
-    needed = f"{size_text(needs.total)} of {size_text(memory)} are needed, most in {needs.largest.name}"
+    result = f"{size_text(needs.total)} of {size_text(memory)} are needed, most in {needs.largest.name}"
     if needs.fits(memory):
-        return "\n".join([*lines, f"fits: {needed}"])
+        return "\n".join([*lines, f"fits: {result}"])
     if smaller:
         lines.append("what needs less, the cheapest first, each together with those above it:")
     total = needs.total
@@ -55,11 +54,11 @@ def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, 
         enough = ", which is enough" if change.after.fits(memory) else ""
         saved, total = total - change.after.total, change.after.total
         lines.append(f"  {change.what}: {size_text(saved)} less, {size_text(total)}{enough} ({change.price})")
-    return "\n".join([*lines, f"does not fit: {needed}"])
+    return "\n".join([*lines, f"does not fit: {result}"])
 
 
 def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *, start_step: int = 0) -> str:
-    """How long a step and the rest of a run take: a band. device: None where none is named. made: steps made before."""
+    """The time of a step and of the rest of a run, as bands. device: None: unknown. start_step: steps of earlier starts."""
     if device is None:
         return "time: no figures for a step: --plan_memory names no card"
     compute, on_cpu = plan.model.storage[plan.model.family.denoiser].compute, device.type == "cpu"
@@ -73,7 +72,7 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
     seconds, steps = step_seconds(plan, needs, machine), plan.length.max_steps - start_step
     several = ", nor the exchange between processes" if plan.length.processes > 1 else ""
     line = (
-        f"time: about {band(*seconds)} a step on {name}, {band(*(each * steps for each in seconds))} for {steps} "
+        f"time: about {band(*seconds)} a step on {name}, {band(*(second * steps for second in seconds))} for {steps} "
         f"{'step' if steps == 1 else 'steps'} (an estimate for a machine without other work; samples, held-out losses, "
         f"encoding and checkpoints are not counted{several})"
     )
@@ -82,7 +81,7 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
     if copied and plan.model.parts > 1:
         line += f"\n  beside it {copied} of blocks are brought together a step, over what connects the processes: not counted"
     elif copied and not on_cpu:
-        slow, fast = sorted(each / 1e9 for each in step_time.BUS)
+        slow, fast = sorted(rate / 1e9 for rate in step_time.BUS)
         line += f"\n  with {copied} of streamed blocks a step, copied beside it at {slow:g} to {fast:g} GB/s: not measured"
     if needs.graphs or table.compile != "none":
         line += "\n  of eager steps: step.compile and step.graphs take other time and memory, see docs/speed.md"
@@ -92,24 +91,24 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
 
 
 def step_seconds(plan: RunPlan, needs: Forecast, machine: Machine) -> tuple[float, float]:
-    """The least and the most seconds of an average update of the run: of the operators of its step at the largest size, with
-    the share of their tensors that an average micro-batch has."""
+    """(least, most) seconds of an average update. They are computed from the operators of a step at the largest size, whose
+    tensors are scaled to an average micro-batch."""
     step = next(phase for phase in needs.phases if phase.name.startswith(STEP))
     sizes = [(sum(map(prod, example.layout)), example.photo.repeats) for example in plan.data.examples]
     pixels, largest = sum(size * repeats for size, repeats in sizes), max(size for size, _ in sizes)
     batches = plan.config.step.accumulation
     share = pixels / plan.length.steps_per_epoch / (batches * plan.config.data.batch_size * largest) / plan.length.processes
-    # Whatever the photos' size. What comes from other processes comes by a way that nobody named.
+    # Independent of the photos' sizes. The interconnect that shards come over is unknown, so they are not counted.
     copied = needs.streaming.copied if needs.streaming and plan.model.parts == 1 else 0
     (least, most), (once, at_most) = machine.seconds(step.cost, share, copied), machine.seconds(step.once)
     return batches * least + once, batches * most + at_most
 
 
 def band(least: float, most: float) -> str:
-    """A range of seconds as people read it, each end with two figures: "0.7 to 1.1 s", "25 s to 1.6 min", "2 h"."""
-    unit, name = next((size, name) for size, name, below in UNITS if most < below)
-    # A small part of a unit would be hard to read.
-    if least < unit / 2 and next(of_least for _, of_least, below in UNITS if least < below) != name:
+    """A range of seconds as text, each end with two digits: "0.7 to 1.1 s", "25 s to 1.6 min", "2 h"."""
+    unit, name = next((size, name) for size, name, limit in UNITS if most < limit)
+    # A small fraction of a unit would be hard to read.
+    if least < unit / 2 and next(least_name for _, least_name, limit in UNITS if least < limit) != name:
         return f"{band(least, least)} to {band(most, most)}"
-    ends = dict.fromkeys(f"{float(f'{each / unit:.2g}'):g}" for each in (least, most))
+    ends = dict.fromkeys(f"{float(f'{seconds / unit:.2g}'):g}" for seconds in (least, most))
     return f"{' to '.join(ends)} {name}"

@@ -1,6 +1,6 @@
-"""A run's own code on torch's meta tensors: at full size it costs seconds, and next to no memory.
+"""Runs a run's own code on meta tensors: at full size it takes seconds, and next to no memory.
 
-Tests use the same on an accelerator that is not there, with fake tensors (tests/pretend.py).
+Tests use it with fake tensors for an accelerator that is not there (tests/pretend.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,54 +42,54 @@ META = torch.device("meta")
 
 
 class WithoutValues(TorchFunctionMode):
-    """A block in which torch's functions that read a tensor's values do without them, for meta tensors.
+    """A block in which torch's functions that read a tensor's values accept meta tensors.
 
-    Every question is answered with no, and a search finds the first place. A copy to the CPU is the tensor itself, and a
-    picture is black. Fused attention, and on an accelerator RMSNorm, are one operator each.
+    A condition is False, and a search finds the first place. A copy to the CPU is the tensor itself, and a picture is black.
+    Fused attention, and on an accelerator RMSNorm, are one operator each.
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
         super().__init__()
-        self.instead: dict[Callable, Callable[..., Any]] = {
+        self.replacements: dict[Callable, Callable[..., Any]] = {
             Tensor.__bool__: lambda tensor: False,
             Tensor.nonzero: lambda tensor: torch.zeros(1, tensor.dim(), dtype=torch.int64),
             Tensor.cpu: lambda tensor: tensor,
-            Tensor.to: _stay,
+            Tensor.to: _to_except_cpu,
             Tensor.numpy: lambda tensor, **keys: torch.zeros(tensor.shape, dtype=tensor.dtype).numpy(**keys),
-            nn.functional.scaled_dot_product_attention: _whole,
+            nn.functional.scaled_dot_product_attention: _fused_attention,
         }
         if not on_cpu:
-            self.instead[nn.functional.rms_norm] = fused_rms_norm
+            self.replacements[nn.functional.rms_norm] = fused_rms_norm
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        instead = self.instead.get(func)
-        if instead is not None and (args[0] if args else kwargs["query"]).is_meta:
-            func = instead
+        replacement = self.replacements.get(func)
+        if replacement is not None and (args[0] if args else kwargs["query"]).is_meta:
+            func = replacement
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def without_values(*, on_cpu: bool = False) -> Iterator[None]:
-    """A block in which meta tensors go through everything below. on_cpu: operators as a CPU has them, else as a GPU."""
+    """A block in which this module runs on meta tensors. on_cpu: with a CPU's operators, else with a GPU's."""
     with scratch.own_buffers(), WithoutValues(on_cpu=on_cpu):
         yield
 
 
-def _stay(tensor: Tensor, *given: Any, **keys: Any) -> Tensor:
-    """`Tensor.to`, which leaves the tensor where it is when it should come to the CPU."""
-    device = keys.get("device", given[0] if given and isinstance(given[0], (str, torch.device)) else None)
+def _to_except_cpu(tensor: Tensor, *args: Any, **keys: Any) -> Tensor:
+    """`Tensor.to`, which leaves the tensor on its device instead of moving it to the CPU."""
+    device = keys.get("device", args[0] if args and isinstance(args[0], (str, torch.device)) else None)
     if device is None or torch.device(device).type != "cpu":
-        return tensor.to(*given, **keys)
-    dtype = keys.get("dtype", next((each for each in given if isinstance(each, torch.dtype)), tensor.dtype))
+        return tensor.to(*args, **keys)
+    dtype = keys.get("dtype", next((arg for arg in args if isinstance(arg, torch.dtype)), tensor.dtype))
     return tensor.to(dtype)
 
 
-def _whole(
+def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **keys: Any,
 ) -> Tensor:  # fmt: skip
-    """Attention as one operator that keeps its output and a row of sums, as the fused ones of GPUs do: on the meta device
-    torch would take it apart, with scores of gigabytes, as they are where the plain kernel was asked for."""
+    """Attention as one operator that saves its output and a row of sums, like the fused kernels of GPUs: on the meta device
+    torch would decompose it, with scores of gigabytes, which only the plain kernel has."""
     if only_plain():
         plain = torch.ops.aten._scaled_dot_product_attention_math
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=keys.get("scale"))[0]
@@ -98,34 +98,34 @@ def _whole(
 
 
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """RMSNorm as GPUs have it: one operator that keeps its input and a sum for each row, as a layer norm does, which stands
-    in for it. Without values torch would take it apart, and keep two fp32 copies of the input."""
+    """RMSNorm as on GPUs: one operator that saves its input and a sum for each row. A layer norm, which does the same, stands
+    in for it: on meta tensors torch would decompose RMSNorm, and save two fp32 copies of the input."""
     return nn.functional.layer_norm(x, shape, weight, None, eps or 0.0)
 
 
 class DryStep(Step):
-    """A step that makes its gradients and finds them not finite, so that there is no update."""
+    """A step that computes gradients and takes them for not finite, so that there is no update."""
 
     def read(self, losses: Tensor, norm: Tensor) -> tuple[list[float], float, float]:
         return [1.0] + [0.0] * (len(losses) - 1), torch.inf, 2.0**16
 
 
 class Unread(Components):
-    """Components whose weights have no values: no file of weights is opened. on_cpu: whether their operators are a CPU's."""
+    """Components on the meta device: no weight file is opened. on_cpu: whether their operators are a CPU's."""
 
-    def __init__(self, *given: Any, on_cpu: bool, **keys: Any) -> None:
-        super().__init__(*given, **keys)
+    def __init__(self, *args: Any, on_cpu: bool, **keys: Any) -> None:
+        super().__init__(*args, **keys)
         self.on_cpu = on_cpu
 
     def tokenizers(self) -> dict[str, Any]:
-        """The tokenizers that are here. In place of a hub id's, CLIP's with room for T5's tokens: their count is all."""
+        """The local tokenizers. CLIP's, with room for T5's tokens, replaces a hub id's: only the number of tokens matters."""
         folders = {name: self.source.tokenizer_folder(name) for name in self.family.files.tokenizers}
         configs = {name: self.source.config(encoder) for name, encoder in self.family.files.tokenizers.items()}
-        tokenizers = {name: load_tokenizer(at, name, configs[name]) for name, at in folders.items() if at.is_dir()}
+        tokenizers = {name: load_tokenizer(path, name, configs[name]) for name, path in folders.items() if path.is_dir()}
         if missing := folders.keys() - tokenizers:
-            any_texts = build_clip_tokenizer(None)
-            any_texts.model_max_length, any_texts.chat_template = 512, "{{ messages[-1].content }}"
-            tokenizers |= dict.fromkeys(missing, any_texts)
+            substitute = build_clip_tokenizer(None)
+            substitute.model_max_length, substitute.chat_template = 512, "{{ messages[-1].content }}"
+            tokenizers |= dict.fromkeys(missing, substitute)
         return tokenizers
 
     def load(self, name: str) -> nn.Module:
@@ -138,7 +138,7 @@ class Unread(Components):
         return self.model.modules[name]
 
     def with_its_own_mode(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's forward. torch turns modes off in a backward pass: a block that is recomputed there has its own."""
+        """A block's forward. torch switches modes off in backward, so a recomputed block enters its own."""
 
         @wraps(forward)
         def wrapped(*arguments: Any, **keys: Any) -> Any:
@@ -148,7 +148,7 @@ class Unread(Components):
         return wrapped
 
     def let_go(self, names: Collection[str]) -> None:
-        """Empty them: to collect the circles in which modules know each other takes longer than the rest."""
+        """Delete the tensors of components: collecting the modules' reference cycles would take longer than the rest."""
         for name in names:
             if name in self.streamers:
                 self.streamers.pop(name).close()
@@ -160,8 +160,8 @@ class Unread(Components):
 
 
 class Rehearsal:
-    """A run's parts, and what it does with them, inside `without_values`. kernels: those that it would choose. on_cpu:
-    whether the device stands for a CPU. host: where its data comes from. step: the class of its step."""
+    """The parts and actions of a run, inside `without_values`. kernels: the run's. on_cpu: whether the device stands for a
+    CPU. host: the device of its data. step: the class of its step."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Rehearsal:
     ) -> None:
         self.plan, self.device, self.on_cpu, self.step_class = plan, device, on_cpu, step
         self.host = device if device == META else torch.device("cpu")
-        self.channels = 0  # of latents: known once images were encoded
+        self.channels = 0  # of latents: set by encode_images
         self.components = Unread(
             plan.model,
             on_cpu=on_cpu,
@@ -190,7 +190,7 @@ class Rehearsal:
         return self.components.encode_prompts(list(texts)).to(self.host)
 
     def encode_text(self, name: str, texts: Sequence[str]) -> Mapping[str, Tensor]:
-        """What one text encoder gives, which is gone after that."""
+        """One text encoder's output. The encoder is unloaded afterwards."""
         with self.components.text_encoder(name) as encode:
             return encode(list(texts))
 
@@ -214,11 +214,11 @@ class Rehearsal:
             progress = start_point.first_progress(plan)
             state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=None)
             adapter.refresh()
-        given = {each.name: getattr(step, each.name) for each in fields(step)}
-        return adapter, norms, state.optimizer, state.average, self.step_class(**given)
+        dry_step = self.step_class(**{field.name: getattr(step, field.name) for field in fields(step)})
+        return adapter, norms, state.optimizer, state.average, dry_step
 
     def batch(self, layout: ReferenceLayout, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
-        """A micro-batch of one layout, once images were encoded. conditioning: of as many captions; None: encoded live."""
+        """A micro-batch of `count` examples of one layout; needs `channels`. conditioning: None: encoded live."""
         side, (width, height) = self.plan.model.family.images.latent_side, layout[0]
         with unset_fake_temporarily():
             size = torch.tensor([[height, width]] * count)
@@ -239,12 +239,12 @@ class Rehearsal:
         )
 
     def step(self, batches: Sequence[Batch], losses: Callable[..., Tensor] | None = None) -> StepResult:
-        """One update from these micro-batches. losses: in place of the step's own."""
+        """One update from these micro-batches. losses: replaces the step's own."""
         step = self.trained[-1] if losses is None else replace(self.trained[-1], losses=losses)
         return step.run(1, batches, [occurrence for batch in batches for occurrence in batch.occurrences])
 
     def held_out_loss(self, batch: Batch, count: int) -> None:
-        """Measure the loss of so many draws of one photo."""
+        """Measure the loss of `count` draws of one photo."""
         noise = torch.empty(count, *batch.latents.shape[1:], device=self.host)
         with unset_fake_temporarily():
             shares = torch.linspace(0.1, 0.9, count, dtype=torch.float64)
@@ -253,6 +253,6 @@ class Rehearsal:
     def sample(self, request: SampleRequest, conditioning: Conditioning, negative: Conditioning) -> Any:
         """The image that would be drawn."""
         self.components.load(self.plan.model.family.vae)
-        texts = (each.to(self.device) for each in (conditioning, negative))
+        texts = (text.to(self.device) for text in (conditioning, negative))
         with torch.no_grad():
             return self.components.family.images.draw(self.components.model, request, *texts)

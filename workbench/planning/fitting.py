@@ -1,5 +1,5 @@
-"""What a run gives up to fit into the memory there is: `memory.fit`, by what `memory.fit_by` names, and `resident_blocks`.
-And whether it compiles its blocks to save time: `step.compile = "auto"`."""
+"""Chooses the keys that are left to the plan: `memory.fit` (by the remedies of `memory.fit_by`), `memory.resident_blocks`
+and `step.compile = "auto"`."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
@@ -33,22 +33,22 @@ __all__ = ["compiling", "fitted", "what_would_fit"]
 
 
 def cheapest(levels: Sequence[Sequence[Any]], fits: Callable[[Sequence[Any]], bool]) -> list[Any] | None:
-    """A level of each remedy with which the run fits, the last one used as little as can be, then the one before it; None
-    where the last levels do not fit. levels: of each the cheapest first; none needs more than the one before it."""
-    levels_now = [each[0] for each in levels]
+    """A level of each remedy with which the run fits: the last remedy at its lowest level, then the one before it; None if
+    the highest levels do not fit. levels: by remedy, the cheapest first; no level needs more memory than the one before."""
+    current = [ladder[0] for ladder in levels]
     used = -1
-    while not fits(levels_now):
+    while not fits(current):
         used += 1
         if used == len(levels):
             return None
-        levels_now[used] = levels[used][-1]
+        current[used] = levels[used][-1]
     for place in reversed(range(used + 1)):
 
         def enough(level: Any, place: int = place) -> bool:
-            return fits([*levels_now[:place], level, *levels_now[place + 1 :]])
+            return fits([*current[:place], level, *current[place + 1 :]])
 
-        levels_now[place] = levels[place][bisect_left(levels[place][:-1], True, key=enough)]  # the last is known to fit
-    return levels_now
+        current[place] = levels[place][bisect_left(levels[place][:-1], True, key=enough)]  # the last is known to fit
+    return current
 
 
 def fitted(
@@ -57,20 +57,19 @@ def fitted(
     memory: int,
     *,
     base: Callable[[], int] | None,
-    kept: Collection[str] = (),
+    fixed: Collection[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> RunPlan:
-    """The plan with the keys that are chosen by the memory there is, each as cheap as fits. memory: bytes of the device; a
-    size in memory.fit goes before. base: what this process takes on a CPU; None: an accelerator. kept: names of memory.fit_by
-    that may not be changed any more. say: prints each choice, and its price. Raises UserError where nothing is small
-    enough."""
+    """The plan with the keys that depend on memory, each as cheap as fits. memory: the device's bytes, unless memory.fit is a
+    size. base: bytes of this process on a CPU; None: an accelerator. fixed: names of memory.fit_by that may no longer change.
+    say: prints each choice, and its price. Raises UserError if nothing fits."""
     fit = plan.config.memory.fit
     budget = memory if fit in (None, "auto") else parse_size(fit)
     if fit is not None:
-        plan = _fitted_by_remedies(plan, kernels, budget, base=base, kept=kept, say=say)
+        plan = _fitted_by_remedies(plan, kernels, budget, base=base, fixed=fixed, say=say)
     table = plan.config.memory
     if table.offload == "blocks" and table.resident_blocks == "auto":
-        if base is not None:  # what streams lies in the same memory
+        if base is not None:  # streamed blocks are in the same memory
             return with_keys(plan, {"memory.resident_blocks": 0})
         return _with_most_resident(plan, kernels, budget)
     if table.offload == "blocks" and base is None:
@@ -84,65 +83,66 @@ def _fitted_by_remedies(
     memory: int,
     *,
     base: Callable[[], int] | None,
-    kept: Collection[str],
+    fixed: Collection[str],
     say: Callable[[str], None],
 ) -> RunPlan:
-    asked, there = plan.config.memory, {remedy.name: remedy for remedy in remedies(on_cpu=base is not None)}
-    named = [there[name] for name in asked.fit_by if name in there and name not in kept]
-    ladders = {remedy: levels for remedy in named if len(levels := remedy.levels(plan)) > 1}
+    table, available = plan.config.memory, {remedy.name: remedy for remedy in remedies(on_cpu=base is not None)}
+    selected = [available[name] for name in table.fit_by if name in available and name not in fixed]
+    ladders = {remedy: levels for remedy in selected if len(levels := remedy.levels(plan)) > 1}
+    setting = f"memory.fit = {table.fit!r}"
 
     @cache
-    def counted(keys: tuple[tuple[str, Any], ...]) -> Forecast:
+    def cached_forecast(keys: tuple[tuple[str, Any], ...]) -> Forecast:
         return forecast(with_keys(plan, dict(keys)), kernels, base=base)
 
     def needing(settings: Sequence[Keys]) -> Forecast:
-        """How many blocks stay is worked out."""
-        keys = _together(settings)
-        if not (stay := keys.get("memory.resident_blocks")) or stay == "auto":
-            return counted(tuple(keys.items()))
-        needs = counted(tuple((keys | {"memory.resident_blocks": 0}).items()))
-        return with_resident(needs, plan.model.family.denoiser, stay)
+        """The forecast with these settings. Resident blocks are computed from the forecast without any."""
+        keys = _merged(settings)
+        if not (resident := keys.get("memory.resident_blocks")) or resident == "auto":
+            return cached_forecast(tuple(keys.items()))
+        needs = cached_forecast(tuple((keys | {"memory.resident_blocks": 0}).items()))
+        return with_resident(needs, plan.model.family.denoiser, resident)
 
-    # Rather recomputation than eager steps, and rather those than what makes another run, or streams blocks. Of a run that
-    # needs more than eager steps, what is named first goes first.
+    # Recomputation is preferred to eager steps, and these to remedies that change the run or stream blocks. If eager steps
+    # do not fit, the remedy that is named first is used first.
     slower = [levels if remedy.name == "checkpointing" else levels[:1] for remedy, levels in ladders.items()]
     settings = None
-    if needing([levels[0] for levels in slower]).fits(memory) or [each.name for each in ladders][:1] == ["checkpointing"]:
+    if needing([levels[0] for levels in slower]).fits(memory) or [remedy.name for remedy in ladders][:1] == ["checkpointing"]:
         settings = cheapest(slower, lambda settings: needing(settings).fits(memory, graphs=True))
     settings = settings or cheapest([*ladders.values()], lambda settings: needing(settings).fits(memory))
     if settings is None:
         last = [levels[-1] for levels in ladders.values()]
         least = ", ".join(remedy.least for remedy in ladders) or "nothing that memory.fit_by may change"
-        auto, needs = asked.fit == "auto", needing(last)
+        auto, needs = table.fit == "auto", needing(last)
         raise UserError(
-            f"memory.fit = {asked.fit!r}{f' ({size_text(memory)})' if auto else ''}: with {least} the run needs "
+            f"{setting}{f' ({size_text(memory)})' if auto else ''}: with {least} the run needs "
             f"{size_text(needs.total)}, in {needs.largest.name}; {'use a larger card' if auto else 'raise memory.fit'}, or"
-            f"{_advice(with_keys(plan, _together(last)), kernels, needs, memory)}"
+            f"{_advice(with_keys(plan, _merged(last)), kernels, needs, memory)}"
         )
     for (remedy, levels), keys in zip(ladders.items(), settings, strict=True):
         if keys != levels[0]:
-            say(f"memory.fit = {asked.fit!r}: {in_words(keys)} ({remedy.price})")
+            say(f"{setting}: {in_words(keys)} ({remedy.price})")
     if not needing(settings).fits(memory, graphs=True):
-        say(f"memory.fit = {asked.fit!r}: step.graphs = false (steps wait for Python; no byte changes)")
+        say(f"{setting}: step.graphs = false (steps wait for Python; no byte changes)")
         settings = [*settings, {"step.graphs": False}]
-    return with_keys(plan, _together(settings))
+    return with_keys(plan, _merged(settings))
 
 
-def compiling(plan: RunPlan, there: Memory, *, say: Callable[[str], None]) -> RunPlan:
-    """The plan with what step.compile = "auto" comes to, alike in all processes: "blocks" where the least time that it saves
-    is more than the most that it takes. say: prints the choice, and why."""
+def compiling(plan: RunPlan, memory: Memory, *, say: Callable[[str], None]) -> RunPlan:
+    """The plan with step.compile = "auto" resolved, alike in all processes: "blocks" if the least time that it saves is more
+    than the most that it takes. say: prints the choice, and its reason."""
     if plan.config.step.compile != "auto":
         return plan
-    choice, why = _worth_compiling(plan, there)
-    if there.largest(choice == "none")[0] and choice != "none":
-        choice, why = "none", "another process does not earn its compile time back"
-    say(f"step.compile = 'auto': {choice!r}, as {why}")
+    choice, reason = _compile_choice(plan, memory)
+    if memory.largest(choice == "none")[0] and choice != "none":
+        choice, reason = "none", "another process does not earn its compile time back"
+    say(f"step.compile = 'auto': {choice!r}, as {reason}")
     return with_keys(plan, {"step.compile": choice})
 
 
-def _worth_compiling(plan: RunPlan, there: Memory) -> tuple[str, str]:
-    """("blocks" or "none", why)."""
-    config, device = plan.config, there.device
+def _compile_choice(plan: RunPlan, memory: Memory) -> tuple[str, str]:
+    """("blocks" or "none", reason)."""
+    config, device = plan.config, memory.device
     if device is None:
         return "none", "no card is named; a start on one chooses by its speed"
     if device.type != "cuda":
@@ -159,32 +159,32 @@ def _worth_compiling(plan: RunPlan, there: Memory) -> tuple[str, str]:
     machine = step_time.on_card(name, step_time.bare_operator())
     if machine is None:
         return "none", f"there are no figures for a step's time on {name}"
-    needs, steps = forecast(plan, there.kernels), plan.length.max_steps
-    if needs.graphs and needs.fits(there.size, graphs=True):
-        machine = machine.taking(1, 0)  # steps by CUDA graphs wait for no host
-    compiled = machine.taking(step_time.COMPILED_CARD, step_time.COMPILED_HOST)
+    needs, steps = forecast(plan, memory.kernels), plan.length.max_steps
+    if needs.graphs and needs.fits(memory.size, graphs=True):
+        machine = machine.scaled(1, 0)  # CUDA graphs do not wait for the host
+    compiled = machine.scaled(step_time.COMPILED_CARD, step_time.COMPILED_HOST)
     ends = zip(step_seconds(plan, needs, machine), step_seconds(plan, needs, compiled), strict=True)
     saved = sorted(steps * (eager - quicker) for eager, quicker in ends)
     fill = config.data.short_batches == "merge"
     sizes = len(short_batches.shapes(plan.data.examples, batch_size=config.data.batch_size, fill=fill))
-    least, most = (sizes * plan.data.table.clip_chunks * each for each in step_time.COMPILING)
+    least, most = (sizes * plan.data.table.clip_chunks * seconds for seconds in step_time.COMPILING)
     return "blocks" if saved[0] > most else "none", (
         f"compiling is estimated to save {band(*saved)} in {counted(steps, 'step')}, and to take {band(least, most)} for "
         f"{counted(sizes, 'size')} of micro-batches"
     )
 
 
-def _together(settings: Sequence[Keys]) -> Keys:
+def _merged(settings: Sequence[Keys]) -> Keys:
     return {key: value for keys in settings for key, value in keys.items()}
 
 
 def _advice(plan: RunPlan, kernels: Kernels, needs: Forecast, memory: int) -> str:
-    """What ends a refusal: whatever else there is, one below the other."""
+    """The end of a refusal: other changes that would help, one a line."""
     return "".join(f"\n- {change}" for change in changes(plan, kernels, needs, memory)) or " choose smaller photos"
 
 
 def _with_most_resident(plan: RunPlan, kernels: Kernels, memory: int) -> RunPlan:
-    """The plan of an accelerator with as many blocks that stay as fit."""
+    """The plan for an accelerator with as many resident blocks as fit."""
     least = with_keys(plan, {"memory.resident_blocks": 0})
     needs, denoiser = forecast(least, kernels), plan.model.family.denoiser
     if not needs.fits(memory):
@@ -194,33 +194,33 @@ def _with_most_resident(plan: RunPlan, kernels: Kernels, memory: int) -> RunPlan
             f"{_advice(least, kernels, needs, memory)}"
         )
     assert needs.streaming is not None
-    stay = next(n for n in range(len(needs.streaming.blocks), -1, -1) if with_resident(needs, denoiser, n).fits(memory))
-    return with_keys(plan, {"memory.resident_blocks": stay})
+    most = next(n for n in range(len(needs.streaming.blocks), -1, -1) if with_resident(needs, denoiser, n).fits(memory))
+    return with_keys(plan, {"memory.resident_blocks": most})
 
 
 def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
-    """Raises UserError where the blocks that stay, and room for those that pass, are more than there is."""
+    """Raises UserError if the resident blocks, and the slots of the streamed ones, need more than `memory` bytes."""
     name = plan.model.family.denoiser
     with without_values():
         components = Rehearsal(plan, kernels=kernels).components
         components.load(name)
-        sizes, asked = components.streamers[name].sizes, plan.model.resident[name]
-    if (size := device_bytes(sizes, asked)) > memory:
+        sizes, resident = components.streamers[name].sizes, plan.model.resident[name]
+    if (size := device_bytes(sizes, resident)) > memory:
         remedy = "not even two blocks fit; use a larger card"
         if device_bytes(sizes, 0) <= memory:
             fewer = _with_most_resident(plan, kernels, memory)
             remedy = f"use at most {fewer.config.memory.resident_blocks}, or 'auto'"
         raise UserError(
-            f"memory.resident_blocks = {asked}: these blocks of the {name}, and two that pass, take {size_text(size)}, and "
-            f"there are {size_text(memory)}; {remedy}"
+            f"memory.resident_blocks = {resident}: these blocks of the {name}, and two that pass, take {size_text(size)}, "
+            f"and there are {size_text(memory)}; {remedy}"
         )
 
 
 def with_resident(needs: Forecast, denoiser: str, resident: int) -> Forecast:
-    """A forecast of a streamed denoiser, with so many blocks that stay."""
+    """A forecast of a streamed denoiser, with another number of resident blocks."""
     streaming = needs.streaming
     assert streaming is not None
-    more = device_bytes(streaming.blocks, resident) - device_bytes(streaming.blocks, streaming.resident)
+    change = device_bytes(streaming.blocks, resident) - device_bytes(streaming.blocks, streaming.resident)
     sizes = {phase.name: phase.loaded.get(denoiser) for phase in needs.phases}
-    needs = lowered(needs, lambda phase: {denoiser: 1 + more / size} if (size := sizes[phase]) else {})
+    needs = lowered(needs, lambda phase: {denoiser: 1 + change / size} if (size := sizes[phase]) else {})
     return replace(needs, streaming=replace(streaming, resident=resident))

@@ -1,4 +1,4 @@
-"""What saves memory: one ladder, from which memory.fit, a plan's advice and the words after memory ran out are made."""
+"""Remedies that save memory: one list for memory.fit, a plan's suggestions, and the message after an out-of-memory error."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -13,15 +13,14 @@ from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as
 from trainer.runtime.precision import COMPUTE_DTYPES, SMALLER_DTYPES, SMALLER_VAE
 
-SMALL = 512  # px: no smaller photos are advised
+SMALL = 512  # px: the smallest resolution that is suggested
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What may be changed so that a run takes less memory. name: as memory.fit_by has it, where there are levels. price,
-    least (the last level), anew (what a new run may have after a step ran out of memory): in words. levels: what memory.fit
-    chooses from, the cheapest first, beginning without this remedy. ways: what is advised; None: the last level. on_cpu:
-    whether it helps where a CPU computes."""
+    """A change that saves memory. name: with levels the name in memory.fit_by. price, least (the last level): in words.
+    levels: the settings of memory.fit, the cheapest first, beginning without this remedy. ways: the suggestions; None: the
+    last level. anew: the suggestion for a new run, in words. on_cpu: whether it helps on a CPU."""
 
     name: str
     price: str = ""
@@ -31,27 +30,27 @@ class Remedy:
     anew: Callable[[RunPlan], str] = lambda plan: ""
     on_cpu: bool = True
 
-    def left(self, plan: RunPlan) -> Iterable[Keys]:
-        """What can still be changed in a plan, the cheapest first."""
+    def remaining(self, plan: RunPlan) -> Iterable[Keys]:
+        """The changes that a plan does not have yet, the cheapest first."""
         last = self.levels(plan)[-1:]
         return self.ways(plan) if self.ways else [keys for keys in last if with_values(plan.config, keys) != plan.config]
 
 
 def _checkpointing(plan: RunPlan) -> Sequence[Keys]:
-    """The fastest first: no block, every fourth, ..., all."""
-    ways = (False, 4, 3, 2, "selective", True) if plan.model.family.memory.blocks else ()
-    return [{"memory.gradient_checkpointing": every} for every in ways]
+    """Levels from the fastest: no block, every fourth, ..., all."""
+    levels = (False, 4, 3, 2, "selective", True) if plan.model.family.memory.blocks else ()
+    return [{"memory.gradient_checkpointing": every} for every in levels]
 
 
 def _streaming(plan: RunPlan) -> Sequence[Keys]:
     family = plan.model.family
     blocks = family.ordered_blocks(family.denoiser, plan.model.source.build(family.denoiser)) if family.memory.blocks else ()
-    streamed = [{"memory.offload": "blocks", "memory.resident_blocks": stay} for stay in range(len(blocks))]
+    streamed = [{"memory.offload": "blocks", "memory.resident_blocks": resident} for resident in range(len(blocks))]
     return [{"memory.offload": "none", "memory.resident_blocks": "auto"}, *reversed(streamed)]
 
 
 def _more_streaming(plan: RunPlan) -> Iterator[Keys]:
-    """That blocks are streamed at all, of which as many stay as fit; or that none stay."""
+    """Streaming with as many resident blocks as fit, then with none."""
     memory, family = plan.config.memory, plan.model.family
     if family.memory.blocks and memory.offload == "none" and not memory.shard and plan.config.step.graphs is not True:
         yield {"memory.offload": "blocks"}
@@ -67,7 +66,7 @@ def _batches(plan: RunPlan) -> Sequence[Keys]:
 
 def _optimizers(plan: RunPlan) -> Sequence[Keys]:
     levels = [{"optimizer.name": name} for name in (plan.config.optimizer.name, optim.in_8_bits(plan.config.optimizer.name))]
-    with suppress(UserError):  # it may not take the other one's options
+    with suppress(UserError):  # the 8-bit optimizer may not take these options
         if levels[1]["optimizer.name"]:
             optimizer_rules.check(with_values(plan.config, levels[1]))
             return levels
@@ -75,24 +74,23 @@ def _optimizers(plan: RunPlan) -> Sequence[Keys]:
 
 
 def _dtypes(plan: RunPlan, names: Iterable[str]) -> Iterator[Keys]:
-    """Each component in the smallest dtypes. What a file holds quantised stays as it is."""
+    """Each component in the smallest dtypes, unless its file is quantised."""
     for name in names:
         for dtype in SMALLER_DTYPES if held_as(plan.model.source, name) is None else ():
             yield {f"model.components.{name}.dtype": dtype}
 
 
 def _vae(plan: RunPlan) -> Iterator[Keys]:
-    """Its dtype, where it alone computes in fp32."""
-    name, storage = plan.model.family.vae, plan.model.storage
-    compute = [storage[each].compute for each in (name, plan.model.family.denoiser)]
-    if compute == [COMPUTE_DTYPES["fp32"], COMPUTE_DTYPES[SMALLER_VAE]]:
-        yield {f"model.components.{name}.dtype": SMALLER_VAE}
+    """A 16-bit VAE, if it computes in fp32 and the denoiser does not."""
+    vae, denoiser, storage = plan.model.family.vae, plan.model.family.denoiser, plan.model.storage
+    if (storage[vae].compute, storage[denoiser].compute) == (COMPUTE_DTYPES["fp32"], COMPUTE_DTYPES[SMALLER_VAE]):
+        yield {f"model.components.{vae}.dtype": SMALLER_VAE}
 
 
 def _smaller_denoiser(plan: RunPlan) -> str:
     name = plan.model.family.denoiser
-    held = plan.model.storage[name].format
-    return "" if held.dtype_name == SMALLER_DTYPES[-1] else f"a smaller model.components.{name}.dtype than {held.name}"
+    stored = plan.model.storage[name].format
+    return "" if stored.dtype_name == SMALLER_DTYPES[-1] else f"a smaller model.components.{name}.dtype than {stored.name}"
 
 
 # The cheapest first.
@@ -109,7 +107,7 @@ REMEDIES = (
     Remedy(
         "resident_blocks", "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
         levels=_streaming, least="every block streamed", ways=_more_streaming,
-        on_cpu=False,  # what streams lies in the same memory
+        on_cpu=False,  # streamed blocks are in the same memory
     ),
     Remedy(
         "batch", "as many photos in an update, fewer at a time and in another order: slower, and another run",
@@ -141,16 +139,17 @@ REMEDIES = (
 
 
 def remedies(*, on_cpu: bool) -> list[Remedy]:
-    """Those that help there."""
+    """The remedies that help on a CPU, or on an accelerator."""
     return [remedy for remedy in REMEDIES if remedy.on_cpu or not on_cpu]
 
 
 def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
-    """What lowers a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
-    there = [(remedy, keeps(remedy.name, plan.config.step)) for remedy in remedies(on_cpu=on_cpu)]
-    left = [
-        in_words(keys).replace(" = ", "=").replace("'", "") for remedy, keeps in there if keeps for keys in remedy.left(plan)
-    ]
-    ways = [f"go on with --resume_from auto --set {change}" for change in left]
-    anew = [words for remedy, keeps in there if not keeps and (words := remedy.anew(plan))]
-    return "\nor ".join([*ways, f"start a new run (another run.output_dir) with {', '.join(anew)}"])
+    """The remedies after a step ran out of memory, in words; first those that keep the run."""
+    lines, anew = [], []
+    for remedy in remedies(on_cpu=on_cpu):
+        if keeps(remedy.name, plan.config.step):
+            changes = (in_words(keys).replace(" = ", "=").replace("'", "") for keys in remedy.remaining(plan))
+            lines += [f"go on with --resume_from auto --set {change}" for change in changes]
+        elif words := remedy.anew(plan):
+            anew.append(words)
+    return "\nor ".join([*lines, f"start a new run (another run.output_dir) with {', '.join(anew)}"])

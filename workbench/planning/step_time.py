@@ -1,9 +1,9 @@
-"""How long a step takes, estimated before it is made: a roofline over the operators of its trace, as a band.
+"""Estimates the time of a step before it runs: a roofline over the operators of its trace, as a band.
 
-For an operator a device takes as long as its products at their rate or its bytes at the memory's, whichever is longer, and a
-launch; the host as long as Python, autograd and the driver need to ask for it. On a card both work at once: at best a step
-takes the longer of the two, at worst their sum. A CPU is both, one after the other, and is probed, as every host is. Of a
-card its maker's data sheet says the rates; what a step reaches of them was measured on one H100
+The device's time of an operator is the longer of its FLOPs at the product rate and its bytes at the memory rate, plus a
+launch. The host's time is that of Python, autograd and the driver. A card works beside its host: a step takes at best the
+longer of both times, at worst their sum. A CPU is device and host one after the other, and is probed, as every host is. A
+card's rates are its data sheet's; the share of them that a step reaches was measured on one H100
 (docs/benchmarks/GPU-2026-11-22.json).
 """
 
@@ -19,35 +19,34 @@ import torch
 
 from workbench.planning.op_trace import Cost
 
-# From the best to the worst end of a band.
-Range = tuple[float, float]
+Range = tuple[float, float]  # the best and the worst end of a band
 SINGLE = 4  # bytes of a number in fp32
 
-# What a step reaches of a card's data sheet. Products: one large one had 0.74 of it on the H100, layers of SDXL with their
+# Shares of a card's data sheet that a step reaches. Products: one large one had 0.74 on the H100, layers of SDXL with their
 # decoding up to 0.75, of Flux 0.57 to 0.68; flash attention has 0.35 there (arXiv 2407.08608), and is a quarter of Flux's
-# FLOPs at 1024 px, which makes 0.45 of all. Memory: a copy had 0.90, our decoding of large weights 0.6 to 0.82; but a weight
-# that was just decoded may still lie in a cache.
+# FLOPs at 1024 px, which makes 0.45 in all. Memory: a copy had 0.90, our decoding of large weights 0.6 to 0.82; but a weight
+# that was just decoded may still be in a cache.
 CARD_PRODUCTS: Range = (0.80, 0.45)
 CARD_MEMORY: Range = (1.0, 0.60)
-# Seconds of a card's own for a launch: the smallest kernels took 5 us in a graph.
+# Seconds of the card for a launch: the smallest kernels took 5 us in a graph.
 CARD_LAUNCH: Range = (0.0, 5e-6)
-# What a CPU reaches of its probe, whose product and copy are convenient ones.
+# Shares of a CPU's probe, whose product and copy have convenient sizes.
 CPU_PRODUCTS: Range = (1.0, 0.4)
 CPU_MEMORY: Range = (1.0, 0.4)
 
-# What follows is in bare operators, as the probe times one: a host that is twice as slow takes twice as long for all.
-# Of the host, for an operator of a step: benchmarks/host_time.py has 16 (Flux) to 37 us (SDXL) on a core on which a bare one
-# takes 1.0 to 1.2. Compiled blocks or graphs ask for fewer operators, and take less time for each: a range of their own.
+# The host's time for an operator of a step, in bare operators as the probe times one: a host that is twice as slow takes
+# twice as long for all. benchmarks/host_time.py has 16 (Flux) to 37 us (SDXL) on a core on which a bare one takes 1.0 to 1.2.
+# Compiled blocks and graphs launch fewer operators, and need less time for each: they have their own range.
 ASKING: Range = (15, 37)
-# Besides, of a CPU, for the operator itself: steps of tiny models, which compute next to nothing, take 22 to 47 in all.
+# A CPU's additional time for the operator itself, in bare operators: steps of tiny models, which compute next to nothing,
+# take 22 to 47 in all.
 CPU_LAUNCH: Range = (5, 10)
-# Bytes a second from the host's pinned memory to a card: of PCIe 5.0 and of PCIe 4.0, 16 lanes. Not measured here: what is
-# usually told.
+# Bytes a second from the host's pinned memory to a card: PCIe 5.0 and 4.0, 16 lanes. Common figures, not measured here.
 BUS: Range = (50e9, 25e9)
-# Seconds of the driver for a launch on a card. Not measured here: what is usually told.
+# Seconds of the driver for a launch on a card. Common figures, not measured here.
 DRIVER: Range = (2e-6, 8e-6)
-# Of the time of eager steps what compiled blocks took where they saved least. Of the card's: Flux on an H200 at 1024 px, 0.64
-# at 512 px. Of the host's: SDXL's DoRA, 0.51 to 0.67 elsewhere (benchmarks/host_time.py). SDXL was not measured on a card.
+# Time of compiled blocks, as a share of eager ones, where they saved least. The card's: Flux on an H200 at 1024 px (0.64 at
+# 512 px). The host's: SDXL's DoRA (0.51 to 0.67 elsewhere, benchmarks/host_time.py). SDXL was not measured on a card.
 COMPILED_CARD, COMPILED_HOST = 0.70, 0.69
 # Seconds to compile for one size of micro-batch: Flux beside an H200 (docs/benchmarks/GPU-2026-11-26.json), the pocket Flux
 # on a core of a CPU (docs/benchmarks/starts-compiled-CPU-2026-11-26.json).
@@ -56,8 +55,8 @@ COMPILING: Range = (43, 86)
 
 @dataclass(frozen=True)
 class Card:
-    """A card's data sheet: dense products, without sparsity, in TFLOP/s, summed in fp32, and memory in GB/s. bits16: of bf16
-    and fp16. single: of fp32 proper, not of TF32. bits8: of float8; None where there are no such products."""
+    """A card's data sheet: dense products (no sparsity, fp32 sums) in TFLOP/s, and memory in GB/s. bits16: of bf16 and fp16.
+    single: of fp32, not of TF32. bits8: of float8; None: not supported."""
 
     bits16: float
     single: float
@@ -65,18 +64,18 @@ class Card:
     memory: float
 
 
-# By the name that CUDA gives. From NVIDIA's data sheets (H100, H200, A100, L40S, L4, T4, V100, RTX 6000 Ada, HGX B200) and
-# architecture papers (GA102, Ada, RTX Blackwell), whose products are tensor cores x 128 FLOPs x boost clock; of the RTX 3060,
-# 4060 and 4070 by the same rule from their cores and clocks; of the A10G, which has no sheet, from those who rent it out.
+# By the name that CUDA reports. From NVIDIA's data sheets (H100, H200, A100, L40S, L4, T4, V100, RTX 6000 Ada, HGX B200) and
+# architecture papers (GA102, Ada, RTX Blackwell), whose products are tensor cores x 128 FLOPs x boost clock; the RTX 3060,
+# 4060 and 4070 by the same rule from their cores and clocks; the A10G, which has no sheet, from cloud providers' pages.
 _SHEETS = json.loads((resources.files("workbench.planning") / "cards.json").read_text(encoding="utf-8"))
 CARDS = {name: Card(**sheet) for name, sheet in _SHEETS.items()}
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a machine does at one end of its band. products: FLOPs a second, by the bytes of an element of what is multiplied;
-    the entry of 4 stands for missing ones. memory: bytes a second. launch: seconds of the device for an operator, besides.
-    host: seconds to ask for one. bus: bytes a second from the host's memory to the device's."""
+    """The rates of a machine at one end of its band. products: FLOPs a second, by bytes of an element; the entry of 4 stands
+    for missing ones. memory: bytes a second. launch: seconds of the device added to each operator. host: seconds of the host
+    for each. bus: bytes a second from host to device memory."""
 
     products: Mapping[int, float]
     memory: float
@@ -85,7 +84,7 @@ class Speed:
     bus: float = inf
 
     def device_seconds(self, cost: Cost, share: float) -> float:
-        """The time of all operators, one after another, with so large a share of their tensors."""
+        """The time of all operators, one after another. share: scales their tensors."""
         total = 0.0
         for work, count in cost.works.items():
             rate = self.products.get(work.width, self.products[SINGLE])
@@ -93,30 +92,30 @@ class Speed:
         return total
 
     def host_seconds(self, cost: Cost) -> float:
-        """The time to ask for all of them, which does not depend on their size."""
+        """The time to launch all operators, independent of their size."""
         return cost.launches * self.host
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step is made on, at both ends of its band. card: whether host and device are two that work at once."""
+    """A machine's speeds at both ends of its band. card: whether host and device work at the same time."""
 
     best: Speed
     worst: Speed
     card: bool
 
-    def taking(self, device: float, host: float) -> "Machine":
-        """One that takes so large a part of this one's time on the device, and on the host."""
+    def scaled(self, device: float, host: float) -> "Machine":
+        """A machine whose device and host need these multiples of this one's time."""
 
-        def slowed(speed: Speed) -> Speed:
+        def scale(speed: Speed) -> Speed:
             products = {width: rate / device for width, rate in speed.products.items()}
             return Speed(products, speed.memory / device, speed.launch * device, speed.host * host, speed.bus)
 
-        return Machine(slowed(self.best), slowed(self.worst), self.card)
+        return Machine(scale(self.best), scale(self.worst), self.card)
 
     def seconds(self, cost: Cost, share: float = 1.0, copied: int = 0) -> Range:
-        """The least and the most that these operators take, with so large a share of their tensors (in bytes and FLOPs).
-        copied: bytes of streamed blocks, which go over the bus while something computes."""
+        """The (least, most) time of these operators. share: scales their tensors (bytes and FLOPs). copied: bytes of streamed
+        blocks, which go over the bus during computation."""
         device, host = self.best.device_seconds(cost, share), self.best.host_seconds(cost)
         at_most = self.worst.device_seconds(cost, share) + self.worst.host_seconds(cost)
         at_least = max(device, host) if self.card else device + host
@@ -125,7 +124,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a CPU does, as if nothing else ran. products, memory: of Speed, of all threads. operator: `bare_operator`."""
+    """A CPU's rates without other load. products, memory: as of Speed, of all threads. operator: `bare_operator`."""
 
     products: Mapping[int, float]
     memory: float
@@ -133,34 +132,34 @@ class Probe:
 
     @staticmethod
     def of(dtype: torch.dtype) -> "Probe":
-        """This process's CPU, with products in that dtype and in fp32: one thread's, once in a process, counted for all."""
-        return Probe({each.itemsize: _products(each) for each in (dtype, torch.float32)}, _memory(), bare_operator())
+        """This process's CPU, with products in that dtype and in fp32: one thread, timed once, multiplied by all threads."""
+        return Probe({d.itemsize: _products(d) for d in (dtype, torch.float32)}, _memory(), bare_operator())
 
 
 def on_cpu(probe: Probe) -> Machine:
-    """The machine that a CPU is."""
+    """A CPU, which is host and device."""
     speeds = []
-    for reached, moved, launch, asking in zip(CPU_PRODUCTS, CPU_MEMORY, CPU_LAUNCH, ASKING, strict=True):
-        products = {width: reached * rate for width, rate in probe.products.items()}
-        speeds.append(Speed(products, moved * probe.memory, launch * probe.operator, asking * probe.operator))
+    for product, memory, launch, asking in zip(CPU_PRODUCTS, CPU_MEMORY, CPU_LAUNCH, ASKING, strict=True):
+        products = {width: product * rate for width, rate in probe.products.items()}
+        speeds.append(Speed(products, memory * probe.memory, launch * probe.operator, asking * probe.operator))
     return Machine(*speeds, card=False)
 
 
 def on_card(name: str, operator: float) -> Machine | None:
-    """A card with its host; None for a name that is not in the table. operator: seconds of a bare one on that host."""
+    """A card with its host; None for a name that is not in the table. operator: `bare_operator` of that host."""
     card = CARDS.get(name)
     if card is None:
         return None
     tera = {width: rate for width, rate in ((SINGLE, card.single), (2, card.bits16), (1, card.bits8)) if rate is not None}
     speeds, ends = [], zip(CARD_PRODUCTS, CARD_MEMORY, CARD_LAUNCH, ASKING, DRIVER, BUS, strict=True)
-    for reached, moved, launch, asking, driver, bus in ends:
-        products = {width: reached * rate * 1e12 for width, rate in tera.items()}
-        speeds.append(Speed(products, moved * card.memory * 1e9, launch, asking * operator + driver, bus))
+    for product, memory, launch, asking, driver, bus in ends:
+        products = {width: product * rate * 1e12 for width, rate in tera.items()}
+        speeds.append(Speed(products, memory * card.memory * 1e9, launch, asking * operator + driver, bus))
     return Machine(*speeds, card=True)
 
 
 def slow_in(dtype: torch.dtype) -> bool:
-    """Whether this CPU takes more than twice as long for products of that dtype as in fp32: many lack instructions for it."""
+    """Whether products in that dtype take this CPU more than twice as long as in fp32: many lack instructions for it."""
     return 2 * _products(dtype) < _products(torch.float32)
 
 
@@ -168,12 +167,12 @@ def slow_in(dtype: torch.dtype) -> bool:
 def bare_operator() -> float:
     """Seconds of this process's host for an operator that computes next to nothing, outside of autograd."""
     small = torch.ones(8)
-    return _fastest(lambda: [small + small for _ in range(100)]) / 100  # one alone takes no longer than a look at the clock
+    return _fastest(lambda: [small + small for _ in range(100)]) / 100  # a single one is as short as reading the clock
 
 
 @functools.cache
 def _products(dtype: torch.dtype) -> float:
-    # As a layer computes forward and backward: some CPUs have a fast product in 16 bits for one of them alone.
+    # Forward and backward of a layer: some CPUs have a fast 16-bit product for only one of them.
     x, w = torch.ones(64, 1280, dtype=dtype), torch.ones(1280, 1280, dtype=dtype)
     return torch.get_num_threads() * 4 * x.numel() * len(w) / _fastest(lambda: torch.nn.functional.linear(x, w) @ w)
 
@@ -185,16 +184,16 @@ def _memory() -> float:
 
 
 def _fastest(work: Callable[[], object], span: float = 0.1) -> float:
-    """Seconds of one thread's processor time, at least twice: the first one also sets up what it needs."""
+    """The least CPU seconds of one thread, in at least two calls: the first one also initialises."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        least, total, times = float("inf"), 0.0, 0
-        while times < 2 or total < span:
+        least, total, calls = inf, 0.0, 0
+        while calls < 2 or total < span:
             start = time.thread_time()
             work()
-            taken = time.thread_time() - start
-            least, total, times = min(least, taken), total + taken, times + 1
+            seconds = time.thread_time() - start
+            least, total, calls = min(least, seconds), total + seconds, calls + 1
     finally:
         torch.set_num_threads(threads)
     return max(least, 1e-9)

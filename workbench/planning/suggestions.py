@@ -1,4 +1,4 @@
-"""What makes a run smaller that does not fit: the remedies that are left, what each saves, and its price."""
+"""Suggestions for a run that does not fit: the remaining remedies, what each saves, and its price."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ from workbench.planning.estimate import PARTS, PHOTOS, SAMPLES, STEP, Forecast, 
 from workbench.planning.remedies import SMALL, Remedy, remedies
 
 ACTIVATIONS = ("saved", "transient")  # parts of a phase
-# A change counts that saves so many bytes, and such a share of what is missing.
+# A suggestion saves at least this many bytes, and this share of the shortage.
 LEAST, LEAST_SHARE = 2**20, 0.005
 
-# Phase name -> the share that stays of each part and of each component's weights; 1 for what is not named.
+# Phase name -> {part or component: new size / old size}; 1 for names that are missing.
 Shares = Callable[[str], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the config that lowers what a run takes. after: the forecast with this change and those before it."""
+    """A change of the config that saves memory. what, price: in words. after: the forecast with it and those before it."""
 
     what: str
     price: str
@@ -38,92 +38,92 @@ class Change:
 
 
 def changes(plan: RunPlan, kernels: Kernels, needs: Forecast, memory: int) -> list[Change]:
-    """The cheapest that saves enough to count, again and again, until the run is small enough or nothing does. needs: of the
-    plan as it is. Only of fewer or smaller images a share is taken."""
-    taken, left = [], list(ladder(plan, kernels, needs))
+    """The cheapest change that saves enough, again and again, until the run fits or none does. needs: the plan's forecast.
+    Savings by fewer or smaller images are scaled from it; the others are forecast."""
+    selection, remaining = [], list(ladder(plan, kernels, needs))
     while not needs.fits(memory):
-        # One that saves nothing now may do so later: what was the largest phase is not, once it was made smaller.
-        for rung in left:
+        # A change that saves nothing now may do so later, when another phase is the largest.
+        for rung in remaining:
             remedy, keys, shares = rung
             after = lowered(needs, shares)
             if needs.total - after.total >= max(LEAST, LEAST_SHARE * (needs.total - memory)):
                 break
         else:
             break
-        left.remove(rung)
-        # A key that is set again: what comes later takes the place of this one.
-        left = [(other, its, _instead(more, shares) if its.keys() == keys.keys() else more) for other, its, more in left]
-        taken.append(Change(in_words(keys), remedy.price, after))
+        remaining.remove(rung)
+        # A later change of the same key replaces this one.
+        remaining = [(r, k, _relative(s, shares) if k.keys() == keys.keys() else s) for r, k, s in remaining]
+        selection.append(Change(in_words(keys), remedy.price, after))
         needs = after
-    return taken
+    return selection
 
 
 def ladder(plan: RunPlan, kernels: Kernels, needs: Forecast) -> Iterator[tuple[Remedy, Keys, Shares]]:
-    """All that is left to change, and what it leaves of a forecast."""
+    """The remaining changes, with their effect on a forecast."""
 
     def recount(keys: Keys) -> Forecast:
         return forecast(with_keys(plan, keys), kernels, base=(lambda: needs.base) if needs.base else None)
 
     for remedy in remedies(on_cpu=bool(needs.base)):
-        for keys in remedy.left(plan):
+        for keys in remedy.remaining(plan):
             if (shares := _shares(remedy.name, keys, plan, needs, recount)) is not None:
                 yield remedy, keys, shares
 
 
 def _shares(remedy: str, keys: Keys, plan: RunPlan, needs: Forecast, recount: Callable[[Keys], Forecast]) -> Shares | None:
-    """What a remedy leaves; None where a forecast does not show it."""
+    """A remedy's effect on a forecast; None if a forecast does not show it."""
     match remedy:
         case "checkpointing" | "resident_blocks" | "vae":
             before = {phase.name: phase for phase in needs.phases}
             after = cache(lambda: {phase.name: phase for phase in recount(keys).phases})
-            return lambda phase: _as_counted(before[phase], after()[phase])
+            return lambda phase: _ratios(before[phase], after()[phase])
         case "pictures":
             return lambda phase: dict.fromkeys(PARTS, 0) if phase.startswith(SAMPLES) else {}
         case "batch":
-            return _of_activations({STEP: 1 / plan.config.data.batch_size})
+            return _activations({STEP: 1 / plan.config.data.batch_size})
         case "text_encoders" | "denoiser":
             share = {(name := key.split(".")[2]): share_in(dtype, plan, name) for key, dtype in keys.items()}
             return lambda phase: share
         case "optimizer_bits":
             return lambda phase: {"optimizer": 8 / 32}
         case "resolution":
-            return _of_activations(_at_small(plan.data))
+            return _activations(_at_small(plan.data))
     return None
 
 
 def share_in(dtype: str, plan: RunPlan, name: str) -> float:
-    """The share of a component's weights that they take in that dtype."""
-    now = plan.model.storage[name]
-    sizes = [weight_bytes(plan.model.source, each, held={}) for each in (now.stored_as(dtype), now)]
-    return sizes[0] / sizes[1]
+    """A component's weight bytes in that dtype, divided by its present ones."""
+    storage = plan.model.storage[name]
+    after, before = (weight_bytes(plan.model.source, s, held={}) for s in (storage.stored_as(dtype), storage))
+    return after / before
 
 
-def _instead(shares: Shares, earlier: Shares) -> Shares:
+def _relative(shares: Shares, earlier: Shares) -> Shares:
     """The shares relative to a forecast that `earlier` has lowered already."""
-    return lambda phase: {what: share / earlier(phase)[what] for what, share in shares(phase).items()}
+    return lambda phase: {name: share / earlier(phase)[name] for name, share in shares(phase).items()}
 
 
-def _as_counted(before: Stage, after: Stage) -> dict[str, float]:
+def _ratios(before: Stage, after: Stage) -> dict[str, float]:
     sizes = [(before.parts, after.parts), (before.loaded, after.loaded)]
-    return {what: new[what] / size for old, new in sizes for what, size in old.items() if size and what != "weights"}
+    return {name: new[name] / size for old, new in sizes for name, size in old.items() if size and name != "weights"}
 
 
-def _of_activations(shares: Mapping[str, float]) -> Shares:
-    """shares: by how the names of phases begin."""
+def _activations(shares: Mapping[str, float]) -> Shares:
+    """Shares of the activations alone. shares: by prefix of the phase name."""
     return lambda phase: {part: share for begin, share in shares.items() if phase.startswith(begin) for part in ACTIVATIONS}
 
 
 def _at_small(data: DataPlan) -> dict[str, float]:
-    """The shares of the activations where photos are as small as SMALL. References keep their sizes."""
+    """The shares of the activations for photos of SMALL pixels squared. References keep their sizes."""
     (photo, *references), *_ = extremes(data.examples)
     constant, smaller = sum(map(prod, references)), prod(photo) * (SMALL / data.resolution) ** 2
-    beside = max((_encoded(each.bucket) for e in data.examples for each in e.references), default=0)
-    encoded = max(beside, *(_encoded(example.bucket) for example in data.examples))
-    return {STEP: (smaller + constant) / (prod(photo) + constant), PHOTOS: max(SMALL**2, beside) / encoded}
+    largest_reference = max((_pixels_at_once(r.bucket) for e in data.examples for r in e.references), default=0)
+    largest = max(largest_reference, *(_pixels_at_once(example.bucket) for example in data.examples))
+    return {STEP: (smaller + constant) / (prod(photo) + constant), PHOTOS: max(SMALL**2, largest_reference) / largest}
 
 
-def _encoded(bucket: Bucket) -> int:
-    """The pixels that the VAE has at a time: it takes a large photo in tiles, and what it needs is that of one."""
+def _pixels_at_once(bucket: Bucket) -> int:
+    """The pixels that the VAE encodes at once: of a large photo one tile."""
     return min(prod(bucket), (tiles.side(*bucket) or 2**31) ** 2)
 
 
@@ -131,9 +131,9 @@ def lowered(needs: Forecast, shares: Shares) -> Forecast:
     """The forecast after each phase's parts and weights shrink to these shares."""
     phases = []
     for phase in needs.phases:
-        left = shares(phase.name)
+        scale = shares(phase.name)
         loaded, parts = (
-            {what: round(size * left.get(what, 1)) for what, size in sizes.items()} for sizes in (phase.loaded, phase.parts)
+            {name: round(size * scale.get(name, 1)) for name, size in sizes.items()} for sizes in (phase.loaded, phase.parts)
         )
         if loaded != phase.loaded:
             parts["weights"] += sum(loaded.values()) - sum(phase.loaded.values())
@@ -142,7 +142,7 @@ def lowered(needs: Forecast, shares: Shares) -> Forecast:
 
 
 def with_keys(plan: RunPlan, keys: Keys) -> RunPlan:
-    """The plan with keys of remedies, but for its photos' sizes. They are not read again."""
+    """The plan with the keys of remedies, except data.resolution. Photos are not read again."""
     dtypes = {key: value for key, value in keys.items() if key.startswith("model.components.")}
     config = with_values(plan.config, {key: value for key, value in keys.items() if key not in dtypes})
     if config.data != plan.config.data:
