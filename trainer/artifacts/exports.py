@@ -96,8 +96,7 @@ class Artifacts:
         return self.plan.model.family.file_formats(kind, self.plan.config.export.formats)
 
     def export(self, stem: str, write: Write = write_atomic, folder: Path | None = None) -> dict[str, Path]:
-        """Write the adapter's files, and those of its average. Returns format -> path, the average's by "FORMAT, average".
-        folder: None: the run's own."""
+        """Write the files of adapter and average. Returns format ("FORMAT, average") -> path. folder: None: the run's own."""
         components, plan, config, state = self.components, self.plan, self.plan.config, self.state
         if not self.context.processes.is_main:
             return {}
@@ -206,8 +205,7 @@ class Artifacts:
             say(f"note: {sentence}")
 
     def finish(self) -> None:
-        """Write the results of a finished training: adapter files, verdict and report. Raises NotTrained at the end if no
-        update has reached the adapter."""
+        """Write the results of a training: adapter files, verdict, report. Without an update raises NotTrained at the end."""
         say, page = self.context.processes.say, self.page
         if not self.context.processes.is_main:
             return

@@ -33,8 +33,7 @@ def _single(values: set) -> Any:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a run's adapter. made_for: the weights that a DoRA's files are made for (norms.made_for). start: what the
-    run started from."""
+    """The origin of a run's adapter. made_for: the weights that a DoRA's files are made for (norms.made_for)."""
 
     plan: RunPlan
     progress: Progress

@@ -27,12 +27,11 @@ def draw_samples(
     folder: Path,
     weights: Mapping[str, Callable[[], AbstractContextManager[None]]] = MappingProxyType({"": nullcontext}),
 ) -> None:
-    """Draws one PNG for every request, named by its index, with the text entries "prompt" and "request". The folder appears
-    when all are drawn.
+    """Draws one PNG for every request, named by its index, with text entries "prompt" and "request". The folder appears when
+    all are drawn.
 
-    requests: dataclasses of JSON values, and of `images`. sample: request -> PIL image; it may raise Interrupted, which
-    leaves no folder. weights: file name ending -> context with the weights to draw with: "", and "_ema" for an average,
-    which is an entry of "request", too.
+    requests: dataclasses of JSON values, and of `images`. sample: request -> PIL image; if it raises, there is no folder.
+    weights: file name ending -> context with the weights to draw with: "", and "_ema", which "request" contains, too.
     """
     with appearing(folder) as temporary:
         for ending, in_use in weights.items():

@@ -87,10 +87,7 @@ def choices(field: FieldInfo) -> list[ReadWith]:
 
 
 def unread(config: Config, table: Table | None = None, prefix: str = "") -> dict[str, str]:
-    """Key -> reason and remedy, for every key, set or not, that has no effect because of the value of another key.
-
-    table, prefix: the part of the config to look through; left out: all.
-    """
+    """Key -> reason and remedy, for every key of the config, or of a table in it, that the value of another key disables."""
     table, keys = table or config, dict[str, str]()
 
     def value(key: str) -> Any:

@@ -49,8 +49,7 @@ def load(path: str, overrides: list[str]) -> Config:
 
 
 def read_toml(path: str, option: str) -> dict[str, Any]:
-    """The tree of a TOML file, by its path or its bare name in configs/. option: the command line's, for messages. Raises
-    UserError for a missing file and for bad TOML."""
+    """The tree of a TOML file. path, option: of the command line; a bare name may be in configs/. Raises UserError."""
     file = Path(expand_home(path, option))
     if not file.exists() and file.name == path and (CONFIG_FOLDER / path).exists():
         file = CONFIG_FOLDER / path
@@ -127,8 +126,7 @@ def tree(config: Config) -> dict[str, Any]:
 
 
 def override(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
-    """Apply --set overrides, `table.key=VALUE`, to a plain tree, in place. Returns their keys. Raises UserError if one has
-    another form, or goes through a value. `parse` refuses unknown keys."""
+    """Apply --set overrides to a tree in place; returns their keys. Raises UserError for one that is no `table.key=VALUE`."""
     return [_apply(tree, text, f"--set {without_keys(repr(text))}") for text in overrides]
 
 

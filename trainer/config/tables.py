@@ -1,7 +1,5 @@
-"""Every config key: type, default, description. Data keys are in data_tables.py, training keys in training_tables.py.
-
-The text below a key is its description, from which scripts/reference_pages.py writes docs/keys.md.
-"""
+"""The config's keys; those of data and training have their own files. scripts/reference_pages.py makes docs/keys.md of the
+texts below them."""
 
 from __future__ import annotations
 
@@ -42,10 +40,9 @@ class RunTable(Table):
     @model_validator(mode="after")
     def _one_length(self) -> RunTable:
         if (self.max_steps is None) == (self.epochs is None):
-            both = "both are given; --set run.epochs= takes out the one, --set run.max_steps= the other"
-            raise ValueError(
-                f"give exactly one of run.max_steps and run.epochs; {both if self.epochs else 'neither is given'}"
-            )
+            remedy = "both are given; --set run.epochs= takes out the one, --set run.max_steps= the other"
+            remedy = remedy if self.epochs else "neither is given"
+            raise ValueError(f"give exactly one of run.max_steps and run.epochs; {remedy}")
         return self
 
 
@@ -77,9 +74,8 @@ class ModelTable(Table):
     revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")] | None = None
     """A hub repository's branch, tag or commit. Left out: the newest commit."""
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
-    """One of several sets of weight files, for example `fp16`; `none`: files without a suffix. If neither files nor names
-    identify the model: Flux's `dev`, `schnell` or `kontext`, FLUX.2 [klein]'s `base` or `distilled`, Z-Image's `base` or
-    `turbo`."""
+    """One of several sets of weight files: `fp16`; `none`: without a suffix. If neither files nor names identify the model:
+    `dev`, `schnell` or `kontext` (Flux), `base` or `distilled` (FLUX.2 [klein]), `base` or `turbo` (Z-Image)."""
     allow_distilled: bool = False
     """Train a distilled model, which collapses, all the same."""
     prediction: Literal["auto", "epsilon", "v"] = "auto"

@@ -70,8 +70,8 @@ class ObjectiveTable(Table):
     @model_validator(mode="after")
     def _one_noise(self) -> ObjectiveTable:
         if self.noise_offset and (count := self.multires_noise_iterations):
-            both = f"objective.noise_offset = {self.noise_offset:g} and objective.multires_noise_iterations = {count}"
-            raise ValueError(f"{both} both add low frequencies to the noise; set one of them")
+            conflict = f"objective.noise_offset = {self.noise_offset:g} and objective.multires_noise_iterations = {count}"
+            raise ValueError(f"{conflict} both add low frequencies to the noise; set one of them")
         return self
 
 
@@ -87,8 +87,7 @@ class StepTable(Table):
     max_skipped: Annotated[Count, ReadWith("step.non_finite", ("skip",))] = 10
     """So many updates of the run are skipped. One more stops it."""
     compile: Literal["none", "blocks", "auto"] = "none"
-    """Compile each kind of block with torch.compile. The first steps take minutes. `auto`: on a CUDA card, if the run is
-    estimated to save more time than that; a resumed run keeps the choice."""
+    """Compile each kind of block, which takes minutes. `auto`: on CUDA, if it saves more; a resumed run keeps the choice."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Torch's kernel for the denoiser's attention. `auto`: by the card."""
     graphs: Literal["auto"] | bool = "auto"

@@ -67,8 +67,7 @@ def read_sources(config: Config, phases: Phases, memo: Memo | None = None) -> Sc
 def open_cache(
     data: DataTable, folder: Path, foresee: Callable[[int], object] = lambda size: None
 ) -> Cache | MemoryCache | None:
-    """The cache of encodings; None for data.cache = "none". folder: of a cache on disk. foresee: called with the bytes that
-    will be written there, once they are known."""
+    """The cache of encodings; None for data.cache = "none". folder: on disk. foresee: gets the bytes to be written there."""
     if data.cache == "none":
         return None
     if data.cache == "memory":

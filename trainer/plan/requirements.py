@@ -212,8 +212,7 @@ def _refuse(config: Config, unread: Mapping[str, str]) -> None:
 
 
 def family_options(config: Config, family: Family) -> dict[str, Any]:
-    """The values of the keys that the family reads, by last name, without those of samples. adapter.under, an adapter that
-    undoes the distillation, allows a distilled model."""
+    """Last name -> value of the family's keys, except samples' keys. adapter.under undoes a distillation, and allows it."""
     single = [key.split(".") for key in family.reads if "*" not in key]
     options = {path[-1]: reduce(getattr, path, config) for path in single}
     if "allow_distilled" in options:

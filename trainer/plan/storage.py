@@ -83,8 +83,8 @@ def resolve(config: Config, source: ModelSource) -> dict[str, ComponentTable]:
 
 
 def held_as(source: ModelSource, name: str) -> tuple[str, str] | None:
-    """(dtype, backend) of a component with quantised weights in its files, or, before they are fetched, in its config.json;
-    None if it has none. Raises UserError for more than one of them."""
+    """(dtype, backend) of the quantised weights in a component's files, or before they are fetched in its config.json; else
+    None. Raises UserError for more than one."""
     if not source.is_here(name):
         return quantization.declared(source.config(name))
     kinds = {(h.dtype, h.backend) for h in source.held(name).values() if not isinstance(h, torch.dtype)}
@@ -186,8 +186,7 @@ def weight_bytes(source: ModelSource, component: Storage, *, held: Mapping[str, 
 
 
 def check(source: ModelSource, component: Storage) -> None:
-    """Raises UserError if the files lack a tensor, or if a pattern of `exclude` matches no layer, or one that they hold
-    quantised. Reads headers only."""
+    """Raises UserError if files lack a tensor, or `exclude` matches no layer, or a quantised one. Reads headers only."""
     name, key = component.name, f"model.components.{component.name}.exclude"
     weights = {}
     if source.is_here(name):

@@ -33,19 +33,17 @@ def show_everything():
 
 
 def choose_waiting():
-    """Set how long OpenMP's threads spin before they yield their core, unless the user did.
+    """Set how long OpenMP's threads spin before they yield their core, unless the user did. Needed before PyTorch is loaded.
 
     The default is 3 ms, on cores that the thread they wait for may need: beside four endless loops no step ended within 100
-    s (benchmarks/busy.py). On a free machine, yielding at once makes a step longer by a third. PyTorch's OpenMP reads this
-    once, when it is loaded.
+    s (benchmarks/busy.py). On a free machine, yielding at once makes a step longer by a third.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = BESIDE_OTHERS if _others_run() else ALONE
 
 
 def _others_run():
-    """Whether other programs use a quarter of the machine's cores or more, three times in a row. False if the system does not
-    say; a container sees the whole machine."""
+    """Whether others use a quarter of the whole machine's cores, three times in a row. False if the system does not say."""
     try:
         for _ in range(3):
             with open(LOAD) as file:

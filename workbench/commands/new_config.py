@@ -61,9 +61,8 @@ def write_first_config(
     """Write NAME.toml into `folder`, and return its path. Reads the photos and the headers of the model's files.
 
     model: as `model.path`; None: MODEL. memory: bytes of the accelerator; None: this machine's. overrides: of --set. show:
-    (config, remedy if it does not fit; None for the last preset) -> whether it fits; plans the written config. If it raises,
-    the file is removed. Raises UserError if photos are damaged or missing, the model cannot be read, an override is wrong,
-    or NAME.toml exists.
+    (config, remedy if it does not fit; None for the last preset) -> whether it fits; plans the written config; if it raises,
+    the file is removed. Raises UserError for photos, model or overrides that cannot be used, and if NAME.toml exists.
     """
     phases = Phases(show=True)
     tree = _minimal(_name(photos), photos, model or MODEL)
@@ -169,8 +168,7 @@ def _set_component_paths(document: TOMLDocument, paths: Mapping[str, Path]) -> N
 
 
 def _set_length(document: TOMLDocument, data: DataPlan, length: Length, keys: set[str]) -> None:
-    """Set a number of steps that shows each photo VIEWS times, within STEPS, and the intervals. keys: set by --set, which
-    stay as they are."""
+    """Set a length that shows each photo VIEWS times, within STEPS, and intervals, except keys of --set."""
     repeats = sum(photo.repeats for photo in data.photos) / len(data.photos)  # mean per epoch
     least, most = STEPS
     steps = min(most, max(least, round(VIEWS / repeats * length.steps_per_epoch) // 10 * 10))

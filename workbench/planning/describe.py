@@ -16,8 +16,7 @@ UNITS = ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", inf))  # (seconds, name
 
 
 def describe_memory(needs: Forecast, memory: int, smaller: Sequence[Change], *, accumulation: int) -> str:
-    """A run's device memory by phase. The last line says whether it fits. smaller: changes that need less, if it does not.
-    accumulation: micro-batches in an update."""
+    """A run's device memory by phase, and whether it fits. smaller: changes that help. accumulation: the config's."""
     width = max(len(phase.name) for phase in needs.phases)
     lines = ["memory, at the largest moment of each phase"]  # no table: a terminal may have 80 columns
     for phase in needs.phases:
@@ -91,8 +90,7 @@ def describe_time(plan: RunPlan, needs: Forecast, device: torch.device | None, *
 
 
 def step_seconds(plan: RunPlan, needs: Forecast, machine: Machine) -> tuple[float, float]:
-    """(least, most) seconds of an average update. They are computed from the operators of a step at the largest size, whose
-    tensors are scaled to an average micro-batch."""
+    """(least, most) seconds of an average update: the operators of the largest step, scaled to an average micro-batch."""
     step = next(phase for phase in needs.phases if phase.name.startswith(STEP))
     sizes = [(sum(map(prod, example.layout)), example.photo.repeats) for example in plan.data.examples]
     pixels, largest = sum(size * repeats for size, repeats in sizes), max(size for size, _ in sizes)

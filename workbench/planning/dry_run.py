@@ -1,7 +1,5 @@
-"""Runs a run's own code on meta tensors: at full size it takes seconds, and next to no memory.
-
-Tests use it with fake tensors for an accelerator that is not there (tests/pretend.py).
-"""
+"""Runs a run's own code on meta tensors: at full size it takes seconds, and next to no memory. Tests use it with fake tensors
+for an accelerator that is not there (tests/pretend.py)."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,11 +40,9 @@ META = torch.device("meta")
 
 
 class WithoutValues(TorchFunctionMode):
-    """A block in which torch's functions that read a tensor's values accept meta tensors.
-
-    A condition is False, and a search finds the first place. A copy to the CPU is the tensor itself, and a picture is black.
-    Fused attention, and on an accelerator RMSNorm, are one operator each.
-    """
+    """A block in which functions that read a tensor's values accept meta tensors: a condition is False, a search finds the
+    first place, a copy to the CPU is the tensor itself, a picture is black. Fused attention, and on an accelerator RMSNorm,
+    are one operator each."""
 
     def __init__(self, *, on_cpu: bool) -> None:
         super().__init__()

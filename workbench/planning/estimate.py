@@ -1,7 +1,5 @@
-"""Forecasts a run's memory by phase: its own code at full size, on meta tensors.
-
-Tensors are counted; a margin stands for the device's context, library workspaces and the allocator's loss.
-"""
+"""Forecasts a run's memory by phase: its own code at full size, on meta tensors. Tensors are counted; a margin stands for the
+device's context, library workspaces and the allocator's loss."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

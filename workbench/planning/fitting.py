@@ -1,5 +1,4 @@
-"""Chooses the keys that are left to the plan: `memory.fit` (by the remedies of `memory.fit_by`), `memory.resident_blocks`
-and `step.compile = "auto"`."""
+"""Resolves `memory.fit` (by the remedies of `memory.fit_by`), and "auto" in `memory.resident_blocks` and `step.compile`."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence

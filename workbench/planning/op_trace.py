@@ -1,7 +1,5 @@
-"""Traces the cost of torch operators: live memory, launches, bytes read and written, FLOPs.
-
-The allocator's rounding and splitting, and the workspaces of cuBLAS and cuDNN, are below operators and not counted.
-"""
+"""Traces the cost of torch operators: live memory, launches, bytes read and written, FLOPs. The allocator's rounding and
+splitting, and the workspaces of cuBLAS and cuDNN, are below operators and not counted."""
 
 import weakref
 from collections import Counter
@@ -36,8 +34,8 @@ _UNKNOWN = {
 
 
 class Work(NamedTuple):
-    """The work of one operator. read, written: bytes. flops, width (bytes of an element): of products, convolutions and
-    attention; 0 for others."""
+    """The work of one operator. read, written: bytes. flops, width (bytes of an element): 0 except for products, convolutions
+    and attention."""
 
     read: int = 0
     written: int = 0

@@ -38,8 +38,7 @@ CPU_MEMORY: Range = (1.0, 0.4)
 # twice as long for all. benchmarks/host_time.py has 16 (Flux) to 37 us (SDXL) on a core on which a bare one takes 1.0 to 1.2.
 # Compiled blocks and graphs launch fewer operators, and need less time for each: they have their own range.
 ASKING: Range = (15, 37)
-# A CPU's additional time for the operator itself, in bare operators: steps of tiny models, which compute next to nothing,
-# take 22 to 47 in all.
+# A CPU's additional time for the operator itself, in bare operators: steps of tiny models take 22 to 47 in all.
 CPU_LAUNCH: Range = (5, 10)
 # Bytes a second from the host's pinned memory to a card: PCIe 5.0 and 4.0, 16 lanes. Common figures, not measured here.
 BUS: Range = (50e9, 25e9)
