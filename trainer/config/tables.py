@@ -1,5 +1,5 @@
-"""The config's keys; those of data and training have their own files. scripts/reference_pages.py makes docs/keys.md of the
-texts below them."""
+"""The config's keys; data_tables.py and training_tables.py have more. scripts/reference_pages.py writes docs/keys.md from the
+texts below the keys."""
 
 from __future__ import annotations
 
