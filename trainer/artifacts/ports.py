@@ -1,6 +1,6 @@
-"""What a run hands to parts on top of it, which whoever opens a run gives (`workbench/commands/ports.py` has all). Without
-them a run trains, saves, resumes and writes its adapter files; what its config asks of a part that is not there is refused
-by its key. A module may stand for a protocol."""
+"""Interfaces of optional parts, which the caller passes when it opens a run (`workbench/commands/ports.py` has all). Without
+them a run trains, saves, resumes and writes its adapter files; a config key that needs a missing part is refused. A module
+may implement a protocol."""
 
 from __future__ import annotations
 
@@ -32,91 +32,91 @@ from trainer.runtime.device import Memory
 
 
 class Page(AbstractContextManager[Any], Protocol):
-    """The pages of one start of a run, in a `with` block: what it shows to people beside its adapter files."""
+    """The report of one start of a run, in a `with` block."""
 
     def after_step(self, *, news: bool) -> None:
-        """Write the page between two steps, where it is time. news: whether there is more to see than another step."""
+        """Write the page between two steps, if it is due. news: more than another step has happened."""
 
     def stopped(self, check: Callable[[], None]) -> Path:
-        """Write the page of a run that stopped before its end; returns its place. check: may raise, now and then."""
+        """Write the page of a run that stopped before its end; returns its path. check: called often; may raise."""
 
     def judge(self, state: TrainState, written: Mapping[str, Path]) -> None:
-        """Measure what a whole run changed, and say what became of it. written: the adapter files, by format."""
+        """Measure what a finished run changed, and print the verdict. written: the adapter files, by format."""
 
     def end(self) -> None:
-        """Write the page of a whole run that was judged, and say where it is, and what was changed."""
+        """Write the page of a finished, judged run; print its path and what was changed."""
 
     def write_card(self, about: About, written: Mapping[str, Path], files: FileGroup) -> str:
-        """Write the model card beside the adapter files; returns what is to be said about it, or "". written: by format."""
+        """Write the model card beside the adapter files; returns a note to print, or "". written: by format."""
         ...
 
 
 class Pages(Protocol):
-    """Makes pages."""
+    """Creates pages."""
 
     def first_page(self, layout: Layout, *, name: str, enabled: bool) -> AbstractContextManager[None]:
-        """A block with the page of a run that is prepared."""
+        """A block with the page of a run in preparation."""
         ...
 
     def page_of(
         self, plan: RunPlan, components: Components, context: RunContext, progress: Progress, start: Start,
         *, contents: Mapping[str, str], environment: Mapping[str, Any],
     ) -> Page:  # fmt: skip
-        """The pages of a run that is built. contents: digests of the model's files, by component."""
+        """The page of a built run. contents: digests of the model's files, by component."""
         ...
 
 
 class StartReader(Protocol):
-    """Reads what a run starts from: adapter files of all kinds, and checkpoints."""
+    """Reads initial adapters: adapter files of all kinds, and checkpoints."""
 
     def read_start(self, plan: RunPlan) -> tuple[Portable, Account]:
-        """(the adapter that adapter.init_from names, what was assumed of it). Reads headers and scales. Raises UserError for
-        what does not fit the plan."""
+        """(adapter of adapter.init_from, assumptions about it). Reads headers and scales. Raises UserError if it does not fit
+        the plan."""
         ...
 
     def with_below(self, plan: RunPlan, say: Callable[[str], object]) -> RunPlan:
-        """The plan with the frozen adapter that adapter.under names. Raises UserError for what does not fit."""
+        """The plan with the frozen adapter of adapter.under. Raises UserError if it does not fit."""
         ...
 
 
 class Planning(Protocol):
-    """Chooses keys by the memory and the time there are, and tells what takes less."""
+    """Chooses keys by memory and time, and suggests others that need less."""
 
     def fitted(
         self, plan: RunPlan, kernels: Kernels, memory: int,
         *, base: Callable[[], int] | None, fixed: Collection[str], say: Callable[[str], None],
     ) -> RunPlan:  # fmt: skip
-        """The plan with what `memory.fit` and `memory.resident_blocks` choose. Raises UserError where nothing fits."""
+        """The plan with `memory.fit` and `memory.resident_blocks` resolved. Raises UserError if nothing fits."""
         ...
 
     def compiling(self, plan: RunPlan, memory: Memory, *, say: Callable[[str], None]) -> RunPlan:
-        """The plan with what `step.compile` chooses, alike in all processes."""
+        """The plan with `step.compile` resolved, alike in all processes."""
         ...
 
     def what_would_fit(self, plan: RunPlan, *, on_cpu: bool) -> str:
-        """What lowers a step's need of memory, in words, for a run whose step ran out of it."""
+        """The remedies after a step ran out of memory, in words."""
         ...
 
 
 class Summary(Protocol):
-    """Tells people of a plan."""
+    """Describes a plan."""
 
     def described(self, plan: RunPlan) -> str:
-        """What a run says at its start: what it will do, and what of it looks unintended."""
+        """The text at the start of a run: what it will do, and warnings about unlikely settings."""
         ...
 
 
 class Trackers(Protocol):
-    """Programs that show the numbers of a run."""
+    """Experiment trackers."""
 
     def check_trackers(self, config: Config) -> None:
-        """Raises UserError where one that the config asks for lacks its library."""
+        """Raises UserError if the library of a configured tracker is missing."""
 
     def sign_in(self, config: Config) -> None:
-        """Raises UserError where one that the config asks for knows nobody here."""
+        """Raises UserError if a configured tracker has no login on this machine."""
 
     def open_trackers(self, config: Config, context: RunContext, progress: Progress) -> list[Tracker]:
-        """Those that the config asks for."""
+        """The configured trackers."""
         ...
 
 
@@ -124,10 +124,10 @@ class Copying(Protocol):
     """The copying of one start of a run to its mirror."""
 
     def offer(self, step: int) -> None:
-        """A checkpoint is whole, and may be copied."""
+        """Offer a complete checkpoint for copying."""
 
     def running(self, signals: Signals, step: int) -> AbstractContextManager[None]:
-        """A block in which files are copied, and at whose end all processes wait for the rest. step: where it begins."""
+        """A block in which files are copied; at its end all processes wait for the rest. step: of its beginning."""
         ...
 
 
@@ -135,16 +135,16 @@ class Mirrors(Protocol):
     """A second place for a run's files."""
 
     def check_library(self, url: str) -> None:
-        """Raises UserError where the library for a URL is missing."""
+        """Raises UserError if the library for a URL is missing."""
 
     def ask_mirror(self, config: Config, context: RunContext, resume_from: str | None) -> Copying:
-        """What copies to `checkpoint.mirror`; a newer checkpoint that is there is fetched first."""
+        """The copying to `checkpoint.mirror`. First fetches a newer checkpoint from there, if any."""
         ...
 
 
 @dataclass(frozen=True)
 class Attached:
-    """What the parts made for one run; None where it has none."""
+    """The objects that the parts made for one run; None: it has no such part."""
 
     page: Page | None = None
     mirror: Copying | None = None
@@ -165,7 +165,7 @@ class Ports:
 
 
 def _no_folder(config: Config) -> str | None:
-    """The first place of photos that is no folder and no table."""
+    """The first source of photos that is no folder and no table."""
     paths = [path for source in config.data.sources for path in (source.path, source.held_out) if path]
     return next((p for p in paths if p.startswith(HUB) or (ARCHIVE.fullmatch(p) and not Path(p).is_dir())), None)
 
@@ -176,7 +176,7 @@ def _is_written(config: Config, key: str) -> bool:
 
 
 def _auto(value: object) -> object:
-    """The value where it leaves the choice to the part."""
+    """The value if it leaves the choice to the part."""
     return value if value == "auto" else None
 
 
@@ -198,7 +198,7 @@ ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
     },
     "mirror": {"checkpoint.mirror": attrgetter("checkpoint.mirror")},
 }
-# What a run lacks without a part, in words.
+# Part -> its results, in words.
 LOST = {
     "planning": "advice on memory", "pages": "report, verdict, model card", "summary": "summary",
     "trackers": "TensorBoard files",
@@ -206,9 +206,8 @@ LOST = {
 
 
 def refuse_unserved(config: Config, ports: Ports) -> str:
-    """What the run has not, in words; "" where it has all parts. Raises UserError for a key that asks a part which is not
-    there."""
-    missing = [each.name for each in fields(ports) if getattr(ports, each.name) is None]
+    """The missing results, in words; "" if all parts are there. Raises UserError for a key that needs a missing part."""
+    missing = [field.name for field in fields(ports) if getattr(ports, field.name) is None]
     for part in missing:
         for key, asks in ASKED[part].items():
             if value := asks(config):

@@ -50,24 +50,24 @@ def known_keys() -> dict[str, Any]:
     return {key: list(field.default) if isinstance(field.default, tuple) else field.default for key, field in fields()}
 
 
-def drop_removed(tree: Mapping[str, Any], what: str = "", may_change: Collection[str] = ()) -> dict[str, Any]:
-    """The tree without removed keys. what: the tree's name, for messages. Raises UserError, a line for each remedy, if a key
+def drop_removed(tree: Mapping[str, Any], name: str = "", may_change: Collection[str] = ()) -> dict[str, Any]:
+    """The tree without removed keys. name: the tree's name, for messages. Raises UserError, a line for each remedy, if a key
     asks for a removed feature; one that matches a pattern of `may_change` is kept instead."""
-    known, remaining = known_keys(), dict(tree)
+    current, remaining = known_keys(), dict(tree)
     refused: dict[str, list[str]] = {}  # by remedy
     for key, (value, remedy) in REMOVED.items():
-        table, _, name = key.partition(".")
+        table, _, leaf = key.partition(".")
         values = remaining.get(table)
-        if not isinstance(values, Mapping) or name not in values:
+        if not isinstance(values, Mapping) or leaf not in values:
             continue
-        if (values[name] == value) is (key in known):
+        if (values[leaf] == value) is (key in current):
             if not any(fnmatchcase(key, pattern) for pattern in may_change):
-                refused.setdefault(remedy, []).append(f"{key} = {without_keys(repr(values[name]))}")
-        elif key not in known:
-            remaining[table] = {other: values[other] for other in values if other != name}
+                refused.setdefault(remedy, []).append(f"{key} = {without_keys(repr(values[leaf]))}")
+        elif key not in current:
+            remaining[table] = {other: values[other] for other in values if other != leaf}
     if refused:
         lines = (f"{', '.join(keys)}: {remedy}" for remedy, keys in refused.items())
-        raise UserError("\n".join(f"{what}: {line}" if what else line for line in lines))
+        raise UserError("\n".join(f"{name}: {line}" if name else line for line in lines))
     return remaining
 
 

@@ -141,9 +141,9 @@ def _unknown_table(name: str, table: dict[str, Any]) -> str:
 def near_miss(key: str) -> str | None:
     """The known key that `key` probably stands for, or a sentence (trainer/base/other_trainers.json), or None."""
     table, _, leaf = key.rpartition(".")
-    known = list(known_keys())
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
-    elsewhere = [name for name in known if name.rpartition(".")[2] == leaf and "." in name]  # the key of another table
+    keys = list(known_keys())
+    siblings = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] == generic(table)}
+    elsewhere = [name for name in keys if name.rpartition(".")[2] == leaf and "." in name]  # the key of another table
     alias = other_trainers.key_for(key)
     if alias is not None and alias != key and not (table and siblings and alias.endswith(f".{leaf}")):
         return alias
@@ -153,8 +153,8 @@ def near_miss(key: str) -> str | None:
     if close := swapped or patterns.near(leaf, siblings, cutoff=0.85 if elsewhere else 0.6):
         return f"{table}.{close}" if table else close
     # The table may be the misspelt part. The last part must be near, too: the names of a table all begin alike.
-    near_leaf = patterns.near(leaf, [name.rpartition(".")[2] for name in known], cutoff=0.75)
-    candidates = [name for name in known if name.rpartition(".")[2] == near_leaf]
+    near_leaf = patterns.near(leaf, [name.rpartition(".")[2] for name in keys], cutoff=0.75)
+    candidates = [name for name in keys if name.rpartition(".")[2] == near_leaf]
     close = patterns.near(generic(key), elsewhere or candidates, cutoff=0.0 if elsewhere else 0.75)
     return close and _with_places(close)
 

@@ -59,12 +59,12 @@ def read_toml(path: str, option: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         compares = option == "--compare"
-        known = sorted(p.name for p in CONFIG_FOLDER.glob("*.toml") if p.name.startswith("compare_") == compares)
-        paths = {Path(name).stem: name for name in known} | {p.stem: str(p) for p in sorted(file.parent.glob("*.toml"))}
+        names = sorted(p.name for p in CONFIG_FOLDER.glob("*.toml") if p.name.startswith("compare_") == compares)
+        paths = {Path(name).stem: name for name in names} | {p.stem: str(p) for p in sorted(file.parent.glob("*.toml"))}
         remedy = "docs/compare.md tells how to write one" if compares else "python train.py --new PHOTOS writes one"
         if near := patterns.near(file.stem, paths, cutoff=0.8):
             remedy = f"did you mean {paths[near]}?"
-        raise UserError(f"{option} {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from None
+        raise UserError(f"{option} {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(names)}") from None
     except tomllib.TOMLDecodeError as error:
         kind, remedy = file.suffix[1:].upper(), _remedy(text, error)
         if kind in ("YAML", "YML", "JSON"):
@@ -91,7 +91,7 @@ def parse(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(drop_removed(tree))
     except ValidationError as error:
-        raise UserError(mistakes.explain(error.errors(include_url=False))) from None
+        raise UserError(mistakes.explain(error.errors(include_url=False))) from None  # the message has all of it
 
 
 def literal(value: Any) -> str:

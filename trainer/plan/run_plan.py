@@ -83,7 +83,7 @@ class Length:
         """A table's interval. first: the earliest step, or epoch if the table counts epochs."""
         if not table.every_epochs:
             return Every(table.every_steps, first=first)
-        # Epochs are counted from the step at which training on these photos began.
+        # Epochs end at multiples of their length from the step at which training on these photos began, also before it.
         (step, epoch), length = self.began, self.steps_per_epoch
         zero = step - epoch * length
         return Every(table.every_epochs * length, zero, zero + first * length)

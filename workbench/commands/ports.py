@@ -1,5 +1,4 @@
-"""The parts that `python train.py` gives a run (trainer/artifacts/ports.py). What a config asks of a part whose folder was
-deleted is refused by its key."""
+"""The parts that `python train.py` gives a run (trainer/artifacts/ports.py). A key that needs a deleted folder is refused."""
 
 from importlib import import_module
 from importlib.util import find_spec

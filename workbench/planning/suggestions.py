@@ -39,7 +39,7 @@ class Change:
 
 def changes(plan: RunPlan, kernels: Kernels, needs: Forecast, memory: int) -> list[Change]:
     """The cheapest change that saves enough, again and again, until the run fits or none does. needs: the plan's forecast.
-    Savings by fewer or smaller images are scaled from it; the others are forecast."""
+    Only the savings of fewer or smaller images are scaled from it."""
     selection, remaining = [], list(ladder(plan, kernels, needs))
     while not needs.fits(memory):
         # A change that saves nothing now may do so later, when another phase is the largest.
