@@ -18,6 +18,7 @@ from trainer.base.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.resume.start_point import as_chosen
+from trainer.runtime.device import Memory
 from workbench.commands import launch
 from workbench.planning import estimate, fitting
 from workbench.planning.estimate import STEP, Forecast, Stage, forecast
@@ -71,12 +72,12 @@ def test_every_budget_is_kept_and_what_is_listed_first_goes_first(bench: Workben
     as_it_is = forecast(plan, dora_torch)
     most, eager = as_it_is.total + int(1.03 * as_it_is.graphs), as_it_is.total
     with pytest.raises(UserError, match=r"memory\.fit = 'auto' \(1.0 MiB\): with .* the run needs .*, in") as raised:
-        fitted(plan, dora_torch, 2**20, base=None)
+        fitted(plan, Memory(2**20, None, dora_torch))
     for words in ("every block recomputed", "every block streamed", "state in 8 bits", "one photo at a time", "larger card"):
         assert words in str(raised.value)
     for memory in (most + 1, most - 1, 0.96 * eager, 0.3 * eager):
         said.clear()
-        found = fitted(plan, dora_torch, int(memory), base=None, say=said.append)
+        found = fitted(plan, Memory(int(memory), None, dora_torch), say=said.append)
         assert forecast(found, dora_torch).fits(int(memory), graphs=True)
         config = found.config
         changed = [
@@ -98,13 +99,14 @@ def test_nothing_else_is_changed_without_being_named(bench: Workbench, monkeypat
     assert plan.config.memory.fit_by == ("checkpointing",)
     every = forecast(with_keys(plan, {"memory.gradient_checkpointing": True}), dora_torch).total
     with pytest.raises(UserError, match=r"with every block recomputed the run needs .*\n- data.batch_size = 1, ") as raised:
-        fitted(planned(bench, memory__fit=f"{every - 1000}B"), dora_torch, 0, base=None)
+        fitted(planned(bench, memory__fit=f"{every - 1000}B"), Memory(0, None, dora_torch))
     assert "one photo" not in str(raised.value)
-    kept = fitted(planned(bench, memory__fit="auto", memory__fit_by=LEVERS), dora_torch, every, base=None, fixed=LEVERS[1:])
+    with_all = planned(bench, memory__fit="auto", memory__fit_by=LEVERS)
+    kept = fitted(with_all, Memory(every, None, dora_torch), fixed=LEVERS[1:])
     assert kept.config.memory.gradient_checkpointing is True and kept.config.data.batch_size == 16
     amsgrad = planned(bench, memory__fit="auto", memory__fit_by=["optimizer_bits"], optimizer__options={"amsgrad": True})
     with pytest.raises(UserError, match="with nothing that memory.fit_by may change the run needs"):
-        fitted(amsgrad, dora_torch, every, base=None)
+        fitted(amsgrad, Memory(every, None, dora_torch))
 
 
 def result(folder: Path) -> list[bytes]:

@@ -42,7 +42,7 @@ from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
 from trainer.run import loop as loops
 from trainer.run.run import make_loop
-from trainer.runtime.device import start_processes
+from trainer.runtime.device import Memory, start_processes
 from workbench.commands import main as cli
 from workbench.planning import fitting, step_time, suggestions
 from workbench.planning.describe import band, describe_memory, describe_time, step_seconds
@@ -180,7 +180,7 @@ def test_more_memory_never_means_more_recomputation(needs: list[int], memory: in
     def place(size: int) -> int:
         config = CONFIG.model_copy(update={"memory": CONFIG.memory.model_copy(update={"fit": f"{size}GiB"})})
         try:
-            fitted = fitting.fitted(replace(PLAN, config=config), dora_torch, 0, base=None)
+            fitted = fitting.fitted(replace(PLAN, config=config), Memory(0, None, dora_torch))
         except UserError:
             return len(places)
         return places[fitted.config.memory.gradient_checkpointing]

@@ -15,6 +15,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
+from trainer.runtime.device import Memory
 from trainer.runtime.streaming import BACK, FORWARD, ROUND, Streamer, device_bytes
 from workbench.commands import launch
 from workbench.planning import estimate, fitting
@@ -145,15 +146,15 @@ def test_a_plan_counts_no_block_on_the_device_that_only_passes(bench: Workbench,
     (shares,) = [shares for remedy, _, shares in ladder(three, dora_torch, kept) if remedy.name == "resident_blocks"]
     assert lowered(kept, shares).total == forecast(plan, dora_torch).total < kept.total
     with pytest.raises(UserError, match=r"with every block streamed the run needs"):
-        fitted(three, dora_torch, device_bytes(blocks, 1), base=None)
+        fitted(three, Memory(device_bytes(blocks, 1), None, dora_torch))
     weights = [Stage("", {"weights": size}, {"transformer": size}) for size in [device_bytes(blocks, 0)]]
     monkeypatch.setattr(fitting, "forecast", lambda *_, **__: replace(streamed, phases=tuple(weights)))
     monkeypatch.setattr(estimate, "SHARE", 0)
     with pytest.raises(UserError, match=r"= 3: these blocks of the transformer, and two that pass, .* at most 1, or 'auto'"):
-        fitted(three, dora_torch, device_bytes(blocks, 1), base=None)
+        fitted(three, Memory(device_bytes(blocks, 1), None, dora_torch))
     with pytest.raises(UserError, match=r"resident_blocks = 0: .* not even two blocks fit"):
-        fitted(plan, dora_torch, 1000, base=None)
-    assert fitted(plan, dora_torch, 2**40, base=None) is plan
+        fitted(plan, Memory(1000, None, dora_torch))
+    assert fitted(plan, Memory(2**40, None, dora_torch)) is plan
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from trainer.adapters.portable import Portable
 from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.files import FileGroup
-from trainer.base.protocols import Kernels
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
 from trainer.checkpoint.state import Progress
@@ -82,10 +81,7 @@ class StartReader(Protocol):
 class Planning(Protocol):
     """Chooses keys by memory and time, and suggests others that need less."""
 
-    def fitted(
-        self, plan: RunPlan, kernels: Kernels, memory: int,
-        *, base: Callable[[], int] | None, fixed: Collection[str], say: Callable[[str], None],
-    ) -> RunPlan:  # fmt: skip
+    def fitted(self, plan: RunPlan, memory: Memory, *, fixed: Collection[str], say: Callable[[str], None]) -> RunPlan:
         """The plan with `memory.fit` and `memory.resident_blocks` resolved. Raises UserError if nothing fits."""
         ...
 

@@ -132,7 +132,7 @@ def begin(
 def _chosen(plan: RunPlan, there: Memory, ports: Ports, *, kept: Collection[str], say: Callable[[str], None]) -> RunPlan:
     """The plan with what is chosen by the device there is. Raises UserError where nothing fits there, or compiles."""
     if ports.planning is not None:
-        plan = ports.planning.fitted(plan, there.kernels, there.size, base=there.base, fixed=kept, say=say)
+        plan = ports.planning.fitted(plan, there, fixed=kept, say=say)
         plan = ports.planning.compiling(plan, there, say=say)
     if there.device is not None and plan.config.step.compile == "blocks":
         check_compiler(there.device)

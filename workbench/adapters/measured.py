@@ -65,8 +65,7 @@ class HeldOutLosses:
         peers = session.processes
         if peers.count > 1:
             raise UserError(f"{peers.count} processes were started; the losses are measured by one, without torchrun")
-        memory = Memory.of(peers.device, plan.config)
-        plan = fitted(plan, memory.kernels, memory.size, base=memory.base)
+        plan = fitted(plan, Memory.of(peers.device, plan.config))
         plan = replace(plan, model=fetched(plan.model, peers, phases))
         components = session.components(plan.model, phases, attention=choose_attention(plan, peers.device, write))
         read = replace(plan, data=replace(plan.data, examples=()))

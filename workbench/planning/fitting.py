@@ -12,7 +12,6 @@ from trainer.adapters.kinds import kind_named
 from trainer.base.account import counted
 from trainer.base.errors import UserError
 from trainer.base.files import parse_size
-from trainer.base.protocols import Kernels
 from trainer.base.tensorfile import size_text
 from trainer.data.batches import short_batches
 from trainer.plan.changes import Keys, in_words
@@ -51,48 +50,34 @@ def cheapest(levels: Sequence[Sequence[Any]], fits: Callable[[Sequence[Any]], bo
 
 
 def fitted(
-    plan: RunPlan,
-    kernels: Kernels,
-    memory: int,
-    *,
-    base: Callable[[], int] | None,
-    fixed: Collection[str] = (),
-    say: Callable[[str], None] = lambda line: None,
+    plan: RunPlan, memory: Memory, *, fixed: Collection[str] = (), say: Callable[[str], None] = lambda line: None
 ) -> RunPlan:
-    """The plan with the keys that depend on memory, each as cheap as fits. memory: the device's bytes, unless memory.fit is a
-    size. base: bytes of this process on a CPU; None: an accelerator. fixed: names of memory.fit_by that may no longer change.
-    say: prints each choice, and its price. Raises UserError if nothing fits."""
+    """The plan with the keys that depend on memory, each as cheap as fits. A size in memory.fit replaces memory's. fixed:
+    names of memory.fit_by that may no longer change. say: prints each choice, and its price. Raises UserError if nothing
+    fits."""
     fit = plan.config.memory.fit
-    budget = memory if fit in (None, "auto") else parse_size(fit)
+    memory = memory if fit in (None, "auto") else replace(memory, size=parse_size(fit))
     if fit is not None:
-        plan = _fitted_by_remedies(plan, kernels, budget, base=base, fixed=fixed, say=say)
+        plan = _fitted_by_remedies(plan, memory, fixed, say)
     table = plan.config.memory
     if table.offload == "blocks" and table.resident_blocks == "auto":
-        if base is not None:  # streamed blocks are in the same memory
+        if memory.base is not None:  # streamed blocks are in the same memory
             return with_keys(plan, {"memory.resident_blocks": 0})
-        return _with_most_resident(plan, kernels, budget)
-    if table.offload == "blocks" and base is None:
-        _check_slots(plan, kernels, budget)
+        return _with_most_resident(plan, memory)
+    if table.offload == "blocks" and memory.base is None:
+        _check_slots(plan, memory)
     return plan
 
 
-def _fitted_by_remedies(
-    plan: RunPlan,
-    kernels: Kernels,
-    memory: int,
-    *,
-    base: Callable[[], int] | None,
-    fixed: Collection[str],
-    say: Callable[[str], None],
-) -> RunPlan:
-    table, available = plan.config.memory, {remedy.name: remedy for remedy in remedies(on_cpu=base is not None)}
+def _fitted_by_remedies(plan: RunPlan, memory: Memory, fixed: Collection[str], say: Callable[[str], None]) -> RunPlan:
+    table, available = plan.config.memory, {remedy.name: remedy for remedy in remedies(on_cpu=memory.base is not None)}
     selected = [available[name] for name in table.fit_by if name in available and name not in fixed]
     ladders = {remedy: levels for remedy in selected if len(levels := remedy.levels(plan)) > 1}
     setting = f"memory.fit = {table.fit!r}"
 
     @cache
     def cached_forecast(keys: tuple[tuple[str, Any], ...]) -> Forecast:
-        return forecast(with_keys(plan, dict(keys)), kernels, base=base)
+        return forecast(with_keys(plan, dict(keys)), memory.kernels, base=memory.base)
 
     def needing(settings: Sequence[Keys]) -> Forecast:
         """The forecast with these settings. Resident blocks are computed from the forecast without any."""
@@ -106,22 +91,23 @@ def _fitted_by_remedies(
     # do not fit, the remedy that is named first is used first.
     slower = [levels if remedy.name == "checkpointing" else levels[:1] for remedy, levels in ladders.items()]
     settings = None
-    if needing([levels[0] for levels in slower]).fits(memory) or [remedy.name for remedy in ladders][:1] == ["checkpointing"]:
-        settings = cheapest(slower, lambda settings: needing(settings).fits(memory, graphs=True))
-    settings = settings or cheapest([*ladders.values()], lambda settings: needing(settings).fits(memory))
+    fit_eager = needing([levels[0] for levels in slower]).fits(memory.size)
+    if fit_eager or [remedy.name for remedy in ladders][:1] == ["checkpointing"]:
+        settings = cheapest(slower, lambda settings: needing(settings).fits(memory.size, graphs=True))
+    settings = settings or cheapest([*ladders.values()], lambda settings: needing(settings).fits(memory.size))
     if settings is None:
         last = [levels[-1] for levels in ladders.values()]
         least = ", ".join(remedy.least for remedy in ladders) or "nothing that memory.fit_by may change"
         auto, needs = table.fit == "auto", needing(last)
         raise UserError(
-            f"{setting}{f' ({size_text(memory)})' if auto else ''}: with {least} the run needs "
+            f"{setting}{f' ({size_text(memory.size)})' if auto else ''}: with {least} the run needs "
             f"{size_text(needs.total)}, in {needs.largest.name}; {'use a larger card' if auto else 'raise memory.fit'}, or"
-            f"{_advice(with_keys(plan, _merged(last)), kernels, needs, memory)}"
+            f"{_advice(with_keys(plan, _merged(last)), needs, memory)}"
         )
     for (remedy, levels), keys in zip(ladders.items(), settings, strict=True):
         if keys != levels[0]:
             say(f"{setting}: {in_words(keys)} ({remedy.price})")
-    if not needing(settings).fits(memory, graphs=True):
+    if not needing(settings).fits(memory.size, graphs=True):
         say(f"{setting}: step.graphs = false (steps wait for Python; no byte changes)")
         settings = [*settings, {"step.graphs": False}]
     return with_keys(plan, _merged(settings))
@@ -177,41 +163,43 @@ def _merged(settings: Sequence[Keys]) -> Keys:
     return {key: value for keys in settings for key, value in keys.items()}
 
 
-def _advice(plan: RunPlan, kernels: Kernels, needs: Forecast, memory: int) -> str:
+def _advice(plan: RunPlan, needs: Forecast, memory: Memory) -> str:
     """The end of a refusal: other changes that would help, one a line."""
-    return "".join(f"\n- {change}" for change in changes(plan, kernels, needs, memory)) or " choose smaller photos"
+    lines = [f"\n- {change}" for change in changes(plan, memory.kernels, needs, memory.size)]
+    return "".join(lines) or " choose smaller photos"
 
 
-def _with_most_resident(plan: RunPlan, kernels: Kernels, memory: int) -> RunPlan:
+def _with_most_resident(plan: RunPlan, memory: Memory) -> RunPlan:
     """The plan for an accelerator with as many resident blocks as fit."""
     least = with_keys(plan, {"memory.resident_blocks": 0})
-    needs, denoiser = forecast(least, kernels), plan.model.family.denoiser
-    if not needs.fits(memory):
+    needs, denoiser = forecast(least, memory.kernels), plan.model.family.denoiser
+    if not needs.fits(memory.size):
         raise UserError(
             f"memory.offload = 'blocks': with every block streamed the run needs {size_text(needs.total)}, in "
-            f"{needs.largest.name}, and there are {size_text(memory)}; use a larger card, or"
-            f"{_advice(least, kernels, needs, memory)}"
+            f"{needs.largest.name}, and there are {size_text(memory.size)}; use a larger card, or"
+            f"{_advice(least, needs, memory)}"
         )
     assert needs.streaming is not None
-    most = next(n for n in range(len(needs.streaming.blocks), -1, -1) if with_resident(needs, denoiser, n).fits(memory))
+    counts = range(len(needs.streaming.blocks), -1, -1)
+    most = next(count for count in counts if with_resident(needs, denoiser, count).fits(memory.size))
     return with_keys(plan, {"memory.resident_blocks": most})
 
 
-def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
-    """Raises UserError if the resident blocks, and the slots of the streamed ones, need more than `memory` bytes."""
+def _check_slots(plan: RunPlan, memory: Memory) -> None:
+    """Raises UserError if the resident blocks, and the slots of the streamed ones, do not fit into memory."""
     name = plan.model.family.denoiser
     with without_values():
-        components = Rehearsal(plan, kernels=kernels).components
+        components = Rehearsal(plan, kernels=memory.kernels).components
         components.load(name)
         sizes, resident = components.streamers[name].sizes, plan.model.resident[name]
-    if (size := device_bytes(sizes, resident)) > memory:
+    if (size := device_bytes(sizes, resident)) > memory.size:
         remedy = "not even two blocks fit; use a larger card"
-        if device_bytes(sizes, 0) <= memory:
-            fewer = _with_most_resident(plan, kernels, memory)
+        if device_bytes(sizes, 0) <= memory.size:
+            fewer = _with_most_resident(plan, memory)
             remedy = f"use at most {fewer.config.memory.resident_blocks}, or 'auto'"
         raise UserError(
             f"memory.resident_blocks = {resident}: these blocks of the {name}, and two that pass, take {size_text(size)}, "
-            f"and there are {size_text(memory)}; {remedy}"
+            f"and there are {size_text(memory.size)}; {remedy}"
         )
 
 
