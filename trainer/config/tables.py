@@ -74,7 +74,7 @@ class ModelTable(Table):
     revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")] | None = None
     """A hub repository's branch, tag or commit. Left out: the newest commit."""
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
-    """One of several sets of weight files: `fp16`; `none`: without a suffix. If neither files nor names identify the model:
+    """One of several sets of weight files (`fp16`); `none`: without a suffix. If neither files nor names identify the model:
     `dev`, `schnell` or `kontext` (Flux), `base` or `distilled` (FLUX.2 [klein]), `base` or `turbo` (Z-Image)."""
     allow_distilled: bool = False
     """Train a distilled model, which collapses, all the same."""
@@ -177,7 +177,7 @@ class CheckpointTable(IntervalTable):
     on_failure: Literal["stop", "continue"] = "stop"
     """If a checkpoint cannot be written: stop the run, or go on without it."""
     mirror: kinds.MirrorUrl | None = None
-    """Copies checkpoints, adapter files and the report to a store, as `"s3://BUCKET/PREFIX"` (docs/mirror.md)."""
+    """Copies checkpoints, adapter files and the report to a store, for example `"s3://BUCKET/PREFIX"` (docs/mirror.md)."""
     mirror_wait: Annotated[float, Field(ge=0), ReadWith("checkpoint.mirror")] = 600.0
     """Seconds that a start waits for a mirror that does not answer, and an end for the remaining files."""
 

@@ -63,7 +63,7 @@ class ObjectiveTable(Table):
     guidance: Annotated[float, Field(ge=0)] = 1.0
     """The value of the model's guidance embedding in training. Samples have their own."""
     preserve: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a loss that keeps the model's predictions without the trigger. Two more forward passes. 0 is off."""
+    """Weight of a loss that keeps the model's predictions without the trigger. Two more passes. 0 is off."""
     preserve_as: Annotated[str, ReadWith("objective.preserve")] = ""
     """The text that replaces the trigger there, for example the class. Left empty: nothing."""
 
