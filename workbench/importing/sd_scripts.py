@@ -12,7 +12,7 @@ from typing import Any
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
 from trainer.data.images.kinds import CAPTIONS, IMAGES, TABLES
-from trainer.data.layouts.kohya import NAME
+from trainer.data.layouts.folder import KOHYA_NAME
 from trainer.models import Family
 from trainer.plan.requirements import CFG
 from workbench.importing import common
@@ -234,7 +234,7 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
     source: dict[str, Line] = {"path": (path, options.cite(numbered) if numbered else table.cite("image_dir"))}
     if not numbered:
         repeats, reason = table.line("num_repeats", "whole")
-        if match := NAME.fullmatch(common.folder_name(path)):
+        if match := KOHYA_NAME.fullmatch(common.folder_name(path)):
             quotient, rest = divmod(repeats, int(match[1]))
             if rest:
                 counts = "the folder's number counts as repeats here, not there"
@@ -269,7 +269,7 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
 
 def _words_of(folder: str) -> str:
     """The one caption in the names of its kohya folders; "" if there are several, or captions in files."""
-    files = [(file.suffix.lower(), NAME.fullmatch(file.parent.name)) for file in Path(folder).rglob("*")]
+    files = [(file.suffix.lower(), KOHYA_NAME.fullmatch(file.parent.name)) for file in Path(folder).rglob("*")]
     words = {name and name[2] for suffix, name in files if suffix in IMAGES}
     captions = [suffix for suffix, _ in files if suffix in (*CAPTIONS, *TABLES)]
     return "" if captions or len(words) != 1 else words.pop() or ""

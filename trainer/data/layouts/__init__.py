@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from trainer.base.console import printable
 from trainer.data.layouts import folder
 from trainer.data.layouts.apart import Apart
-from trainer.data.layouts.references import misplaced
+from trainer.data.layouts.beside import misplaced
 from trainer.data.layouts.walk import NO_OWNERS
 from trainer.data.sources import Listing, Source, SourceReader
 

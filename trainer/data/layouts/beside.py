@@ -1,18 +1,24 @@
-"""The files of one folder: images, and the captions and masks that belong to them by name."""
+"""The files of one folder: images, and the captions, masks and references that belong to them by name, beside them or in a
+folder of their own."""
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.base import text
 from trainer.base.console import printable
 from trainer.data.images import plugins
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, UNREAD_IMAGES, VIDEOS
+from trainer.data.layouts.walk import Folder, LeaveOut, Tree
+from trainer.data.sources import File, Place, Source
 
 NO_IMAGE, NO_NAMESAKE = "not an image", "no image has its name"
 # OneTrainer's further masks and its images of a condition: they belong to a photo, and are none.
 FURTHER = re.compile(r"(.+)[-_.](mask\d+|masklabel\d+|condlabel\d*)", re.IGNORECASE | re.DOTALL)
+BESIDE = {"references": "NAME.ref.png", "masks": "NAME.mask.png"}  # the names that are looked for beside a photo
+_NUMBERED = re.compile(r"(.+)\.ref([1-9]\d*)?", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass
@@ -26,14 +32,15 @@ class Contents:
     unread: list[str] = field(default_factory=list)
 
 
-def sort_out(files: Collection[str], wanted: Collection[str] = ()) -> Contents:
-    """A folder's files by what they are. files: names without hidden ones, sorted. wanted: photos in any case."""
+def sort_out(files: Collection[str], photos: Collection[str] = ()) -> Contents:
+    """A folder's files by kind. files: names without hidden ones, sorted. photos: names of photos, even if they look like
+    masks."""
     contents, lacking = Contents(), plugins.lacking()
     images, captioned = ({folded(_stem(name)) for name in files if _suffix(name) in kind} for kind in (IMAGES, CAPTIONS))
     for name in files:
         suffix = _suffix(name)
         further = FURTHER.fullmatch(_stem(name)) if suffix in IMAGES else None
-        plain = name in wanted or not captioned.isdisjoint((folded(_stem(name)), folded(name)))
+        plain = name in photos or not captioned.isdisjoint((folded(_stem(name)), folded(name)))
         if suffix in CAPTIONS:
             contents.captions.append(name)
         elif name.lower().endswith(MASK_ENDINGS) or not plain and folded(without_mask_ending(name)) in images:
@@ -58,7 +65,7 @@ def without_mask_ending(name: str) -> str:
 
 
 def why_no_photo(name: str, lacking: Mapping[str, str]) -> str:
-    """Why a file is not a photo to train on, by its name; "" if it is one. lacking: see plugins.py."""
+    """Why a file is not a photo to train on, by its name; "" if it is one. lacking: of `plugins.lacking`."""
     suffix = _suffix(name)
     if name.lower().endswith(MASK_ENDINGS):
         return "a mask"
@@ -77,48 +84,147 @@ def readable() -> str:
     return ", ".join(sorted(suffix for suffix, format in IMAGES.items() if format not in lacking))
 
 
-class Companions:
-    """Finds the caption or mask of each image by its name, in any letter case and either form of its letters (a Mac's): of
-    0.png it is 0.txt, else 0.png.txt. endings: of the companions' names; the first counts most."""
+def pairs(names: Iterable[str], endings: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(stem, name) of every name with one of these endings, in any letter case. The first ending counts most."""
+    for ending in endings:
+        matches = [name for name in names if name.lower().endswith(ending)]
+        for name in sorted(matches, key=lambda name: not name.endswith(ending)):
+            yield name[: -len(ending)], name
 
-    def __init__(self, files: Iterable[str], images: Iterable[str], endings: tuple[str, ...]) -> None:
-        self._by_stem: dict[str, list[tuple[str, str]]] = {}  # (name, ending), the preferred first
-        for ending in endings:
-            mine = [name for name in files if name.lower().endswith(ending)]
-            for name in sorted(mine, key=lambda name: not name.endswith(ending)):
-                self._by_stem.setdefault(name[: -len(ending)], []).append((name, ending))
-        # A companion whose image has exactly its name belongs to that image alone.
+
+class Companions:
+    """Files that belong to images by name, in any letter case and either form of its letters (a Mac's): 0.txt to 0.png, else
+    0.png.txt. pairs: (stem, name) of the files, the preferred ones first."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]], images: Iterable[str]) -> None:
+        self._names: dict[str, list[str]] = {}  # by stem
+        for stem, name in pairs:
+            self._names.setdefault(stem, []).append(name)
+        # A file with exactly an image's name belongs to that image alone. True: such a name; False: a folded one.
         self._images = {name for image in images for name in (image, _stem(image))}
-        self._by_folded = {folded(stem): stem for stem in self._by_stem if stem not in self._images}
-        self._taken: dict[str, str] = {}  # by the image's name, also without its suffix, the companion's without its ending
+        self._by_image: dict[tuple[str, bool], list[str]] = {}
+        for stem, names in reversed(self._names.items()):
+            key = (stem, True) if stem in self._images else (folded(stem), False)
+            self._by_image.setdefault(key, []).extend(names)
+        self._used: dict[str, str] = {}  # the file by the image's name, also without its suffix
+
+    def of_name(self, name: str) -> list[str]:
+        """All files of this name, the preferred one first."""
+        return [*self._by_image.get((name, True), ()), *self._by_image.get((folded(name), False), ())]
 
     def take(self, image: str) -> str | None:
-        """The companion's name; None if there is none. Two images of one name share it."""
+        """The preferred file of an image; None if there is none. Two images of one name share it."""
         for name in (_stem(image), image):
-            files = self._by_stem.get(stem := name if name in self._by_stem else self._by_folded.get(folded(name), ""))
+            file = next(iter(self.of_name(name)), "")
             # Programs that download photos write 0.png.json about each: it is seldom a caption.
-            if files and not (name == image and files[0][1] == ".json"):
-                self._taken |= {_stem(image): stem, image: stem}
-                return files[0][0]
+            if file and not (name == image and file.lower().endswith(".json")):
+                self._used |= {_stem(image): file, image: file}
+                return file
         return None
 
-    def rest(self, left_out: Iterable[str], why: str = "") -> list[tuple[str, str]]:
-        """(name, reason) of all companions that are not used. left_out: images that are not trained on. why: the reason for
-        companions of other images, for which none was taken."""
+    def rest(self, left_out: Iterable[str], why: str = "", alone: str = NO_NAMESAKE) -> list[tuple[str, str]]:
+        """(name, reason) of all files that are not used. left_out: images that are not trained on. why: the reason for files
+        whose image took none. alone: the reason for files without an image."""
         unused = {folded(name) for image in left_out for name in (image, _stem(image))}
-        taken = {folded(image): self._by_stem[stem][0][0] for image, stem in self._taken.items()}
-        used, done, reasons = {folded(stem) for stem in self._images}, set(self._taken.values()), []
-        for stem, files in self._by_stem.items():
-            name_folded = folded(stem)
-            instead = files[0][1] if stem in done else printable(taken.get(name_folded, ""))
-            if instead:
-                reason = f"{instead} is used instead"
-            elif name_folded in unused:
+        images, used = {folded(name) for name in self._images}, set(self._used.values())
+        by_folded, reasons = {folded(image): name for image, name in self._used.items()}, []
+        for stem, names in self._names.items():
+            if instead := self._used.get(stem) or by_folded.get(folded(stem)):
+                reason = f"{instead[len(stem) :].lower() if instead in names else printable(instead)} is used instead"
+            elif folded(stem) in unused:
                 reason = "its image is left out"
             else:
-                reason = (name_folded in used and why) or NO_NAMESAKE
-            reasons += [(name, reason) for name, _ in files[stem in done :]]
+                reason = (folded(stem) in images and why) or alone
+            reasons += [(name, reason) for name in names if name not in used]
         return reasons
+
+
+class References:
+    """The images that the model is shown beside each photo of one folder: NAME.ref.png, NAME.ref2.png, ... beside the photos,
+    or in a folder of their own, where the first may have the photo's own name; or one in each of several folders, under the
+    photo's name."""
+
+    def __init__(self, source: Source, tree: Tree, folder: str, files: Sequence[str], problems: list[str]) -> None:
+        """folder: within the source, with a slash at its end. files: in it. problems: gets missing and doubled references."""
+        self._roots = [root for key, root in source.folders.items() if key.startswith("references")]
+        self._tree, self._folder, self._problems = tree, folder, problems
+        self.used: set[tuple[str, str]] = set()  # (root or "", name within it)
+        several, by_number = len(self._roots) > 1, defaultdict[int, list[tuple[str, str]]](list)
+        for place, root in enumerate(self._roots or [""] * bool(source.references), 1):
+            for name in listed(root, folder, problems) if root else files:
+                stem, suffix = os.path.splitext(name)
+                numbered = None if several else _NUMBERED.fullmatch(stem)
+                if suffix.lower() in IMAGES and not name.startswith(".") and (numbered or root):
+                    base, number = (numbered[1], int(numbered[2] or 1)) if numbered else (stem, place)
+                    by_number[number].append((base, name))
+        images = [name for name in files if _suffix(name) in IMAGES]
+        self._by_number = {number: Companions(by_number[number], images) for number in sorted(by_number)}
+        self.beside = set() if self._roots else {name for pairs in by_number.values() for _, name in pairs}
+
+    def _root(self, number: int) -> str:
+        return self._roots[min(number, len(self._roots)) - 1] if self._roots else ""
+
+    def take(self, image: str) -> tuple[Place, ...]:
+        """The references of a photo, in order; none if one is missing. image: its name in the folder."""
+        matches = {number: names for number, files in self._by_number.items() if (names := files.of_name(_stem(image)))}
+        photo, places = printable(str(self._tree.place(self._folder + image))), []
+        for number, names in matches.items():
+            root, name = self._root(number), self._folder + names[0]
+            places.append(File(root, name) if root else self._tree.place(name))
+            self.used |= {(root, self._folder + name) for name in names}
+            if len(names) > 1:
+                listing = printable(", ".join(names))
+                self._problems.append(f"{photo}: {listing} are all its reference {number}; keep one")
+        if not matches:
+            folders = " and ".join(printable(os.path.join(root, self._folder)) for root in self._roots)
+            looked = f".* in {folders}" if folders else ".ref.png beside it"
+            self._problems.append(f"{photo}: no reference image for it ({printable(_stem(image))}{looked})")
+        elif missing := set(range(1, max(len(self._roots), *matches) + 1)) - matches.keys():
+            first = min(missing)
+            lacking = f"reference {first}" + (f" (in {printable(self._root(first))})" if len(self._roots) > 1 else "")
+            self._problems.append(f"{photo}: it has reference {max(matches)}, and {lacking} is missing")
+            return ()
+        return tuple(places)
+
+    def rest(self, left_out: Collection[str]) -> list[tuple[str, str]]:
+        """(name, reason) of references beside the photos that no photo has. left_out: images that are not trained on."""
+        files = () if self._roots else self._by_number.values()
+        rest = [each for companions in files for each in companions.rest(left_out, alone=f"a reference, and {NO_NAMESAKE}")]
+        return [(name, reason) for name, reason in rest if ("", self._folder + name) not in self.used]
+
+
+def listed(root: str, folder: str, problems: list[str]) -> list[str]:
+    """The files of a folder within `root`, sorted; none if it does not exist, which is reported photo by photo."""
+    path = os.path.join(root, folder)
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{printable(path)}: {error.strerror}")
+        return []
+
+
+def unused_apart(root: str, used: Collection[tuple[str, str]], leave_out: LeaveOut, problems: list[str], noun: str) -> None:
+    """Leave out the files in a folder of references or masks that no photo has. used: (root, name within it). noun: the kind
+    of the files."""
+    for folder, files in Folder(root).walk(lambda name, *why: leave_out(os.path.join(root, name), *why), problems):
+        for name in files:
+            if (root, folder + name) not in used:
+                why = why_no_photo(name, plugins.lacking()) or f"a {noun}, and {NO_NAMESAKE}"
+                leave_out(os.path.join(root, folder + name), why, 1)
+
+
+def misplaced(source: Source) -> str:
+    """Why the folder of the references or of the masks is refused; "" if it is not."""
+    for key, folder in source.folders.items():
+        setting = f"{printable(source.path)}: {key} = {folder!r}"
+        if not os.path.isdir(folder):
+            return f"{setting}: no such folder; 'files' takes {BESIDE[key.partition('[')[0]]} beside each photo"
+        inner, outer = (os.path.join(os.path.realpath(path), "") for path in (source.path, folder))
+        if inner.startswith(outer):
+            return f"{setting} holds the photos themselves; give a folder of {key} alone, or 'files'"
+    return ""
 
 
 def folded(name: str) -> str:

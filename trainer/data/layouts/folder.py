@@ -1,26 +1,41 @@
 """A folder of images, with captions beside them, in tables, or in the names of folders. Subfolders are searched too."""
 
 import os
+import re
 import sys
 from collections import Counter
 from functools import partial
+from typing import NamedTuple
 
 from trainer.base.account import Account, Heading, counted
 from trainer.base.console import printable
 from trainer.base.text import composed, spaced
 from trainer.data.images import plugins
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, TABLES
-from trainer.data.layouts import apart, beside, kohya
+from trainer.data.layouts import apart, beside
 from trainer.data.layouts.apart import Apart
-from trainer.data.layouts.beside import Companions, folded, readable, sort_out, why_no_photo, without_mask_ending
+from trainer.data.layouts.beside import Companions, References, folded, pairs, readable, sort_out, why_no_photo
 from trainer.data.layouts.records import JsonCaption, caption_field
-from trainer.data.layouts.references import References, listed, refuse_differing, unused
 from trainer.data.layouts.table import FILE_NAMES, IMAGE_COLUMN, ImageRow, ImageTable, first_row, read_table
 from trainer.data.layouts.walk import NO_OWNERS, Folder, Tree
 from trainer.data.sources import CaptionPlace, File, FoundPhoto, Listing, Source
 
 NO_CAPTION, OF_FILE, OF_FOLDER, OF_KOHYA = "no caption", "file names", "folder names", "kohya's folder names"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
+ALL_MASK_ENDINGS = MASK_ENDINGS + PROBABLE_MASK_ENDINGS
+
+# kohya's folders, archives among them: `10_sks dog` holds photos of "sks dog", with 10 repeats. Four digits are probably a
+# year, and a leading zero a running number. KOHYA_LARGE: more digits, and no year.
+KOHYA_NAME = re.compile(r"([1-9][0-9]{0,2})_\s*(\S.*?)\s*(\.tar)?")
+KOHYA_LARGE = re.compile(r"(?<![^/])(?!(19|20)\d\d_)[1-9]\d{3,}_\s*[^\s/]")
+
+
+class KohyaFolder(NamedTuple):
+    """The name of a kohya folder, and what it says: the repeats of its photos, and their caption."""
+
+    name: str
+    repeats: int
+    words: str
 
 
 def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
@@ -55,10 +70,9 @@ class Reading:
         self.found: list[FoundPhoto] = []
         self.account = Account()
         self.problems: list[str] = []
-        self.around: dict[str, tuple[str, int, str] | None] = {}  # kohya's folder by folder
+        self.kohya: dict[str, KohyaFolder | None] = {}  # by folder
         self.tables: dict[str, ImageTable] = {}  # by folder
-        # What a photo has, by (root or "", name); masks of a folder of their own.
-        self.taken = {"references": set[tuple[str, str]](), "masks": set[tuple[str, str]]()}
+        self.used_apart: set[tuple[str, str]] = set()  # (root, name) of the references and masks that photos have
         self.other_files: Counter[str] = Counter()  # by suffix
         self.undecodable: dict[str, list[str]] = {}  # images of which there is no readable one of the same name, by reason
 
@@ -75,9 +89,9 @@ class Reading:
         self._refuse_idle_columns()
         self._refuse_undecodable()
         for key, root in self.source.folders.items():
-            kind = key.partition("[")[0]
-            unused(root, self.taken[kind], self._count_out, self.problems, kind.removesuffix("s"))
-        self.problems += refuse_differing(self.found)
+            noun = key.partition("[")[0].removesuffix("s")
+            beside.unused_apart(root, self.used_apart, self._count_out, self.problems, noun)
+        self._refuse_differing_references()
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if self.found:
             self._note(others)
@@ -108,7 +122,7 @@ class Reading:
             and not (photo.mask or photo.references or self._table_of(_folder(photo.name)))
         }
         stems = {_stem(photo.name) for photo in self.found if photo.name not in probable} if probable else set()
-        out = {name for name in probable if _stem(name) in stems or _stem(f"{without_mask_ending(name)}.") in stems}
+        out = {name for name in probable if _stem(name) in stems or _stem(f"{beside.without_mask_ending(name)}.") in stems}
         why = "in a folder of masks, with the name of a photo; put masks beside the photos: NAME.mask.png"
         for name in sorted(out):
             self._leave_out(name, why)
@@ -117,15 +131,14 @@ class Reading:
     def _read_folder(self, folder: str, files: list[str]) -> None:
         files, table = self._find_table(folder, files)
         references = References(self.source, self.tree, folder, files, self.problems)
-        beside = references.beside
-        wanted = {name for name in files if folder + name in table.rows} if table else ()
-        contents = sort_out([name for name in files if name not in beside], wanted)
-        around = self.around[folder] = kohya.folder_of(self.root, folder)
-        captions = Companions(contents.captions, contents.images, CAPTIONS)
-        masks = Companions(contents.masks, contents.images, MASK_ENDINGS + PROBABLE_MASK_ENDINGS)
+        in_table = {name for name in files if folder + name in table.rows} if table else ()
+        contents = sort_out([name for name in files if name not in references.beside], in_table)
+        kohya = self.kohya[folder] = _kohya_folder(self.root, folder)
+        captions = Companions(pairs(contents.captions, CAPTIONS), contents.images)
+        masks = Companions(pairs(contents.masks, ALL_MASK_ENDINGS), contents.images)
         mask_root = self.source.folders.get("masks")
-        names = listed(mask_root, folder, self.problems) if mask_root else []
-        masks_apart = Companions(names, contents.images, MASK_ENDINGS + PROBABLE_MASK_ENDINGS + tuple(IMAGES))
+        names = beside.listed(mask_root, folder, self.problems) if mask_root else []
+        masks_apart = Companions(pairs(names, ALL_MASK_ENDINGS + tuple(IMAGES)), contents.images)
         rest, not_trained = contents.rest, contents.unread
         if table is not None:
             table.adopt([folder + image for image in contents.images])
@@ -141,22 +154,22 @@ class Reading:
                 rest.append((image, f"no row of {printable(table.name)} names it"))
                 not_trained.append(image)
                 continue
-            caption, origin = self._caption(folder, image, row.caption, captions, around)
+            caption, origin = self._caption(folder, image, row.caption, captions)
             origin = "" if origin == NO_CAPTION else origin or table.name
             mask = None
             if mask_root and (mask_name := masks_apart.take(image)):
                 mask = File(mask_root, folder + mask_name)
-                self.taken["masks"].add((mask_root, folder + mask_name))
+                self.used_apart.add((mask_root, folder + mask_name))
             elif self.source.masks == "files" and (mask_name := masks.take(image)):
                 mask = self.tree.place(folder + mask_name)
             places = references.take(image) if self.source.references else ()
-            repeats, place = (around[1] if around else 1) * row.repeats, self.tree.place(name)
+            repeats, place = (kohya.repeats if kohya else 1) * row.repeats, self.tree.place(name)
             self.found.append(FoundPhoto(self.source, name, place, caption, mask, places, repeats, origin, row.loss_weight))
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
         rest += captions.rest(not_trained, instead) + references.rest(not_trained)
         rest += masks.rest(not_trained, f'a mask, and masks = "{self.source.masks}"')
-        self.taken["references"] |= references.taken
+        self.used_apart |= references.used
         readable_stems = {os.path.splitext(image)[0] for image in contents.images}
         for name in contents.unread:
             stem, suffix = os.path.splitext(name)
@@ -167,36 +180,37 @@ class Reading:
             self._leave_out(folder + name, why)
 
     def _caption(
-        self, folder: str, image: str, text: str | None, captions: Companions, around: tuple[str, int, str] | None
+        self, folder: str, image: str, text: str | None, captions: Companions
     ) -> tuple[CaptionPlace | str | None, str]:
-        """(caption, where it was found). text: of the image's row; the origin "" stands for the row's table."""
+        """(caption, its origin). text: of the image's row; the origin "" stands for the row's table."""
+        kohya = self.kohya[folder]
         if self.source.captions == "filename":
             return _words(os.path.splitext(image)[0]), OF_FILE
         if self.source.captions == "folder":
             last = os.path.basename(os.path.abspath(os.path.join(self.root, folder)))
-            return _words(around[2] if around else last.removesuffix(".tar")), OF_FOLDER
+            return _words(kohya.words if kohya else last.removesuffix(".tar")), OF_FOLDER
         if self.source.captions == "none":
             return None, NO_CAPTION
         if text is not None:
             return text, ""
-        taken = captions.take(image)
-        if taken is None:
-            return (around[2], OF_KOHYA) if around else (None, NO_CAPTION)
-        file, suffix = self.tree.place(folder + taken), sys.intern(os.path.splitext(taken)[1].lower())
+        name = captions.take(image)
+        if name is None:
+            return (kohya.words, OF_KOHYA) if kohya else (None, NO_CAPTION)
+        file, suffix = self.tree.place(folder + name), sys.intern(os.path.splitext(name)[1].lower())
         return JsonCaption(file, self.source.caption_column) if suffix == ".json" else file, suffix
 
     def _find_table(self, folder: str, files: list[str]) -> tuple[list[str], ImageTable | None]:
         """(the other files, the table that counts for the folder: its own, else that of the nearest parent)."""
         if self.only_table:
-            mine = [] if folder else [self.only_table]
+            tables = [] if folder else [self.only_table]
         else:
-            mine = [name for name in files if name.lower() in FILE_NAMES]
-        if len(mine) > 1:
+            tables = [name for name in files if name.lower() in FILE_NAMES]
+        if len(tables) > 1:
             path = printable(os.path.join(self.root, folder))
-            self.problems.append(f"{path}: has {' and '.join(mine)}; keep one, or give its path")
-        if mine:
-            self.tables[folder] = read_table(self.root, folder + mine[0], self.source)
-        return [name for name in files if name not in mine], self._table_of(folder)
+            self.problems.append(f"{path}: has {' and '.join(tables)}; keep one, or give its path")
+        if tables:
+            self.tables[folder] = read_table(self.root, folder + tables[0], self.source)
+        return [name for name in files if name not in tables], self._table_of(folder)
 
     def _table_of(self, folder: str) -> ImageTable | None:
         while folder and folder not in self.tables:
@@ -222,7 +236,16 @@ class Reading:
                 why = "no such file; correct or remove the row"
             self.problems.append(f"{printable(os.path.join(self.root, table.name))}: row {row.number} names {name!r}: {why}")
 
+    def _refuse_differing_references(self) -> None:
+        """Report photos with another count of references than most of the source: batches have one layout."""
+        counts = {photo.image: len(photo.references) for photo in self.found if photo.references}
+        usual = next((count for count, _ in Counter(counts.values()).most_common(1)), 0)
+        rest = f"and most photos of its source have {usual}; give all the same number, or make two sources of them"
+        differing = {image: count for image, count in counts.items() if count != usual}
+        self.problems += [f"{image}: {counted(count, 'reference')}, {rest}" for image, count in differing.items()]
+
     def _refuse_idle_columns(self) -> None:
+        """Report column names in the config that nothing reads."""
         if self.tables:
             return
         json = any(photo.caption_from == ".json" for photo in self.found)
@@ -254,55 +277,64 @@ class Reading:
             note(f"{printable(os.path.join(self.root, table.name))}: names the images, {column}")
         files = Counter(photo.caption for photo in self.found if not isinstance(photo.caption, str | None))
         masks = {photo.mask for photo in self.found if photo.mask}
-        used = {"caption file": files, "mask": masks, "table of images": self.tables, "reference": self.taken["references"]}
+        references = {place for photo in self.found for place in photo.references}
+        used = {"caption file": files, "mask": masks, "table of images": self.tables, "reference": references}
         for noun, items in used.items():
             self.account.add(Heading.USED, "", count=len(items), noun=noun)
         if shared := [str(photo.image) for photo in self.found if files[photo.caption] > 1]:
             warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
-        self._warn_of_lost_captions(origins)
+        self._warn_of_unused_captions(origins)
         for photo in self.found:
             if odd := apart.looks_unintended(photo.name, regularisation=self.source.regularisation):
                 warn(odd[0], [str(photo.image)], noun="photo", remedy=odd[1])
         self._note_kohya()
 
     def _note_kohya(self) -> None:
-        photos = {_folder(photo.name) for photo in self.found}
-        numbered = Counter(around[:2] for photo in self.found if (around := self.around[_folder(photo.name)]))
+        folders = {_folder(photo.name) for photo in self.found}
+        numbered = Counter(kohya[:2] for photo in self.found if (kohya := self.kohya[_folder(photo.name)]))
         for (name, repeats), count in numbered.items():
             self.account.add(Heading.NOTE, f"{printable(name)}: {repeats} repeats of {count} images")
-        rest = [folder for folder, around in self.around.items() if folder in photos and not around]
-        if odd := [os.path.join(self.root, folder) for folder in rest if numbered or kohya.LARGE.search(folder)]:
+        rest = [folder for folder, kohya in self.kohya.items() if folder in folders and not kohya]
+        if odd := [os.path.join(self.root, folder) for folder in rest if numbered or KOHYA_LARGE.search(folder)]:
             why = "the name has no number of 1 to 999 before it, so its photos count once"
             remedy = "for 10 repeats name it 10_NAME (kohya's sd-scripts reads any number, and skips a folder without one)"
             self.account.add(Heading.WARNING, why, odd, noun="folder", remedy=remedy)
 
-    def _warn_of_lost_captions(self, origins: Counter[str]) -> None:
-        """Warn of files that look like the captions of photos that have none. origins: the counts, by where captions are."""
+    def _warn_of_unused_captions(self, origins: Counter[str]) -> None:
+        """Warn of files that look like the captions of photos that have none. origins: the counts of photos by the origin of
+        their captions."""
         reasons, left_out = (beside.NO_IMAGE, beside.NO_NAMESAKE), self.account.entries(Heading.LEFT_OUT)
-        lost, without = [], origins[""] + origins[OF_KOHYA]
+        unused, without = [], origins[""] + origins[OF_KOHYA]
         for path in (name for entry in left_out if entry.reason in reasons for name in entry.names):
             suffix = os.path.splitext(path)[1].lower()
             row = first_row(path) if suffix in TABLES else {}
             if IMAGE_COLUMN in row and not (self.tables or self.only_table):
                 what = f"{printable(path)} is not read; rename it to metadata{suffix}, and its rows give the captions"
                 return self.account.add(Heading.WARNING, what)
-            lost += [path] if suffix in CAPTIONS or caption_field(row, self.source.caption_column) else []
-        if lost and without and self.source.captions == "auto":
-            both = f"{counted(without, 'photo')} without a caption file, and {counted(len(lost), 'caption file')}"
+            unused += [path] if suffix in CAPTIONS or caption_field(row, self.source.caption_column) else []
+        if unused and without and self.source.captions == "auto":
+            both = f"{counted(without, 'photo')} without a caption file, and {counted(len(unused), 'caption file')}"
             remedy = "put NAME.txt beside NAME.png, or give a table as path, with image_column and caption_column"
             what = f"{self.title}: {both} without a photo of the same name beside it"
-            self.account.add(Heading.WARNING, what, sorted(lost), count=0, remedy=remedy)
+            self.account.add(Heading.WARNING, what, sorted(unused), count=0, remedy=remedy)
 
 
 def captions_note(title: str, captions: str, origins: Counter[str], looked: str) -> str:
-    """How many photos have their captions from where. captions: of the source. origins: the counts, under "" of photos
-    without one. looked: what is said where there are none."""
+    """The line that counts photos by the origin of their captions. captions: the key of the source. origins: the counts; ""
+    counts photos without a caption. looked: added if no photo has one."""
     counts = ", ".join(f"{count} from {origin}" for origin, count in sorted(origins.items()) if origin)
     none = f"; {origins['']} images have none" if counts and origins[""] else ""
     line = f"captions of {title}: {counts or 'none'}{none}"
     if captions == "none":
         return f'{line} (captions = "none")'
     return line if counts else f"{line}. {looked}"
+
+
+def _kohya_folder(root: str, folder: str) -> KohyaFolder | None:
+    """The innermost kohya folder around the files of `folder`, a folder within `root`."""
+    names = [os.path.basename(os.path.abspath(root)), *folder.split("/")[:-1]]
+    matches = ((name, KOHYA_NAME.fullmatch(name)) for name in reversed(names))
+    return next((KohyaFolder(name, int(match[1]), match[2]) for name, match in matches if match), None)
 
 
 def _folder(name: str) -> str:
