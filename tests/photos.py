@@ -13,16 +13,15 @@ from trainer.data.batches import sampler
 from trainer.data.batches.ahead import drawn, numbered
 from trainer.data.buckets import ReferenceLayout
 from trainer.data.examples import Example
-from trainer.data.layouts.apart import Apart
-from trainer.data.layouts.walk import NO_OWNERS
+from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
 from trainer.data.memo import Memo
 from trainer.data.sources import Listing, Scanned, Source
 from workbench.sources import LAYOUTS
 
 
-def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
+def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
     """The contents of a source."""
-    return layouts.listing(source, owned, LAYOUTS)
+    return layouts.listing(source, exclusions, LAYOUTS)
 
 
 def survey(sources: Sequence[Source], **keys: Any) -> Scanned:

@@ -18,7 +18,7 @@ from trainer.data.images.kinds import IMAGES, MASK_ENDINGS
 from trainer.data.layouts import apart
 from trainer.data.layouts.records import JsonCaption, unwrapped
 from trainer.data.memo import Facts, Memo
-from trainer.data.sources import Beside, FoundPhoto, Listing, Mask, Photo, Place, Scanned, Source, SourceReader
+from trainer.data.sources import Extras, ListedPhoto, Listing, Mask, Photo, Place, Scanned, Source, SourceReader
 from trainer.data.threads import in_threads
 
 # No text encoder reads a tenth of it, and a tokenizer takes seconds for a file that is no caption.
@@ -48,11 +48,11 @@ def survey(
     empty caption is a problem. outputs: folders in which the run writes, which hold no photos.
     """
     memo = memo or Memo()
-    listings = [layouts.listing(source, apart.owned(source, sources, outputs), memo.layouts) for source in sources]
+    listings = [layouts.listing(source, apart.exclusions_of(source, sources, outputs), memo.layouts) for source in sources]
     problems = [problem for each in listings for problem in each.problems]
     read = partial(_read, memo=memo, strict_captions=strict_captions)
     photos: list[Photo] = []
-    count, photos_listed = sum(len(each.found) for each in listings), _taken(listings)
+    count, photos_listed = sum(len(each.photos) for each in listings), _taken(listings)
     with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, photos_listed)) as results:
         for result in results:
             phase.advance()
@@ -67,7 +67,7 @@ def survey(
         for note in photo.notes:
             heading, remedy = (Heading.WARNING, WHITE) if note == BLACK else (Heading.NOTE, "")
             account.add(heading, note, [str(photo.image)], noun="photo", remedy=remedy)
-    subject = [photo for photo in photos if not (photo.source.regularisation or photo.source.apart)]
+    subject = [photo for photo in photos if not (photo.source.regularisation or photo.source.is_held_out)]
     if subject and all(BLACK in photo.notes for photo in subject):
         problems.append(f"every photo's mask is black all over, so nothing would be learnt; {WHITE}")
     _warn(account, sources, photos)
@@ -77,7 +77,7 @@ def survey(
 def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) -> None:
     """Enter what is trained and looks unintended, of all photos together."""
     first: dict[str, int] = {}  # by the digest of a photo's bytes, the source that has it first
-    for photo in (photo for photo in photos if not photo.source.apart):
+    for photo in (photo for photo in photos if not photo.source.is_held_out):
         if (index := first.setdefault(photo.sha256, photo.source.index)) != photo.source.index:
             both = f"data.sources.{photo.source.index} and data.sources.{index} both have them"
             account.add(Heading.WARNING, f"{both}, byte for byte: trained twice", [str(photo.image)], noun="photo")
@@ -95,12 +95,12 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
         account.add(heading, "one caption is that of three photos or more", same, noun="photo")
 
 
-def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:
+def _taken(listings: Sequence[Listing]) -> Iterator[ListedPhoto]:
     """Each in order, and removed from its listing: with a hundred thousand photos, only the photos stay in memory."""
     for each in listings:
-        each.found.reverse()
-        while each.found:
-            yield each.found.pop()
+        each.photos.reverse()
+        while each.photos:
+            yield each.photos.pop()
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _noting(problems: list[str], file: object, more: str = "") -> Iterator[None]
         problems.append(f"{file}: {error}{more}")
 
 
-def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | list[str]:
+def _read(listed: ListedPhoto, *, memo: Memo, strict_captions: bool) -> Photo | list[str]:
     """The photo, or the problems of it, its mask, its references and its caption, one line each."""
     problems: list[str] = []
     name, source = str(listed.image), listed.source
@@ -160,7 +160,7 @@ def _read(listed: FoundPhoto, *, memo: Memo, strict_captions: bool) -> Photo | l
         repeats=listed.source.repeats * listed.repeats,
         sha256=seen.sha256,
         choices=seen.choices,
-        beside=Beside(mask, tuple(references), listed.loss_weight),
+        extras=Extras(mask, tuple(references), listed.loss_weight),
         look=seen.look,
         caption_from="" if caption is None else listed.caption_from,
         notes=tuple(map(sys.intern, notes)),  # a hundred thousand photos share a few
@@ -186,7 +186,7 @@ def _mask(data: bytes, sha256: str) -> Facts:
     return Facts(sha256, mask.size, black=not mask.getextrema()[1])
 
 
-def _read_reference(listed: FoundPhoto, place: Place, number: int, memo: Memo, problems: list[str]) -> Photo | None:
+def _read_reference(listed: ListedPhoto, place: Place, number: int, memo: Memo, problems: list[str]) -> Photo | None:
     """A reference, without a caption; None where there is a problem with it."""
     with _noting(problems, place, f" (reference {number} of {listed.image})"):
         seen = memo.facts(listed.source, "photo", place, partial(_photo, listed.source))
@@ -207,7 +207,7 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
     return () if IMAGES.get(suffix, kind) == kind else (f"its name ends in {suffix}, its bytes are {kind}",)
 
 
-def _read_caption(listed: FoundPhoto, problems: list[str]) -> tuple[str | None, str]:
+def _read_caption(listed: ListedPhoto, problems: list[str]) -> tuple[str | None, str]:
     """(the caption, None if there is none; the field that it is of a text that is JSON)."""
     given = listed.caption
     with _noting(problems, listed.image if given is None or isinstance(given, str) else given):

@@ -1,4 +1,4 @@
-"""The types of the data: sources, the images that they hold, and photos that were read."""
+"""The types of the data: sources, the images in them, and photos that were read."""
 
 import errno
 import os
@@ -14,8 +14,8 @@ from trainer.base.digests import Stamp, stamp_of
 from trainer.base.files import open_regular
 from trainer.data.caption_rules import CaptionRules
 
-HUB = "hf:"  # begins the path of a source that is a dataset of the library datasets
-ARCHIVE = re.compile(r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)  # is the path of archives
+HUB = "hf:"  # prefix of the path of a dataset of the library datasets
+ARCHIVE = re.compile(r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)  # a path of archives
 MAX_BYTES = 2 << 30  # of one file: the largest photo that is read has 200 million pixels, of at most 8 bytes
 
 
@@ -24,22 +24,21 @@ class Source:
     """One [[data.sources]] of the config, completed by the keys of [data].
 
     index: its place in the config; the names of its samples begin with it.
-    captions: where captions come from: "auto", "filename", "folder" or "none".
-    image_column, caption_column: of metadata or a dataset, if they have other names than usual.
+    captions: their origin: "auto", "filename", "folder" or "none".
+    image_column, caption_column: names in metadata or a dataset that differ from the usual ones.
     background: the colour behind transparent parts of a photo, "#rrggbb".
-    flip: mirror an appearance with probability 0.5. caption_dropout: the probability that it trains on the empty caption.
-    resolutions: the sizes at which each of its photos is trained.
-    caption_rules: how its captions are changed.
+    flip: mirror an appearance with probability 0.5. caption_dropout: the probability of training on the empty caption.
+    resolutions: the sizes at which each photo is trained, in pixels.
     crop: "centre", or "none": the whole photo is scaled to its bucket.
     crop_jitter: how far a crop may be from the centre, and zoom in, as a share of the bucket's sides.
-    colour_jitter: the share by which brightness, contrast and saturation may differ. image_variants: of each photo.
+    colour_jitter: the share by which brightness, contrast and saturation may differ. image_variants: variants of each photo.
     masks: "none"; "files" beside the photos; "alpha": their transparency; else the masks' folder.
-    unmasked_weight: the weight of black parts.
-    references: where the images are that the model is shown beside each photo: "files" beside it, a folder, or a folder for
-    each of a photo's; None: none.
-    held_out_path: where the photos are that are not trained on. apart: whether it is the source of such.
-    loss_weight: multiplies the loss of each of its photos. regularisation: its photos do not show the subject; they preserve
-    what the model knew before.
+    unmasked_weight: the weight of a mask's black parts.
+    references: the images that the model is shown beside each photo: "files" beside it, their folder, or one folder for each
+    reference of a photo; None: no references.
+    held_out_path: the path of the photos that are not trained on. is_held_out: whether this is the source of such photos.
+    loss_weight: multiplies the loss of each photo. regularisation: the photos do not show the subject; they preserve what the
+    model knew before.
     """
 
     index: int
@@ -61,28 +60,29 @@ class Source:
     references: str | tuple[str, ...] | None = None
     unmasked_weight: float = 0.0
     held_out_path: str | None = None
-    apart: bool = False
+    is_held_out: bool = False
     loss_weight: float = 1.0
     regularisation: bool = False
 
     @property
     def name(self) -> str:
-        """The name that its samples begin with, and in the config what follows data.sources."""
-        return f"{self.index}.held_out" if self.apart else str(self.index)
+        """The beginning of its samples' names, and its place in the config below data.sources."""
+        return f"{self.index}.held_out" if self.is_held_out else str(self.index)
 
     @property
     def with_held_out(self) -> list["Source"]:
-        """The source, and the one of its photos that are not trained on. A loss at fixed draws reads no mask."""
-        apart = [replace(self, path=self.held_out_path, apart=True, masks="none")] if self.held_out_path else []
-        return [self, *apart]
+        """The source, and the source of its held-out photos if it has any. A loss at fixed draws reads no mask."""
+        if self.held_out_path is None:
+            return [self]
+        return [self, replace(self, path=self.held_out_path, is_held_out=True, masks="none")]
 
     @property
     def folders(self) -> dict[str, str]:
-        """The folders of what lies apart from its photos, by key; of several of references by `references[0]` and so on."""
+        """The folders of its references and masks, by key; several folders of references by `references[0]` and so on."""
         several = self.references if isinstance(self.references, tuple) else ()
-        given = {"references": None if several else self.references, "masks": self.masks}
-        given |= {f"references[{place}]": path for place, path in enumerate(several)}
-        return {key: path for key, path in given.items() if path not in (None, "none", "files", "alpha")}
+        settings = {"references": None if several else self.references, "masks": self.masks}
+        settings |= {f"references[{place}]": path for place, path in enumerate(several)}
+        return {key: path for key, path in settings.items() if path not in (None, "none", "files", "alpha")}
 
     @property
     def jitters(self) -> bool:
@@ -91,14 +91,14 @@ class Source:
 
 
 class Place(Protocol):
-    """The place of the bytes of an image: a photo, a mask, a reference. Its text is for people."""
+    """The place of an image's bytes: a photo, a mask, a reference. Its text is for people."""
 
     def read(self) -> bytes:
         """Raises OSError; ValueError with the reason, if the file that contains them is damaged."""
         ...
 
     def stamp(self) -> Stamp | None:
-        """What changes with the bytes; None if that is not known without reading them. Raises OSError."""
+        """A value that changes with the bytes; None if only reading them tells. Raises OSError."""
         ...
 
 
@@ -106,22 +106,21 @@ class CaptionPlace(Protocol):
     """The place of a caption."""
 
     def read(self) -> bytes | str | None:
-        """The bytes of a file that is the caption, or the text in another; None if that says that there is no caption. Raises
-        OSError; ValueError with the reason, if the file is damaged."""
+        """The bytes of a caption file, or the text in a record; None if the record has no caption. Raises OSError; ValueError
+        with the reason, if the file is damaged."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file on the disk. root: of the source. name: relative to it, with slashes. A hundred thousand of these share one
-    root."""
+    """A file on the disk. root: of the source; a hundred thousand files share one. name: relative to it, with slashes."""
 
     root: str
     name: str
 
     @property
     def path(self) -> str:
-        """The whole path."""
+        """Root and name."""
         return os.path.join(self.root, self.name)  # pathlib would keep every part of it
 
     def __str__(self) -> str:
@@ -146,15 +145,15 @@ def stamp_of_file(path: str) -> Stamp:
 
 
 def too_large(size: int, path: str) -> OSError:
-    """The error for a file that has more than MAX_BYTES bytes."""
+    """The error for a file of more than MAX_BYTES bytes."""
     return OSError(errno.EFBIG, f"{size:,} bytes, more than the limit of {MAX_BYTES:,}", path)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundPhoto:
-    """An image of a source, not read yet. name: within the source, with slashes. caption: its place or its text;
-    caption_from: where it was found, for people; "" without one. mask, references: their places. repeats, loss_weight:
-    multiply those of the source."""
+class ListedPhoto:
+    """An image of a source, not read yet. name: within the source, with slashes. caption: its place or its text; None: it has
+    none. caption_from: the origin of the caption, for people; "" without one. repeats, loss_weight: multiply those of the
+    source."""
 
     source: Source
     name: str
@@ -168,22 +167,22 @@ class FoundPhoto:
 
     @property
     def sample(self) -> str:
-        """The name by which the run knows the photo: its source's, and its own there."""
+        """The photo's name in the run: its source's name, and its own within the source."""
         return f"{self.source.name}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a source holds. found: the reader removes them one by one. account: of all other files. problems: what has to be
-    repaired before a run."""
+    """The contents of a source. photos: the reader removes them one by one. account: all other files. problems: lines on what
+    has to be repaired before a run."""
 
-    found: list[FoundPhoto]
+    photos: list[ListedPhoto]
     account: Account = field(default_factory=Account)
     problems: Sequence[str] = ()
 
 
 class SourceReader(Protocol):
-    """Lists sources whose paths are no folders. A module may stand for it."""
+    """Lists sources whose paths are no folders. A module may implement it."""
 
     def reads(self, path: str) -> bool:
         """Whether a source's path is of this kind."""
@@ -193,9 +192,8 @@ class SourceReader(Protocol):
         """The places where captions of the source's photos are looked for, in words."""
         ...
 
-    def listing(self, source: Source, owned: Any) -> Listing:
-        """The contents of the source, in the order of names. Reads no image. owned: folders that are not the source's own
-        (layouts/apart.py)."""
+    def listing(self, source: Source, exclusions: Any) -> Listing:
+        """The contents of the source, in the order of names. Reads no image. exclusions: of layouts/apart.py."""
         ...
 
 
@@ -208,9 +206,9 @@ class Mask:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What belongs to a photo. mask: None: it counts everywhere. references: images that the model is shown, in order.
-    loss_weight: beside that of the source."""
+class Extras:
+    """Further inputs of a photo. mask: None: the photo counts everywhere. references: images that the model is shown, in
+    order. loss_weight: multiplies that of the source."""
 
     mask: Mask | None = None
     references: tuple["Photo", ...] = ()
@@ -219,12 +217,12 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Photo:
-    """One training image and its captions; or a reference of one, which has none.
+    """One training image and its caption; or a reference, which has no caption.
 
-    sample: "INDEX/name/within/the/source", the key of every draw that is made for it. size: (width, height) in pixels, after
-    the EXIF orientation is applied. caption: stripped text as it was found, "" if there is none; caption_from: where, for
-    people. repeats: how often the photo appears in an epoch. sha256: of the image's bytes; choices: what else decides its
-    pixels (decode.Decoded). look: its perceptual hash (near_duplicates.py). notes: for people.
+    sample: "INDEX/name/within/the/source", the key of every draw for it. size: (width, height) in pixels, after the EXIF
+    orientation is applied. caption: stripped text, "" if there is none; caption_from: its origin, for people. repeats: how
+    often the photo appears in an epoch. sha256: of the image's bytes; choices: further inputs of its pixels (decode.Decoded).
+    look: its perceptual hash (near_duplicates.py). notes: for people.
     """
 
     sample: str
@@ -235,7 +233,7 @@ class Photo:
     repeats: int
     sha256: str
     choices: tuple[str, ...] = ()
-    beside: Beside = Beside()
+    extras: Extras = Extras()
     look: bytes = b""
     caption_from: str = ""
     notes: tuple[str, ...] = ()
@@ -248,27 +246,27 @@ class Photo:
     @property
     def mask(self) -> Mask | None:
         """Its mask; None: it counts everywhere."""
-        return self.beside.mask
+        return self.extras.mask
 
     @property
     def loss_weight(self) -> float:
-        """What multiplies its loss: the source's weight times its own."""
-        return self.source.loss_weight * self.beside.loss_weight
+        """The factor of its loss: the source's weight times its own."""
+        return self.source.loss_weight * self.extras.loss_weight
 
     @property
     def contents(self) -> str | list[str]:
-        """What decides its pixels, its mask, its references and its own loss weight. The digest of the bytes alone if nothing
-        else does, as in earlier runs."""
+        """The digests of its pixels, its mask and its references, and its own loss weight. The digest of the bytes alone if
+        it has nothing else, as in earlier runs."""
         more = [*self.choices, *((f"mask {self.mask.sha256}",) if self.mask else ())]
-        more += [f"reference {' '.join((each.sha256, *each.choices))}" for each in self.beside.references]
-        more += [f"loss weight {self.beside.loss_weight!r}"] if self.beside.loss_weight != 1 else []
+        more += [f"reference {' '.join((each.sha256, *each.choices))}" for each in self.extras.references]
+        more += [f"loss weight {self.extras.loss_weight!r}"] if self.extras.loss_weight != 1 else []
         return [self.sha256, *more] if more else self.sha256
 
 
 @dataclass(frozen=True)
 class Scanned:
-    """The checked contents of all sources, and the account of their files. damaged: what has to be repaired before a run, a
-    file and the reason in each line."""
+    """The checked contents of all sources, and the account of their files. damaged: the files that have to be repaired before
+    a run, each with the reason in one line."""
 
     photos: tuple[Photo, ...]
     account: Account = field(default_factory=Account)

@@ -259,7 +259,7 @@ def plan_data(
         enlarge=data.enlarge,
         seed=config.run.seed,
         multiple=family.images.size_multiple,
-        beside=family.images.references,
+        reference_rule=family.images.references,
         max_aspect=data.max_aspect,
     )
     training_set, held_out_set = in_buckets(photos), in_buckets(held_out_photos)

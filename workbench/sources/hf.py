@@ -14,13 +14,13 @@ from trainer.base.errors import one_line, reading, shown
 from trainer.base.text import refuse_stand_in
 from trainer.data.images.kinds import IMAGES, TABLES
 from trainer.data.layouts import apart
-from trainer.data.layouts.apart import Apart
+from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
 from trainer.data.layouts.folder import captions_note
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in
 from trainer.data.layouts.table import FILE_NAMES
-from trainer.data.layouts.walk import NO_OWNERS, Folder, LeaveOut
+from trainer.data.layouts.walk import Folder, LeaveOut
 from trainer.data.sources import HUB as PREFIX
-from trainer.data.sources import File, FoundPhoto, Listing, Source
+from trainer.data.sources import File, ListedPhoto, Listing, Source
 
 # NAME, or with a configuration or a split: NAME:CONFIGURATION@SPLIT. The first spelling whose NAME is a path that exists
 # is used, else the last, which no path with "@" matches.
@@ -47,11 +47,11 @@ def caption_places(source: Source) -> str:
     return f"column {' or '.join(FIELDS)} of its row; caption_column names another"
 
 
-def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
+def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
     """A dataset's photos and captions; samples are named by their rows, from 0 on. Its path: hf:NAME of the hub, or hf:PATH
-    of a folder or file that `datasets` reads, also what `save_to_disk` wrote. owned: folders that are not the source's."""
+    of a folder or file that `datasets` reads, also what `save_to_disk` wrote."""
     try:
-        return _listing(source, owned)
+        return _listing(source, exclusions)
     except ValueError as error:
         return Listing([], problems=[f"{printable(source.path)}: {error}"])
 
@@ -95,14 +95,14 @@ class RowImage:
         raise ValueError(f"names {path!r}, a file outside of the dataset; save it with its images (save_to_disk does)")
 
 
-def _listing(source: Source, owned: Apart) -> Listing:
+def _listing(source: Source, exclusions: Exclusions) -> Listing:
     name, configuration, asked = _spelled(source.path)
     if source.captions in ("filename", "folder"):
         raise ValueError(f'captions = "{source.captions}" has no effect: its images are not files; set caption_column')
     account = Account()
-    everything, files = _load(name, configuration, asked, account, owned)
+    everything, files = _load(name, configuration, asked, account, exclusions)
     loaded, split = _split(everything, asked)
-    _enter_the_rest(account, name, everything, files, split, owned)
+    _enter_the_rest(account, name, everything, files, split, exclusions)
     for path in filter(_is_image, files.get(split, ())):
         if odd := apart.looks_unintended(os.path.relpath(path, name), regularisation=source.regularisation):
             account.add(Heading.WARNING, odd[0], [path], noun="photo", remedy=odd[1])
@@ -115,7 +115,7 @@ def _listing(source: Source, owned: Apart) -> Listing:
     photos, of_column = [], f"column {field}"
     for number in range(len(dataset)):
         origin = of_column if number in captions else ""
-        photos.append(FoundPhoto(source, str(number), RowImage(images, number), captions.get(number), caption_from=origin))
+        photos.append(ListedPhoto(source, str(number), RowImage(images, number), captions.get(number), caption_from=origin))
     looked = f"Its columns: {printable(', '.join(loaded.column_names))}. caption_column names another one"
     title, of = printable(source.path), f"split {printable(split)}, " if split else ""
     line = captions_note(title, source.captions, Counter(photo.caption_from for photo in photos), looked)
@@ -124,7 +124,7 @@ def _listing(source: Source, owned: Apart) -> Listing:
 
 
 def _enter_the_rest(
-    account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str, owned: Apart
+    account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str, exclusions: Exclusions
 ) -> None:
     """Enter what is not trained on: rows of other splits, or files of a folder on this disk."""
     splits = {path: each for each, paths in files.items() for path in paths}
@@ -133,7 +133,7 @@ def _enter_the_rest(
     def leave_out(file: str, why: str, count: int) -> None:
         account.add(Heading.LEFT_OUT, why, [os.path.join(name, file)], count=count)
 
-    for path in _paths(name, leave_out, owned) if files else ():
+    for path in _paths(name, leave_out, exclusions) if files else ():
         if (of := splits.get(os.path.abspath(path))) != split:
             leave_out(os.path.relpath(path, name), f"in the split {of}" if of else "in no split", 1)
     if isinstance(everything, Mapping) and not any(map(_is_image, splits)):
@@ -142,9 +142,11 @@ def _enter_the_rest(
                 account.add(Heading.LEFT_OUT, "in another split", [f"split {each}"], count=len(rows), noun="row")
 
 
-def _paths(root: str, leave_out: LeaveOut = lambda *_: None, owned: Apart = NO_OWNERS) -> Iterator[str]:
+def _paths(root: str, leave_out: LeaveOut = lambda *_: None, exclusions: Exclusions = NO_EXCLUSIONS) -> Iterator[str]:
     """The files of a folder on this disk, as `walk` finds them."""
-    return (os.path.join(root, folder + file) for folder, files in Folder(root, owned).walk(leave_out, []) for file in files)
+    return (
+        os.path.join(root, folder + file) for folder, files in Folder(root, exclusions).walk(leave_out, []) for file in files
+    )
 
 
 def _spelled(path: str) -> tuple[str, str | None, str | None]:
@@ -158,7 +160,7 @@ def _spelled(path: str) -> tuple[str, str | None, str | None]:
 
 
 def _load(
-    name: str, configuration: str | None, asked: str | None, account: Account, owned: Apart
+    name: str, configuration: str | None, asked: str | None, account: Account, exclusions: Exclusions
 ) -> tuple[Any, Mapping[str, list[str]]]:
     """A dataset, or several by split; and of a folder on this disk the files by split. Raises ValueError with the reason."""
     local = os.path.exists(name)
@@ -182,12 +184,14 @@ def _load(
         return _called(local, datasets.load_dataset, name, configuration), {}
     config = _called(local, datasets.load_dataset_builder, name, configuration).config
     theirs, root = config.data_files or {}, os.path.abspath(name)
-    ours = set(map(os.path.realpath, _paths(root, owned=owned)))
+    ours = set(map(os.path.realpath, _paths(root, exclusions=exclusions)))
     files = {split: [path for path in mine if os.path.realpath(path) in ours] for split, mine in theirs.items()}
     if asked is None and config.name == "default" and not _split_on_purpose(root, files):
         # The library takes "test tubes.png" for one of a split "test", and loses what has no such word.
         kinds = {_suffix(path) for mine in files.values() for path in mine}
-        files = {"train": [path for path in _paths(root, owned=owned) if path.lower().endswith((*kinds, *FILE_NAMES))]}
+        files = {
+            "train": [path for path in _paths(root, exclusions=exclusions) if path.lower().endswith((*kinds, *FILE_NAMES))]
+        }
         whole = "the folder is read whole: 'train' or 'test' in a file name does not divide it"
         account.add(Heading.NOTE, f"{printable(name)}: {whole}; {PREFIX}{printable(name)}@train reads one split")
     split = asked or "train"

@@ -16,10 +16,10 @@ from trainer.base.console import printable
 from trainer.base.digests import Stamp
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
 from trainer.data.layouts import apart
-from trainer.data.layouts.apart import Apart
+from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
 from trainer.data.layouts.folder import Reading
 from trainer.data.layouts.table import FILE_NAMES
-from trainer.data.layouts.walk import NO_OWNERS, LeaveOut
+from trainer.data.layouts.walk import LeaveOut
 from trainer.data.sources import ARCHIVE, MAX_BYTES, Listing, Source, stamp_of_file, too_large
 from workbench.sources import tar
 
@@ -37,7 +37,7 @@ def caption_places(source: Source) -> str:
     return f"{', '.join(CAPTIONS)} beside it in the archive"
 
 
-def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
+def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
     """The photos and captions of tar archives, read as folders are; samples are named by archive and member. Its path: an
     archive, or a pattern of some: `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
     problems: list[str] = []
@@ -117,7 +117,7 @@ class Archives:
                         leave_out(f"{archive}/{member.name}", member.unread, 1)
                     elif ".." in parts or not parts or member.name.startswith("/"):
                         leave_out(f"{archive}/{member.name}", "its name leads out of the archive", 1)
-                    elif why := apart.why_path("/".join(parts)):
+                    elif why := apart.exclusion_in_archive("/".join(parts)):
                         leave_out(name, why, 1)
                     elif parts[-1].lower() in FILE_NAMES:
                         leave_out(name, "a table in an archive is not read; put captions beside the images", 1)

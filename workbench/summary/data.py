@@ -170,7 +170,7 @@ def _weight_lines(data: DataPlan) -> list[str]:
         source, rows = mine[0].source, []
         if source.regularisation or source.loss_weight != 1:
             rows.append(f"loss weight {source.loss_weight:g}" + (", regularisation images" if source.regularisation else ""))
-        if weights := Counter(photo.beside.loss_weight for photo in mine if photo.beside.loss_weight != 1):
+        if weights := Counter(photo.extras.loss_weight for photo in mine if photo.extras.loss_weight != 1):
             each = ", ".join(f"{weight:g} of {count}" for weight, count in sorted(weights.items()))
             rows.append(f"loss weights of single photos: {each}")
         if source.masks != "none":

@@ -39,7 +39,7 @@ def tried(photos, held_out):
 
 
 def test_a_source_that_is_apart_is_held_out_whole():
-    later = replace(SUBJECT, path="later", apart=True)
+    later = replace(SUBJECT, path="later", is_held_out=True)
     photos = [photo("a.jpg", 1), photo("b.jpg", 2), photo("a.jpg", 3, later), photo("p.jpg", 4, PRIOR)]
     assert split(photos, 0) == ((photos[0], photos[1], photos[3]), (photos[2],))
     for same in (photo("c.jpg", 3), photo("c.jpg", 3, PRIOR)):

@@ -336,7 +336,7 @@ def captions_of(listing: Listing) -> dict[str, str | None]:
     """By the image's name; of a file its name."""
     return {
         item.name: item.caption if isinstance(item.caption, str | None) else os.path.basename(str(item.caption))
-        for item in listing.found
+        for item in listing.photos
     }
 
 
@@ -374,7 +374,7 @@ def test_masks_are_no_images(tmp_path):
     ]
     write(tmp_path, dict.fromkeys(names, "x"))
     listing = listed(tmp_path, masks="files")
-    masks = {item.name: item.mask and os.path.basename(str(item.mask)) for item in listing.found}
+    masks = {item.name: item.mask and os.path.basename(str(item.mask)) for item in listing.photos}
     assert masks == {"a.png": "a.mask.png", "b.jpg": "B-MaskLabel.png", "c.png": "c.mask.png", "e.png": None}
     left = {os.path.basename(what): why for what, why in told(listing).left_out}
     assert left == {"c-masklabel.png": ".mask.png is used instead", "d.mask.png": "no image has its name"}
@@ -413,7 +413,7 @@ def test_captions_by_name_read_no_file(tmp_path):
         assert [(os.path.basename(what), why) for what, why in told(listing).left_out] == [
             ("a_b.txt", f'captions = "{keys}"')
         ]
-        assert [item.repeats for item in listing.found] == [10, 1]
+        assert [item.repeats for item in listing.photos] == [10, 1]
 
 
 def test_captions_left_out_by_name_are_not_missing_in_strict_mode(small, tmp_path):
@@ -446,7 +446,7 @@ def test_auto_that_finds_nothing_says_what_it_found(tmp_path):
 def test_which_folders_are_kohya_s(name, repeats, tmp_path):
     write(tmp_path, {f"{name}/a.png": "x"})
     listing = listed(tmp_path)
-    (item,) = listing.found
+    (item,) = listing.photos
     assert item.repeats == (repeats or 1) and (item.caption is None) == (repeats is None)
     assert any(f"{repeats} repeats of 1 images" in line for line in notes_of(told(listing))) == (repeats is not None)
 
@@ -716,7 +716,7 @@ def test_every_file_is_used_or_named(tmp_path_factory, names, captions, with_tab
     if with_table:
         write(root, {"metadata.jsonl": jsonl(rows)})
     listing = listed(root, captions=captions)
-    used = [str(place) for item in listing.found for place in (item.image, item.caption, item.mask)]
+    used = [str(place) for item in listing.photos for place in (item.image, item.caption, item.mask)]
     left = [what for what, _ in told(listing).left_out]
     for name in names:
         path = os.path.join(root, name)

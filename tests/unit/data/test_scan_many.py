@@ -153,5 +153,5 @@ def test_a_folder_is_listed_once_and_no_file_is_asked_for(tmp_path: Path, monkey
         monkeypatch.setattr(os, name, lambda *a, _real=real, _name=name, **k: calls.append(_name) or _real(*a, **k))
     listing = photos_of.listing(Source(0, str(tmp_path), masks="files"))
     monkeypatch.undo()
-    assert len(listing.found) == 40 and all(item.mask and item.caption for item in listing.found)
+    assert len(listing.photos) == 40 and all(item.mask and item.caption for item in listing.photos)
     assert calls.count("scandir") == 4 and len(calls) <= 4 + 4 + 2, calls

@@ -269,7 +269,7 @@ def test_what_belongs_to_a_photo_is_found_in_either_form_of_its_letters(tmp_path
     write(tmp_path, f"{mine.lower()}.txt", "a cup")
     (photo, _) = scan([Source(0, str(tmp_path), masks="files", references="files")]).photos
     assert (photo.sample, photo.caption, photo.mask is not None) == (f"0/{theirs}.png", "a cup", True)
-    assert len(photo.beside.references) == 1
+    assert len(photo.extras.references) == 1
     assert not any("names that look the same" in note for note in notes_of(scan([Source(0, str(tmp_path))])))
     table = tmp_path / "table"
     write(table, f"{theirs}.png", encoded(flat("RGB", "red"), "PNG"))

@@ -1,4 +1,4 @@
-"""Names of files and folders that are no photos of the person: of systems, bins, runs and other programs."""
+"""Names of files and folders that belong to systems, bins, runs and other programs, and are not read."""
 
 import os
 import re
@@ -17,9 +17,9 @@ SYSTEM_FOLDERS = frozenset({
 })  # fmt: skip
 KOHYA_ZERO = re.compile(r"0_\s*\S.*", re.DOTALL)
 RUN = "the output of a training run"
-OWNED = "read as data.sources."
+SOURCE_OF_ITS_OWN = "read as data.sources."
 MOVE_OUT = "move out what should not be trained"
-# What is trained and looks unintended, by the name of a folder or the end of a photo's name.
+# Photos that are trained and look unintended, by the name of a folder or the end of their own name.
 COPIES = re.compile(
     r"logs?|wandb|tensorboard|grids?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|old|bin|te?mp|"
     r"(recently )?deleted|papierkorb|corbeille|papelera|"
@@ -44,35 +44,39 @@ LOOKS_LIKE_MASK = re.compile(
 
 
 @dataclass(frozen=True)
-class Apart:
-    """Folders with an owner, by `inode`. owners: the reason to leave a folder out; "" for one of the source's references
-    or masks, which are counted elsewhere. outputs: of the run that is planned."""
+class Exclusions:
+    """Folders that a source does not read, by `inode`. owners: the reason; "" for a folder of the source's references or
+    masks, whose files are counted elsewhere. outputs: folders of the run that is planned."""
 
     owners: Mapping[tuple[int, int] | None, str] = field(default_factory=dict)
     outputs: Collection[tuple[int, int] | None] = ()
 
 
+NO_EXCLUSIONS = Exclusions()
+
+
 def folder_of(source: Source) -> str:
-    """The folder whose files are the source's; of an archive its own path."""
+    """The folder with the files of a source; for an archive its own path."""
     path = source.path.removeprefix(HUB) or "."
     if path != source.path and not os.path.exists(path):
         path = re.sub(r"(:[^:@/\\]+)?(@[^@/]+)?$", "", path)
     return os.path.dirname(path) or "." if path.lower().endswith(TABLES) and not os.path.isdir(path) else path
 
 
-def owned(source: Source, sources: Sequence[Source], outputs: Sequence[str]) -> Apart:
-    """What lies below a source and is not its own."""
+def exclusions_of(source: Source, sources: Sequence[Source], outputs: Sequence[str]) -> Exclusions:
+    """The folders that `source` does not read: other sources, references, masks, and `outputs` of the run."""
     owners = {}
     for other in sources:
         if os.path.isdir(folder_of(other)) and other is not source:
-            owners[inode(folder_of(other))] = f"{OWNED}{other.name} alone, and not with the source around it"
+            owners[inode(folder_of(other))] = f"{SOURCE_OF_ITS_OWN}{other.name} alone, and not with the source around it"
         for key, folder in other.folders.items():
             owners[inode(folder)] = "" if other is source else f"{key} of data.sources.{other.index}"
-    node = inode(folder_of(source))
-    return Apart({key: why for key, why in owners.items() if key not in (None, node)}, {inode(path) for path in outputs})
+    root = inode(folder_of(source))
+    owners = {key: reason for key, reason in owners.items() if key not in (None, root)}
+    return Exclusions(owners, {inode(path) for path in outputs})
 
 
-def why(name: str, *, is_folder: bool) -> str:
+def exclusion(name: str, *, is_folder: bool) -> str:
     """Why a file or folder is left out, by its own name; "" if it is read."""
     if name.startswith("."):
         return "hidden"
@@ -84,14 +88,15 @@ def why(name: str, *, is_folder: bool) -> str:
     return zero if KOHYA_ZERO.fullmatch(name) else ""
 
 
-def why_path(path: str) -> str:
-    """The same of a file in an archive, or of a folder around it."""
+def exclusion_in_archive(path: str) -> str:
+    """Why a file in an archive is left out, by its name and those of the folders around it; "" if it is read."""
     *folders, file = path.split("/")
-    return next((reason for name in folders if (reason := why(name, is_folder=True))), why(file, is_folder=False))
+    reasons = (exclusion(name, is_folder=True) for name in folders)
+    return next(filter(None, reasons), exclusion(file, is_folder=False))
 
 
 def inode(path: str) -> tuple[int, int] | None:
-    """What a folder is known by, however it is reached; None if it is not there."""
+    """(device, inode) of a folder, the same by every path to it; None if it does not exist."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -107,6 +112,6 @@ def looks_unintended(name: str, *, regularisation: bool) -> tuple[str, str] | No
     if any(map(COPIES.fullmatch, folders)):
         return "in a folder whose name means samples, copies or rejected photos, and trained", MOVE_OUT
     if not regularisation and any(map(REGULARISATION.fullmatch, folders)):
-        why = "in a folder whose name means regularisation images, and trained as photos of the subject"
-        return why, "give the folder a source of its own with regularisation = true"
+        reason = "in a folder whose name means regularisation images, and trained as photos of the subject"
+        return reason, "give the folder a source of its own with regularisation = true"
     return None

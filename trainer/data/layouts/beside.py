@@ -15,7 +15,7 @@ from trainer.data.layouts.walk import Folder, LeaveOut, Tree
 from trainer.data.sources import File, Place, Source
 
 NO_IMAGE, NO_NAMESAKE = "not an image", "no image has its name"
-# OneTrainer's further masks and its images of a condition: they belong to a photo, and are none.
+# OneTrainer's further masks and its images of a condition: they belong to a photo and are not trained.
 FURTHER = re.compile(r"(.+)[-_.](mask\d+|masklabel\d+|condlabel\d*)", re.IGNORECASE | re.DOTALL)
 BESIDE = {"references": "NAME.ref.png", "masks": "NAME.mask.png"}  # the names that are looked for beside a photo
 _NUMBERED = re.compile(r"(.+)\.ref([1-9]\d*)?", re.DOTALL | re.IGNORECASE)
@@ -47,8 +47,8 @@ def sort_out(files: Collection[str], photos: Collection[str] = ()) -> Contents:
             contents.masks.append(name)
         elif further and not plain and folded(further[1]) in images:
             contents.rest.append((name, "a further mask or a condition image of the photo beside it"))
-        elif why := why_no_photo(name, lacking):
-            contents.rest.append((name, why))
+        elif reason := why_no_photo(name, lacking):
+            contents.rest.append((name, reason))
             if suffix in IMAGES or suffix in UNREAD_IMAGES:
                 contents.unread.append(name)
         else:
@@ -122,9 +122,9 @@ class Companions:
                 return file
         return None
 
-    def rest(self, left_out: Iterable[str], why: str = "", alone: str = NO_NAMESAKE) -> list[tuple[str, str]]:
-        """(name, reason) of all files that are not used. left_out: images that are not trained on. why: the reason for files
-        whose image took none. alone: the reason for files without an image."""
+    def rest(self, left_out: Iterable[str], unread: str = "", alone: str = NO_NAMESAKE) -> list[tuple[str, str]]:
+        """(name, reason) of all files that are not used. left_out: images that are not trained on. unread: the reason for
+        files whose image took none. alone: the reason for files without an image."""
         unused = {folded(name) for image in left_out for name in (image, _stem(image))}
         images, used = {folded(name) for name in self._images}, set(self._used.values())
         by_folded, reasons = {folded(image): name for image, name in self._used.items()}, []
@@ -134,7 +134,7 @@ class Companions:
             elif folded(stem) in unused:
                 reason = "its image is left out"
             else:
-                reason = (folded(stem) in images and why) or alone
+                reason = (folded(stem) in images and unread) or alone
             reasons += [(name, reason) for name in names if name not in used]
         return reasons
 
@@ -208,11 +208,11 @@ def listed(root: str, folder: str, problems: list[str]) -> list[str]:
 def unused_apart(root: str, used: Collection[tuple[str, str]], leave_out: LeaveOut, problems: list[str], noun: str) -> None:
     """Leave out the files in a folder of references or masks that no photo has. used: (root, name within it). noun: the kind
     of the files."""
-    for folder, files in Folder(root).walk(lambda name, *why: leave_out(os.path.join(root, name), *why), problems):
+    for folder, files in Folder(root).walk(lambda name, *reason: leave_out(os.path.join(root, name), *reason), problems):
         for name in files:
             if (root, folder + name) not in used:
-                why = why_no_photo(name, plugins.lacking()) or f"a {noun}, and {NO_NAMESAKE}"
-                leave_out(os.path.join(root, folder + name), why, 1)
+                reason = why_no_photo(name, plugins.lacking()) or f"a {noun}, and {NO_NAMESAKE}"
+                leave_out(os.path.join(root, folder + name), reason, 1)
 
 
 def misplaced(source: Source) -> str:

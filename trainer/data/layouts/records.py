@@ -12,14 +12,14 @@ from trainer.data.sources import Place
 FIELDS = ("caption", "text", "prompt")  # the first that exists is used
 
 
-def caption_field(names: Any, asked: str | None) -> str | None:
-    """The name of a record's caption: `asked`, or the first of FIELDS; None if the record has none."""
-    return next((field for field in ((asked,) if asked else FIELDS) if field in names), None)
+def caption_field(names: Any, column: str | None) -> str | None:
+    """The field of a record's caption: `column`, or the first of FIELDS; None if the record has none."""
+    return next((field for field in ((column,) if column else FIELDS) if field in names), None)
 
 
 def caption_in(value: Any) -> str | None:
     """The caption in a record; None for null. A list becomes lines. Raises ValueError with the reason."""
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and value and all(isinstance(line, str) for line in value):
         value = "\n".join(value)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"the caption is not text but {shown(value)}")
@@ -29,18 +29,16 @@ def caption_in(value: Any) -> str | None:
         raise ValueError(f"the caption is not Unicode (half a character at {error.start})") from error
 
 
-def unwrapped(text: str, asked: str | None) -> tuple[str, str]:
-    """(the caption, the field that it is) of a text that is a JSON object; of another text itself, and "".
-
-    Raises ValueError for an object without such a field: its braces would be trained.
-    """
+def unwrapped(text: str, column: str | None) -> tuple[str, str]:
+    """(the caption, its field) if the text is a JSON object; otherwise (the text, ""). Raises ValueError for an object
+    without such a field: its braces would be trained."""
     try:
         record = json.loads(text) if text.lstrip()[:1] == "{" else None
     except (json.JSONDecodeError, RecursionError):
         return text, ""  # wildcards, or words in braces
     if not isinstance(record, Mapping):
         return text, ""
-    field = caption_field(record, asked) or caption_field(record, None)
+    field = caption_field(record, column) or caption_field(record, None)
     caption = caption_in(record[field]) if field else None
     if field is None or caption is None:
         raise ValueError(
@@ -70,9 +68,9 @@ class JsonCaption:
             raise ValueError("not a JSON object with a field for the caption")
         field = caption_field(record, self.field)
         if field is None:
-            asked = self.field or " or ".join(FIELDS)
+            names = self.field or " or ".join(FIELDS)
             raise ValueError(
-                f"has no field {asked} (it has {shown(list(record))}); name the caption's field with caption_column"
+                f"has no field {names} (it has {shown(list(record))}); name the caption's field with caption_column"
             )
         value = record[field]
         return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else caption_in(value)

@@ -24,7 +24,7 @@ MARKS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # between the cells of
 
 @dataclass(frozen=True, slots=True)
 class ImageRow:
-    """What a table says of an image: the row's number, the caption, how often and with which weight it is trained."""
+    """A row of a table: its number, and the caption, repeats and loss weight of an image."""
 
     number: int
     caption: str | None = None
@@ -35,7 +35,7 @@ class ImageRow:
 @dataclass
 class ImageTable:
     """A table that gives images their captions. name: within the source. rows: by the image's name within the source.
-    forms: the names in the form in which `adopt` compares them, once that is needed."""
+    forms: the names as `adopt` compares them, set when first needed."""
 
     name: str
     rows: dict[str, ImageRow] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class ImageTable:
     forms: dict[str, str] = field(default_factory=dict)
 
     def adopt(self, names: list[str]) -> None:
-        """Give rows the names of files from which only the form of the letters (a Mac's) or of spaces differs."""
+        """Rename rows after files whose names differ from theirs in the form of letters (a Mac's) or of spaces alone."""
         present, lacking = set(names), [name for name in names if name not in self.rows]
         self.forms = self.forms or ({spaced(composed(row)): row for row in self.rows} if lacking else {})
         for name in lacking:
@@ -53,7 +53,7 @@ class ImageTable:
 
 
 def first_row(path: str) -> dict[str, Any]:
-    """The first row of a file; empty where it has none or cannot be read."""
+    """The first row of a file; empty if it has none or cannot be read."""
     try:
         return next((row for _, row in _rows(Path(path))), {})
     except (OSError, ValueError, csv.Error):
@@ -61,12 +61,12 @@ def first_row(path: str) -> dict[str, Any]:
 
 
 def read_table(root: str, name: str, source: Source) -> ImageTable:
-    """Reads a table. Its `problems` say why rows cannot be used."""
+    """Reads a table. `problems` gets the reasons why rows cannot be used."""
     table, path = ImageTable(name), os.path.join(root, name)
     column, folder = source.image_column or IMAGE_COLUMN, name[: name.rfind("/") + 1]
 
-    def refuse(why: str) -> None:
-        table.problems.append(f"{printable(path)}: {why}")
+    def refuse(reason: str) -> None:
+        table.problems.append(f"{printable(path)}: {reason}")
 
     try:
         for number, row in _rows(Path(path)):
@@ -108,8 +108,8 @@ def _image_name(value: Any, column: str) -> str:
     return name
 
 
-def _number(row: dict[str, Any], column: str, least: float, wanted: str) -> float:
-    """The number in a column, 1 where there is none. Raises ValueError."""
+def _number(row: dict[str, Any], column: str, least: float, expected: str) -> float:
+    """The number in a column; 1 if there is none. expected: for the ValueError."""
     if (value := row.get(column)) is None:
         return 1
     try:
@@ -117,12 +117,12 @@ def _number(row: dict[str, Any], column: str, least: float, wanted: str) -> floa
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not least <= number < math.inf:
-        raise ValueError(f"{column} = {shown(value)} is not {wanted}")
+        raise ValueError(f"{column} = {shown(value)} is not {expected}")
     return number
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 1, row). Raises OSError, and ValueError or csv.Error for what is not a table."""
+    """(number from 1, row). Raises OSError, and ValueError or csv.Error if the file is not a table."""
     try:
         yield from {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}[path.suffix.lower()](path)
     except UnicodeDecodeError:
@@ -160,8 +160,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _separator(file: TextIO) -> str:
-    """What stands between the cells, from where the file then goes on: the comma; without one in the first line a semicolon,
-    as Excel writes it where the comma is for decimals, or a tab. Excel may say it in a line of its own ("sep=;")."""
+    """The separator of the cells; leaves the file at the first row. The comma; without one in the first line a semicolon, as
+    Excel writes it where the comma is for decimals, or a tab. Excel may name it in a line of its own ("sep=;")."""
     first = visible(file.readline()).strip("\r\n")
     if first[:4] == "sep=" and first[4:] in MARKS:
         return first[4:]

@@ -28,7 +28,7 @@ from trainer.data.cache.fill import latent_key, mask_key, text_key
 from trainer.data.examples import Example, examples
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
-from trainer.data.sources import Beside, Mask, Source
+from trainer.data.sources import Extras, Mask, Source
 from trainer.runtime.processes import Processes
 
 TENSORS = {"latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4), "mask": torch.tensor([True, False])}
@@ -96,9 +96,9 @@ def test_any_changed_input_changes_the_key():
     keys = [latent_key(example, View(), fingerprint=name) for name in ("vae", "vae2")]
     keys += [latent_key(each, View(), fingerprint="vae") for each in other]
     keys += [latent_key(example, view, fingerprint="vae") for view in shown]
-    masked = replace(example, photo=replace(photo, beside=Beside(Mask(photo.image, "c" * 64))))
+    masked = replace(example, photo=replace(photo, extras=Extras(Mask(photo.image, "c" * 64))))
     other = [
-        replace(masked, photo=replace(masked.photo, beside=Beside(Mask(photo.image, "d" * 64)))),
+        replace(masked, photo=replace(masked.photo, extras=Extras(Mask(photo.image, "d" * 64)))),
         replace(masked, photo=replace(masked.photo, source=replace(photo.source, masks="alpha"))),
         replace(masked, bucket=(48, 80)),
     ]

@@ -27,7 +27,7 @@ from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
 from trainer.data.scan import BLACK
-from trainer.data.sources import Beside, File, Photo, Source
+from trainer.data.sources import Extras, File, Photo, Source
 from trainer.models.base import collate
 from trainer.objectives import sample_losses
 
@@ -310,7 +310,7 @@ def test_a_folder_that_cannot_be_of_masks_is_refused(tmp_path, monkeypatch, mask
 def test_a_photos_own_weight_multiplies_that_of_its_source():
     source = Source(0, "", loss_weight=0.5)
     example = example_of(source)
-    heavy = replace(example, photo=replace(example.photo, beside=Beside(loss_weight=3.0)))
+    heavy = replace(example, photo=replace(example.photo, extras=Extras(loss_weight=3.0)))
     reader = Reader(
         examples={}, cache=None, seed=7, latent_side=8, latent_fingerprint="", text_fingerprint=None, collate=collate
     )

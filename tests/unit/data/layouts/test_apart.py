@@ -75,15 +75,15 @@ def test_all_files_are_counted_each_once(tmp_path_factory, names: set[str], mask
         (root / name).write_text("file_name,text\n" if name.endswith(".csv") else "x")
     references = str(root / "refs") if references == "refs" else references
     source = Source(0, str(root), masks=masks, references=references)
-    listing = photos_of.listing(source, layouts.apart.owned(source, [source], ()))
+    listing = photos_of.listing(source, layouts.apart.exclusions_of(source, [source], ()))
     there = {os.path.join(folder, file) for folder, _, files in os.walk(root) for file in files}
-    if not listing.found:
+    if not listing.photos:
         return
-    used = len(listing.found) + items(listing.account, Heading.USED)
+    used = len(listing.photos) + items(listing.account, Heading.USED)
     assert used + items(listing.account, Heading.LEFT_OUT) == len(there), listing.account.lines()
     left = Scanned((), listing.account).left_out
     out = {path for path in there if any(path == name or name.endswith("/") and path.startswith(name) for name, _ in left)}
-    places = {str(place) for item in listing.found for place in (item.image, item.mask, *item.references)}
+    places = {str(place) for item in listing.photos for place in (item.image, item.mask, *item.references)}
     assert not out & places and len(out) == items(listing.account, Heading.LEFT_OUT)
 
 

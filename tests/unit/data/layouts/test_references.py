@@ -37,7 +37,7 @@ def source(folder: Path, references: str | tuple[str, ...] | None = "files", **m
 def shown(folder: Path, references: str | tuple[str, ...] | None = "files") -> dict[str, list[str]]:
     """The names of each photo's references."""
     photos = scan([source(folder, references)]).photos
-    return {photo.sample: [Path(str(each.image)).name for each in photo.beside.references] for photo in photos}
+    return {photo.sample: [Path(str(each.image)).name for each in photo.extras.references] for photo in photos}
 
 
 def problems(folder: Path, references: str | tuple[str, ...] = "files") -> str:
@@ -209,7 +209,7 @@ def test_a_batch_has_one_layout(edits: Path) -> None:
 
 def test_they_are_part_of_what_a_photo_holds(edits: Path, tmp_path: Path) -> None:
     before = sized(edits)
-    without = tuple(replace(e, photo=replace(e.photo, beside=replace(e.photo.beside, references=()))) for e in before)
+    without = tuple(replace(e, photo=replace(e.photo, extras=replace(e.photo.extras, references=()))) for e in before)
     save(edits / "c.ref.png", (96, 70), seed=99)
     after = sized(edits)
     changed = differences(photo_digests(before), photo_digests(after))

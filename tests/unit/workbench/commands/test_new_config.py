@@ -86,7 +86,7 @@ def first_config(photos: Sequence[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("count", [19, 20, 24, 39, 40, 60])
 def test_the_verdict_can_tell_by_the_photos_that_are_held_out(count: int) -> None:
     """Of few photos, too. A photo that is there twice is one."""
-    source = SimpleNamespace(regularisation=False, apart=False)
+    source = SimpleNamespace(regularisation=False, is_held_out=False)
     photos: Any = [SimpleNamespace(caption="", sha256=f"{index:064x}", source=source) for index in (*range(count), 0)]
     held_out = first_config(photos)["data"].get("held_out", 0)
     assert held_out == {19: 0, 60: 6}.get(count, 4)

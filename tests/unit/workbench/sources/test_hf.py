@@ -57,7 +57,7 @@ def told(listing: Listing) -> Scanned:
 
 
 def captions(listing: Listing) -> list[str | None]:
-    return [item.caption for item in listing.found]
+    return [item.caption for item in listing.photos]
 
 
 def test_captions_come_from_the_first_column_that_has_them(tmp_path):
@@ -172,8 +172,8 @@ def test_a_dataset_without_memory_ends_as_out_of_memory(tmp_path, monkeypatch):
 def test_a_path_that_exists_may_hold_what_splits_others(folder, tmp_path):
     one = datasets.Dataset.from_dict({"image": encoded(2)}).cast_column("image", datasets.Image())
     datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(tmp_path / folder)
-    assert len(listed(f"hf:{tmp_path / folder}").found) == 2
-    assert len(listed(f"hf:{tmp_path / folder}@test").found) == 1
+    assert len(listed(f"hf:{tmp_path / folder}").photos) == 2
+    assert len(listed(f"hf:{tmp_path / folder}@test").photos) == 1
     (problem,) = listed(f"hf:{tmp_path / folder}:small@test").problems
     assert "knows no configurations; leave out :small" in problem
 
@@ -196,7 +196,7 @@ def test_a_row_may_name_a_file_of_the_dataset_and_no_other(tmp_path):
     datasets.Dataset.from_dict({"image": names, "text": [str(name) for name in names]}).to_csv(root / "train.csv")
     path = f"hf:{root}"
     listing = listed(path)
-    assert not listing.problems and [item.image.read() for item in listing.found[:2]] == [png(1)] * 2
+    assert not listing.problems and [item.image.read() for item in listing.photos[:2]] == [png(1)] * 2
     with pytest.raises(UserError) as refused:
         scan([Source(0, path)])
     said = str(refused.value)
@@ -213,7 +213,7 @@ def test_save_to_disk_is_the_remedy_for_images_elsewhere(tmp_path):
     with pytest.raises(UserError, match=r"row 0: names .*a\.png', a file outside of the dataset; .* \(save_to_disk does\)"):
         scan([Source(0, f"hf:{tmp_path}/own")])
     table.save_to_disk(tmp_path / "saved")
-    assert [item.image.read() for item in listed(f"hf:{tmp_path}/saved").found] == [png(5)]
+    assert [item.image.read() for item in listed(f"hf:{tmp_path}/saved").photos] == [png(5)]
 
 
 def test_a_row_that_is_no_image_is_named(tmp_path):
@@ -236,7 +236,7 @@ def _contents(found) -> list[bytes]:
 
 
 def test_threads_and_forked_processes_read_at_the_same_time(tmp_path):
-    found = listed(saved(tmp_path / "d", {"image": encoded(50)}, "image")).found
+    found = listed(saved(tmp_path / "d", {"image": encoded(50)}, "image")).photos
     expected = [png(number) for number in range(50)]
     with ThreadPoolExecutor(4) as pool:
         assert all(read == expected for read in pool.map(_contents, [found] * 4))
@@ -247,7 +247,7 @@ def test_threads_and_forked_processes_read_at_the_same_time(tmp_path):
 def test_the_library_is_imported_for_a_dataset_alone(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(png())
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
-    assert len(listed(str(tmp_path)).found) == 1 and listed("hf:/gone").problems
+    assert len(listed(str(tmp_path)).photos) == 1 and listed("hf:/gone").problems
     with pytest.raises(ImportError):
         listed(f"hf:{tmp_path}")
 
@@ -324,7 +324,7 @@ def test_a_table_in_one_split_alone_does_not_touch_the_others(tmp_path: Path, sp
     for each, captioned in names.items():
         listing = listed(f"hf:{tmp_path}@{each}")
         assert captions(listing) == (captioned if each == split else [None] * len(captioned)) and not listing.problems
-    assert len(listed(f"hf:{tmp_path}").found) == 2
+    assert len(listed(f"hf:{tmp_path}").photos) == 2
 
 
 @pytest.mark.parametrize("name", ["train.parquet", "train.csv", "metadata.jsonl", "data/train-00000-of-00001.arrow"])
@@ -355,6 +355,6 @@ def test_parquet_files_of_which_one_is_named_like_a_split_are_all_read(tmp_path:
         dataset = datasets.Dataset.from_dict({"image": encoded(2), "text": ["one", "two"]})
         dataset.cast_column("image", datasets.Image()).to_parquet(tmp_path / name)
     listing = listed(f"hf:{tmp_path}")
-    assert len(listing.found) == 4 and "does not divide it" in "".join(notes_of(told(listing)))
+    assert len(listing.photos) == 4 and "does not divide it" in "".join(notes_of(told(listing)))
     (problem,) = photos_of.listing(Source(0, str(tmp_path))).problems
     assert problem.endswith(f"for the dataset in them give hf:{tmp_path}")

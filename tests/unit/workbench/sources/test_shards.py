@@ -154,15 +154,15 @@ PAX_SPARSE.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.realsize": str(1 
 def test_a_sparse_member_is_left_out_and_the_next_is_found(blocks, tmp_path):
     path = write(tmp_path / "a.tar", *blocks, header("b.png", 3), b"abc", END)
     listing = listed(path)
-    assert [item.name for item in listing.found] == ["a.tar/b.png"] and not listing.problems
-    assert listing.found[0].image.read() == b"abc"
+    assert [item.name for item in listing.photos] == ["a.tar/b.png"] and not listing.problems
+    assert listing.photos[0].image.read() == b"abc"
     assert [why for _, why in told(listing).left_out] == [tar.SPARSE]
 
 
 def test_what_a_link_says_of_its_size_counts_for_nothing(tmp_path):
     blocks = header("a.png", 4096, tarfile.SYMTYPE), header("f", 4096, tarfile.DIRTYPE), header("b.png", 3), b"abc", END
     listing = listed(write(tmp_path / "a.tar", *blocks))
-    assert [(item.name, item.image.read()) for item in listing.found] == [("a.tar/b.png", b"abc")]
+    assert [(item.name, item.image.read()) for item in listing.photos] == [("a.tar/b.png", b"abc")]
 
 
 DAMAGED: dict[str, tuple[list[bytes], str]] = {
@@ -231,7 +231,7 @@ def test_a_mutated_archive_is_read_or_refused(count, tmp_path):
         (tmp_path / "a.tar").write_bytes(mutated)
         listing = listed(tmp_path / "a.tar")
         refused += bool(listing.problems)
-        for item in listing.found:
+        for item in listing.photos:
             assert item.image.offset + item.image.size <= len(mutated) and ".." not in item.name.split("/")
     assert 0.1 * count < refused < 0.95 * count
 
@@ -252,7 +252,7 @@ def test_an_archive_that_never_ends_is_not_waited_for(tmp_path):
 
 def test_an_archive_that_shrank_is_named(tmp_path):
     path = archive(tmp_path / "a.tar", ("a.png", png()))
-    (item,) = listed(path).found
+    (item,) = listed(path).photos
     os.truncate(path, 520)
     with pytest.raises(OSError, match=f"its archive ends after 8 of its {len(png())} bytes"):
         item.image.read()
@@ -296,7 +296,7 @@ def test_archives_in_a_folder_are_told_how_to_be_read(tmp_path):
 def test_masks_and_the_other_parts_of_a_sample_are_no_photos(tmp_path):
     names = ["a.png", "a.mask.png", "a.depth.png", "a.cls", "b.v1.png", "b.v2.png", "c.jpg", "C-masklabel.png"]
     listing = listed(archive(tmp_path / "a.tar", *((name, name.encode()) for name in names)), masks="files")
-    assert {item.name: item.mask and item.mask.read() for item in listing.found} == {
+    assert {item.name: item.mask and item.mask.read() for item in listing.photos} == {
         "a.tar/a.png": b"a.mask.png",
         "a.tar/b.v1.png": None,
         "a.tar/b.v2.png": None,
@@ -314,7 +314,7 @@ def _digests(found) -> list[bytes]:
 
 def test_threads_and_processes_read_at_the_same_time(tmp_path):
     contents = {f"{number:03d}.png": random.Random(number).randbytes(5000) for number in range(100)}
-    found = listed(archive(tmp_path / "a.tar", *contents.items())).found
+    found = listed(archive(tmp_path / "a.tar", *contents.items())).photos
     with ThreadPoolExecutor(4) as pool:
         for read in pool.map(_digests, [found] * 4):
             assert read == list(contents.values())
