@@ -10,12 +10,12 @@ import torch
 from trainer.data.examples import Example
 
 NAMES, CONTENTS, CAPTIONS = "photos", "contents of the photos", "captions"
-DIGEST_BYTES = 4  # of a photo: enough to name what changed. The SHA-256 over all photos detects that something did
+DIGEST_BYTES = 4  # of a photo: enough to name the photos that changed. The SHA-256 over all photos detects the change
 MAX_NAMES_BYTES = 2**30
 
 
 def parts(examples: Sequence[Example]) -> dict[str, list]:
-    """Everything in the data that decides what a step sees, by kind: a JSON value for each example."""
+    """Everything in the data that a step depends on, by kind: a JSON value for each example."""
     return {
         NAMES: [example.sample for example in examples],
         CONTENTS: [example.photo.contents for example in examples],
@@ -47,23 +47,23 @@ def photo_digests(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
     return {NAMES: _bytes(zlib.compress(json.dumps(list(places)).encode()))} | packed
 
 
-def differences(then: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """How photos differ -> which: "added", "removed", "other contents", or else "other captions", "other repeats", ... then,
-    now: of `photo_digests`. Raises ValueError if they are malformed."""
-    names_then, names_now = _names(then[NAMES]), _names(now[NAMES])
+def differences(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Kind of change -> names of photos: "added", "removed", "other contents", or else "other captions", "other repeats", ...
+    old, new: of `photo_digests`. Raises ValueError if they are malformed."""
+    old_names, new_names = _names(old[NAMES]), _names(new[NAMES])
     changes = {
-        "added": [name for name in names_now if name not in names_then],
-        "removed": [name for name in names_then if name not in names_now],
+        "added": [name for name in new_names if name not in old_names],
+        "removed": [name for name in old_names if name not in new_names],
     }
-    common, changed = [name for name in names_now if name in names_then], set[str]()
-    for part in (CONTENTS, *sorted(now.keys() - {NAMES, CONTENTS})):
-        if part not in then:  # no photo had such a thing
+    common, changed = [name for name in new_names if name in old_names], set[str]()
+    for part in (CONTENTS, *sorted(new.keys() - {NAMES, CONTENTS})):
+        if part not in old:  # no photo had such a part
             continue
-        before, after = _column(then[part], len(names_then)), _column(now[part], len(names_now))
-        other = [name for name in common if before[names_then[name]] != after[names_now[name]] and name not in changed]
-        changes[f"other {'contents' if part == CONTENTS else part}"] = other
-        changed.update(other if part == CONTENTS else ())
-    return {how: names for how, names in changes.items() if names}
+        before, after = _column(old[part], len(old_names)), _column(new[part], len(new_names))
+        names = [name for name in common if before[old_names[name]] != after[new_names[name]] and name not in changed]
+        changes[f"other {'contents' if part == CONTENTS else part}"] = names
+        changed.update(names if part == CONTENTS else ())
+    return {change: names for change, names in changes.items() if names}
 
 
 def _bytes(data: bytes) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 
 def _names(packed: torch.Tensor) -> dict[str, int]:
-    """Each with its place."""
+    """Name -> place, from the deflated JSON list."""
     unpacking = zlib.decompressobj()
     try:
         names = json.loads(unpacking.decompress(packed.numpy().tobytes(), MAX_NAMES_BYTES))

@@ -1,4 +1,4 @@
-"""The training photos: found, read in full and checked before anything else happens. All problems are reported at once."""
+"""Lists, reads and checks all training photos before a run does anything else. Reports all problems at once."""
 
 import os
 import sys
@@ -42,18 +42,18 @@ def survey(
     outputs: Sequence[str] = (),
     memo: Memo | None = None,
 ) -> Scanned:
-    """The sound photos of the sources, in order of source, then of name, and all problems of the others.
+    """The sound photos of the sources, in order of source, then of name, and the problems of all others.
 
-    Every image is decoded in full, once of equal bytes, but for those that `memo` knows. With `strict_captions` a missing or
-    empty caption is a problem. outputs: folders in which the run writes, which hold no photos.
+    Every image is decoded in full, equal bytes once, except those that `memo` knows. With `strict_captions` a missing or
+    empty caption is a problem. outputs: folders in which the run writes; they hold no photos.
     """
     memo = memo or Memo()
     listings = [layouts.listing(source, apart.exclusions_of(source, sources, outputs), memo.layouts) for source in sources]
-    problems = [problem for each in listings for problem in each.problems]
+    problems = [problem for listing in listings for problem in listing.problems]
     read = partial(_read, memo=memo, strict_captions=strict_captions)
     photos: list[Photo] = []
-    count, photos_listed = sum(len(each.photos) for each in listings), _taken(listings)
-    with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, photos_listed)) as results:
+    count = sum(len(listing.photos) for listing in listings)
+    with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, _popped(listings))) as results:
         for result in results:
             phase.advance()
             if isinstance(result, Photo):
@@ -62,7 +62,7 @@ def survey(
                 problems += result
     entries = [Entry(Heading.USED, "", count=len(photos), noun="photo")]
     entries += [Entry(Heading.USED, "", count=count - len(photos), noun="damaged photo")]
-    account = Account([*entries, *(entry for each in listings for entry in each.account)])
+    account = Account([*entries, *(entry for listing in listings for entry in listing.account)])
     for photo in photos:
         for note in photo.notes:
             heading, remedy = (Heading.WARNING, WHITE) if note == BLACK else (Heading.NOTE, "")
@@ -75,7 +75,7 @@ def survey(
 
 
 def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) -> None:
-    """Enter what is trained and looks unintended, of all photos together."""
+    """Enter photos that are trained and look unintended when all are seen together."""
     first: dict[str, int] = {}  # by the digest of a photo's bytes, the source that has it first
     for photo in (photo for photo in photos if not photo.source.is_held_out):
         if (index := first.setdefault(photo.sha256, photo.source.index)) != photo.source.index:
@@ -88,24 +88,24 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
             places = {"files": f"NAME{MASK_ENDINGS[0]} beside NAME.jpg", "alpha": "photos with transparency"}
             looked = places.get(source.masks, "NAME.png there for NAME.jpg")
             account.add(Heading.WARNING, f'{key}: masks = "{source.masks}", and no photo has a mask; looked for {looked}')
-    given = [photo for photo in photos if photo.caption and photo.caption_from not in layouts.CAPTIONS_OF_NAMES]
-    counts = Counter(photo.caption for photo in given)
-    if same := [str(photo.image) for photo in given if counts[photo.caption] > 2]:
+    captioned = [photo for photo in photos if photo.caption and photo.caption_from not in layouts.CAPTIONS_OF_NAMES]
+    counts = Counter(photo.caption for photo in captioned)
+    if images := [str(photo.image) for photo in captioned if counts[photo.caption] > 2]:
         heading = Heading.WARNING if len(counts) == 1 else Heading.NOTE
-        account.add(heading, "one caption is that of three photos or more", same, noun="photo")
+        account.add(heading, "one caption is that of three photos or more", images, noun="photo")
 
 
-def _taken(listings: Sequence[Listing]) -> Iterator[ListedPhoto]:
-    """Each in order, and removed from its listing: with a hundred thousand photos, only the photos stay in memory."""
-    for each in listings:
-        each.photos.reverse()
-        while each.photos:
-            yield each.photos.pop()
+def _popped(listings: Sequence[Listing]) -> Iterator[ListedPhoto]:
+    """The photos in order, removed from their listings: of a hundred thousand only the read ones stay in memory."""
+    for listing in listings:
+        listing.photos.reverse()
+        while listing.photos:
+            yield listing.photos.pop()
 
 
 @contextmanager
 def _noting(problems: list[str], file: object, more: str = "") -> Iterator[None]:
-    """A block that reads a file. What it raises becomes a problem. more: for the line of a damaged file."""
+    """A block that reads a file: OSError and ValueError become a problem. more: ends the line on a damaged file."""
     try:
         yield
     except OSError as error:
@@ -120,65 +120,65 @@ def _read(listed: ListedPhoto, *, memo: Memo, strict_captions: bool) -> Photo | 
     name, source = str(listed.image), listed.source
     if any("\ud800" <= character <= "\udfff" for character in source.path + listed.name):  # half a pair: no UTF-8
         problems.append(f"{name}: the file's name is not UTF-8")
-    seen, mask, notes = None, None, ()
+    facts, mask, notes = None, None, []
     with _noting(problems, name):
-        seen = memo.facts(source, "photo", listed.image, partial(_photo, source))
-        notes = (*seen.notes, *_misnamed(listed.name, seen.format))
-    if seen is not None and source.masks == "alpha" and seen.black is not None:
-        mask = Mask(listed.image, seen.sha256)
-        notes = (*notes, *_black(seen, source))
-    if seen is not None and listed.mask is not None:
+        facts = memo.facts(source, "photo", listed.image, partial(_photo, source))
+        notes += (*facts.notes, *_misnamed(listed.name, facts.format))
+    if facts is not None and source.masks == "alpha" and facts.black is not None:
+        mask = Mask(listed.image, facts.sha256)
+        notes += _black(facts, source)
+    if facts is not None and listed.mask is not None:
         with _noting(problems, listed.mask):
-            white = memo.facts(source, "mask", listed.mask, _mask)
-            if white.size != seen.size:
-                pixels = "{} x {} pixels, its photo {} x {}".format(*white.size, *seen.size)
+            of_mask = memo.facts(source, "mask", listed.mask, _mask)
+            if of_mask.size != facts.size:
+                pixels = "{} x {} pixels, its photo {} x {}".format(*of_mask.size, *facts.size)
                 problems.append(f"{listed.mask}: the mask has {pixels}; save it at the photo's size")
-            mask = Mask(listed.mask, white.sha256)
-            notes = (*notes, *_black(white, source))
+            mask = Mask(listed.mask, of_mask.sha256)
+            notes += _black(of_mask, source)
     read = (_read_reference(listed, place, number, memo, problems) for number, place in enumerate(listed.references, 1))
-    references = [each for each in read if each is not None]
-    notes = (*notes, *(note for each in references for note in each.notes))
+    references = [reference for reference in read if reference is not None]
+    notes += (note for reference in references for note in reference.notes)
     text, field = _read_caption(listed, problems)
-    notes = (*notes, f"its caption is the field {field} of a JSON text") if field else notes
+    notes += [f"its caption is the field {field} of a JSON text"] if field else []
     caption = None if text is None else visible(text).strip()
     if text and (dropped := invisible(text)):
-        notes = (*notes, f"its caption had invisible characters ({dropped}), dropped")
+        notes.append(f"its caption had invisible characters ({dropped}), dropped")
     if caption and len(caption) > LONGEST_CAPTION:
         problems.append(f"{name}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
-    why = strict_problem(listed.source, caption, memo.layouts) if strict_captions else ""
-    if why and (caption is None or not problems):
+    reason = strict_problem(source, caption, memo.layouts) if strict_captions else ""
+    if reason and (caption is None or not problems):
         place = listed.image if caption is None or isinstance(listed.caption, str) else listed.caption
-        problems.append(f"{place}: {why}")
-    if problems or seen is None:
+        problems.append(f"{place}: {reason}")
+    if problems or facts is None:
         return problems
     return Photo(
         sample=listed.sample,
-        source=listed.source,
+        source=source,
         image=listed.image,
-        size=seen.size,
+        size=facts.size,
         caption=caption or "",
-        repeats=listed.source.repeats * listed.repeats,
-        sha256=seen.sha256,
-        choices=seen.choices,
+        repeats=source.repeats * listed.repeats,
+        sha256=facts.sha256,
+        choices=facts.choices,
         extras=Extras(mask, tuple(references), listed.loss_weight),
-        look=seen.look,
+        look=facts.look,
         caption_from="" if caption is None else listed.caption_from,
         notes=tuple(map(sys.intern, notes)),  # a hundred thousand photos share a few
     )
 
 
-def strict_problem(source: Source, caption: str | None, others: Sequence[SourceReader]) -> str:
-    """Why strict mode refuses a caption (None: there is none); "" if it does not. others: the layouts besides folders."""
+def strict_problem(source: Source, caption: str | None, readers: Sequence[SourceReader]) -> str:
+    """Why strict mode refuses a caption (None: there is none); "" if it does not. readers: of sources that are no folders."""
     if caption is None and source.captions != "none":
-        return f"no caption for it ({layouts.caption_places(source, others)})"
+        return f"no caption for it ({layouts.caption_places(source, readers)})"
     return "the caption is empty" if caption == "" else ""
 
 
 def _photo(source: Source, data: bytes, sha256: str) -> Facts:
-    seen = decode(data, background=source.background)
-    black = None if seen.alpha is None else not seen.alpha.getextrema()[1]
-    look = near_duplicates.look(seen.image)
-    return Facts(sha256, seen.image.size, seen.format, seen.choices, seen.notes, black, look)
+    image = decode(data, background=source.background)
+    black = None if image.alpha is None else not image.alpha.getextrema()[1]
+    look = near_duplicates.look(image.image)
+    return Facts(sha256, image.image.size, image.format, image.choices, image.notes, black, look)
 
 
 def _mask(data: bytes, sha256: str) -> Facts:
@@ -187,13 +187,13 @@ def _mask(data: bytes, sha256: str) -> Facts:
 
 
 def _read_reference(listed: ListedPhoto, place: Place, number: int, memo: Memo, problems: list[str]) -> Photo | None:
-    """A reference, without a caption; None where there is a problem with it."""
+    """A reference, without a caption; None if there is a problem with it."""
     with _noting(problems, place, f" (reference {number} of {listed.image})"):
-        seen = memo.facts(listed.source, "photo", place, partial(_photo, listed.source))
-        buckets.reference_bucket(*seen.size, step=1)
+        facts = memo.facts(listed.source, "photo", place, partial(_photo, listed.source))
+        buckets.reference_bucket(*facts.size, step=1)
         name = f"{listed.sample}, reference {number}"
-        notes = tuple(f"reference {number}: {note}" for note in (*seen.notes, *_misnamed(str(place), seen.format)))
-        return Photo(name, listed.source, place, seen.size, "", 1, seen.sha256, seen.choices, notes=notes)
+        notes = tuple(f"reference {number}: {note}" for note in (*facts.notes, *_misnamed(str(place), facts.format)))
+        return Photo(name, listed.source, place, facts.size, "", 1, facts.sha256, facts.choices, notes=notes)
     return None
 
 
@@ -208,16 +208,16 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
 
 
 def _read_caption(listed: ListedPhoto, problems: list[str]) -> tuple[str | None, str]:
-    """(the caption, None if there is none; the field that it is of a text that is JSON)."""
-    given = listed.caption
-    with _noting(problems, listed.image if given is None or isinstance(given, str) else given):
-        data = given if given is None or isinstance(given, str) else given.read()
+    """(caption; None if there is none, its field if its text is JSON)."""
+    place = listed.caption
+    with _noting(problems, listed.image if place is None or isinstance(place, str) else place):
+        data = place if place is None or isinstance(place, str) else place.read()
         text = decoded(data) if isinstance(data, bytes) else data
-        if not text or isinstance(given, JsonCaption):
+        if not text or isinstance(place, JsonCaption):
             return text, ""
         try:
             return unwrapped(text, listed.source.caption_column)
         except ValueError as error:
-            table = f" (from {listed.caption_from})" if isinstance(given, str) else ""  # else its own file is named
+            table = f" (from {listed.caption_from})" if isinstance(place, str) else ""  # else its own file is named
             raise ValueError(f"{error}{table}") from error
     return "", ""

@@ -67,7 +67,9 @@ class Reader:
             placements.append(view.place(example))
             weights.append(self.loss_weights(example, view))
             texts.append(captions.drawn(self.seed, occurrence, example))
-            preserved += captions.drawn_preserved(self.seed, occurrence, example, self.preserve_as)
+            if self.preserve_as is not None:  # also if the caption is dropped
+                caption = captions.undropped(self.seed, occurrence, example)
+                preserved.append(captions.preserved(caption, example, self.preserve_as))
         return Batch(
             occurrences=occurrences,
             latents=torch.stack(latents),

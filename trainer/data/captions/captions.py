@@ -1,4 +1,4 @@
-"""Which captions are missing, empty or too long, and which one an appearance trains on."""
+"""The report of missing, empty and too long captions, and the caption that an appearance trains on."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ SHOWN = 3  # samples in a line
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text encoder's tokens. limit: how many it reads. counts: tokens by text. Both include the special tokens."""
+    """A text encoder's tokens. limit: the most that it reads. counts: tokens by text. Both include the special tokens."""
 
     limit: int
     counts: Mapping[str, int]
@@ -25,11 +25,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class CaptionReport:
-    """What the start of a run reports about captions: the samples concerned, by all variants of their captions.
+    """The report on captions at the start of a run. Samples count with all variants of their captions.
 
-    missing: no caption was found. empty: one was found, and a variant of it has no text. truncated: by text encoder, with a
-    variant of more tokens than it reads. tokens: by text encoder, of every variant. rows: of a denoiser that takes captions
-    of one padded length at once, how many texts have which.
+    missing: samples without a caption. empty: samples whose caption has a variant without text. truncated: by text encoder,
+    samples with a variant of more tokens than it reads. tokens: by text encoder, of every variant. rows: padded length ->
+    count of texts, for a denoiser that takes captions of one padded length at once.
     """
 
     photos: int
@@ -43,9 +43,9 @@ class CaptionReport:
         """The counts, and a line with the first few samples of each."""
         named = {"missing": self.missing, "empty": self.empty}
         named |= {f"truncated by {encoder}": samples for encoder, samples in self.truncated.items()}
-        counts = ", ".join(f"{len(samples)} {what}" for what, samples in named.items())
+        counts = ", ".join(f"{len(samples)} {kind}" for kind, samples in named.items())
         lines = [f"captions of {counted(self.photos, 'photo')}: {counts}"]
-        lines += [f"  {what}: {shortlist(samples, SHOWN)}" for what, samples in named.items() if samples]
+        lines += [f"  {kind}: {shortlist(samples, SHOWN)}" for kind, samples in named.items() if samples]
         if len(self.rows) > 1:
             sizes = ", ".join(f"{rows} ({count})" for rows, count in sorted(self.rows.items()))
             lines.append(f"  padded to {sizes} tokens: captions of several sizes in a batch are computed size by size")
@@ -55,13 +55,11 @@ class CaptionReport:
 def report(
     examples: Iterable[Example], *, tokens: Mapping[str, Tokens] | None = None, rows: Callable[[int], int] | None = None
 ) -> CaptionReport:
-    """What stands out in the captions. tokens: by text encoder, of every variant of the examples' captions. rows: a caption's
-    tokens -> its padded length, where captions of one such length are computed at once."""
+    """The report on the examples' captions. tokens: by text encoder, of every variant. rows: a caption's tokens -> its padded
+    length, if captions of one padded length are computed at once."""
     by_sample = {example.photo.sample: example for example in examples}  # the same at every size
     tokens = tokens or {}
-    too_long = {
-        encoder: {text for text, count in each.counts.items() if count > each.limit} for encoder, each in tokens.items()
-    }
+    too_long = {encoder: {text for text, n in t.counts.items() if n > t.limit} for encoder, t in tokens.items()}
     return CaptionReport(
         photos=len(by_sample),
         missing=tuple(sample for sample, example in by_sample.items() if not example.photo.caption_from),
@@ -76,8 +74,8 @@ def report(
 
 
 def frequency(examples: Iterable[Example]) -> dict[str, int]:
-    """How many appearances in an epoch, but for regularisation images, may show each caption, or each tag if the source
-    splits captions into tags: in any of a caption's variants."""
+    """Caption -> the appearances in an epoch that may show it in one of its variants; tags instead of captions if the source
+    splits captions into tags. Without regularisation images."""
     counts: Counter[str] = Counter()
     for example in {e.photo.sample: e for e in examples if not e.photo.source.regularisation}.values():
         rules, variants = example.photo.source.caption_rules, set(example.captions)
@@ -101,32 +99,27 @@ def refuse_truncated(captions: CaptionReport) -> None:
 
 
 def drawn(seed: int, occurrence: Occurrence, example: Example) -> str:
-    """The caption that this appearance of the photo trains on: "" where it is dropped, else one of the example's."""
+    """The caption that this appearance of the photo trains on: "" if it is dropped, else one of the example's."""
     if draws.uniform(seed, "caption_dropout", *astuple(occurrence)) < example.photo.source.caption_dropout:
         return ""
     return undropped(seed, occurrence, example)
 
 
 def undropped(seed: int, occurrence: Occurrence, example: Example) -> str:
-    """The same where nothing is dropped."""
+    """The caption of this appearance before dropout."""
     return example.captions[int(draws.uniform(seed, "caption", *astuple(occurrence)) * len(example.captions))]
 
 
-def drawn_preserved(seed: int, occurrence: Occurrence, example: Example, instead: str | None) -> list[str]:
-    """The caption of this appearance, as `preserved` has it, also where it is dropped; none where `instead` is None."""
-    return [] if instead is None else [preserved(undropped(seed, occurrence, example), example, instead)]
-
-
-def preserved(caption: str, example: Example, instead: str) -> str:
-    """The caption with `instead` in the place of its source's trigger; a regularisation image's caption as it is. Raises
-    UserError where the trigger's letters are others than the caption's."""
+def preserved(caption: str, example: Example, replacement: str) -> str:
+    """The caption with `replacement` for its source's trigger; a regularisation image's caption unchanged. Raises UserError
+    if the caption has the trigger in other letters."""
     source, rules = example.photo.source, example.photo.source.caption_rules
     if source.regularisation or not rules.trigger:
         return caption
-    text = replaced(caption, rules.trigger, instead)
+    text = replaced(caption, rules.trigger, replacement)
     if holds(text, rules.trigger):
         raise UserError(
             f"{printable(example.sample)}: the trigger {rules.trigger!r} is not replaced in the caption {caption!r:.200}; "
             "write it in the letters of the trigger, and objective.preserve_as without it"
         )
-    return text if instead else text.strip(f" {rules.separator}")
+    return text if replacement else text.strip(f" {rules.separator}")
