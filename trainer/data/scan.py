@@ -16,7 +16,7 @@ from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.kinds import IMAGES, MASK_ENDINGS
 from trainer.data.layouts import apart
-from trainer.data.layouts.records import JsonCaption, unwrapped
+from trainer.data.layouts.table import JsonCaption, unwrapped
 from trainer.data.memo import Facts, Memo
 from trainer.data.sources import Extras, ListedPhoto, Listing, Mask, Photo, Place, Scanned, Source, SourceReader
 from trainer.data.threads import in_threads

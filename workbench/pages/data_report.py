@@ -191,7 +191,7 @@ def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict
     """A picture of a section: a small JPEG (None if the photo can no longer be read), references before the photo."""
     photo, jpeg = example.photo, None
     try:
-        images = [_small(*each) for each in (*views.beside(example, View()), (example, views.plain(example)))]
+        images = [_small(*each) for each in (*views.references(example, View()), (example, views.plain(example)))]
         buffer = io.BytesIO()
         _in_a_row(images).save(buffer, "JPEG", quality=JPEG_QUALITY)
         jpeg = buffer.getvalue()

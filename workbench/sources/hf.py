@@ -16,8 +16,7 @@ from trainer.data.images.kinds import IMAGES, TABLES
 from trainer.data.layouts import apart
 from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
 from trainer.data.layouts.folder import captions_note
-from trainer.data.layouts.records import FIELDS, caption_field, caption_in
-from trainer.data.layouts.table import FILE_NAMES
+from trainer.data.layouts.table import FIELDS, FILE_NAMES, caption_field, caption_in
 from trainer.data.layouts.walk import Folder, LeaveOut
 from trainer.data.sources import HUB as PREFIX
 from trainer.data.sources import File, ListedPhoto, Listing, Source
@@ -30,7 +29,7 @@ SPELLINGS = (
     r"(?P<name>.+):(?P<configuration>[^:@/\\]+)(?:@(?P<split>[^@/]+))?",
     r"(?P<name>[^@]+?)(?::(?P<configuration>[^:@/\\]+))?(?:@(?P<split>[^@/]+))?",
 )
-OF_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")  # a folder or a file that is of the split on purpose
+OF_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")  # a folder or a file that is in the split on purpose
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 IMAGE_COLUMN = "image"
 
@@ -48,8 +47,8 @@ def caption_places(source: Source) -> str:
 
 
 def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
-    """A dataset's photos and captions; samples are named by their rows, from 0 on. Its path: hf:NAME of the hub, or hf:PATH
-    of a folder or file that `datasets` reads, also what `save_to_disk` wrote."""
+    """A dataset's photos and captions; samples are named by their rows, from 0 on. Its path: hf:NAME for the hub, or hf:PATH
+    for a folder or file that `datasets` reads or `save_to_disk` wrote."""
     try:
         return _listing(source, exclusions)
     except ValueError as error:
@@ -58,8 +57,8 @@ def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """A dataset's images. dataset: with the one column `column`, images as they are stored. roots: folders whose files its
-    rows may name: its own and the library's caches."""
+    """A dataset's images. dataset: the one column `column`, with undecoded images. roots: folders whose files its rows may
+    name: its own and the library's caches."""
 
     title: str
     dataset: Any = field(repr=False)
@@ -69,7 +68,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class RowImage:
-    """The image of a row. Threads and processes may read at the same time: the dataset is memory-mapped."""
+    """The image of a row. Threads and processes may read it at the same time: the dataset is memory-mapped."""
 
     images: Images = field(repr=False)
     number: int
@@ -96,57 +95,56 @@ class RowImage:
 
 
 def _listing(source: Source, exclusions: Exclusions) -> Listing:
-    name, configuration, asked = _spelled(source.path)
+    name, configuration, requested = _spelled(source.path)
     if source.captions in ("filename", "folder"):
         raise ValueError(f'captions = "{source.captions}" has no effect: its images are not files; set caption_column')
     account = Account()
-    everything, files = _load(name, configuration, asked, account, exclusions)
-    loaded, split = _split(everything, asked)
-    _enter_the_rest(account, name, everything, files, split, exclusions)
+    loaded, files = _load(name, configuration, requested, account, exclusions)
+    rows, split = _split(loaded, requested)
+    _enter_the_rest(account, name, loaded, files, split, exclusions)
     for path in filter(_is_image, files.get(split, ())):
         if odd := apart.looks_unintended(os.path.relpath(path, name), regularisation=source.regularisation):
             account.add(Heading.WARNING, odd[0], [path], noun="photo", remedy=odd[1])
-    dataset, column = _with_images(loaded, source.image_column)
-    field = caption_field([each for each in loaded.column_names if each != column], source.caption_column)
+    dataset, column = _with_images(rows, source.image_column)
+    field = caption_field([each for each in rows.column_names if each != column], source.caption_column)
     if source.caption_column and field is None:
-        raise ValueError(f"has no column {source.caption_column} for captions ({shown(loaded.column_names, 200)})")
+        raise ValueError(f"has no column {source.caption_column} for captions ({shown(rows.column_names, 200)})")
     images, problems = Images(source.path, dataset, column, _roots(name)), []
-    captions = _captions(loaded, field, problems, source.path) if source.captions == "auto" and field else {}
+    captions = _captions(rows, field, problems, source.path) if source.captions == "auto" and field else {}
     photos, of_column = [], f"column {field}"
     for number in range(len(dataset)):
         origin = of_column if number in captions else ""
         photos.append(ListedPhoto(source, str(number), RowImage(images, number), captions.get(number), caption_from=origin))
-    looked = f"Its columns: {printable(', '.join(loaded.column_names))}. caption_column names another one"
-    title, of = printable(source.path), f"split {printable(split)}, " if split else ""
+    looked = f"Its columns: {printable(', '.join(rows.column_names))}. caption_column names another one"
+    title, part = printable(source.path), f"split {printable(split)}, " if split else ""
     line = captions_note(title, source.captions, Counter(photo.caption_from for photo in photos), looked)
-    notes = (line, f"{title}: {of}images of column {printable(column)}")
+    notes = (line, f"{title}: {part}images of column {printable(column)}")
     return Listing(photos, Account(Entry(Heading.NOTE, note) for note in notes) + account, problems)
 
 
 def _enter_the_rest(
-    account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str, exclusions: Exclusions
+    account: Account, name: str, loaded: Any, files: Mapping[str, list[str]], split: str, exclusions: Exclusions
 ) -> None:
-    """Enter what is not trained on: rows of other splits, or files of a folder on this disk."""
-    splits = {path: each for each, paths in files.items() for path in paths}
+    """Enter the rows of other splits, or the files of a folder on this disk, that are not trained on."""
+    splits = {path: other for other, paths in files.items() for path in paths}
     account.add(Heading.USED, "", count=sum(not _is_image(path) for path in files.get(split, ())), noun="data file")
 
-    def leave_out(file: str, why: str, count: int) -> None:
-        account.add(Heading.LEFT_OUT, why, [os.path.join(name, file)], count=count)
+    def leave_out(file: str, reason: str, count: int) -> None:
+        account.add(Heading.LEFT_OUT, reason, [os.path.join(name, file)], count=count)
 
     for path in _paths(name, leave_out, exclusions) if files else ():
-        if (of := splits.get(os.path.abspath(path))) != split:
-            leave_out(os.path.relpath(path, name), f"in the split {of}" if of else "in no split", 1)
-    if isinstance(everything, Mapping) and not any(map(_is_image, splits)):
-        for each, rows in everything.items():
-            if each != split:
-                account.add(Heading.LEFT_OUT, "in another split", [f"split {each}"], count=len(rows), noun="row")
+        if (other := splits.get(os.path.abspath(path))) != split:
+            leave_out(os.path.relpath(path, name), f"in the split {other}" if other else "in no split", 1)
+    if isinstance(loaded, Mapping) and not any(map(_is_image, splits)):
+        for other, rows in loaded.items():
+            if other != split:
+                account.add(Heading.LEFT_OUT, "in another split", [f"split {other}"], count=len(rows), noun="row")
 
 
 def _paths(root: str, leave_out: LeaveOut = lambda *_: None, exclusions: Exclusions = NO_EXCLUSIONS) -> Iterator[str]:
     """The files of a folder on this disk, as `walk` finds them."""
-    return (
-        os.path.join(root, folder + file) for folder, files in Folder(root, exclusions).walk(leave_out, []) for file in files
-    )
+    for folder, files in Folder(root, exclusions).walk(leave_out, []):
+        yield from (os.path.join(root, folder + file) for file in files)
 
 
 def _spelled(path: str) -> tuple[str, str | None, str | None]:
@@ -160,9 +158,9 @@ def _spelled(path: str) -> tuple[str, str | None, str | None]:
 
 
 def _load(
-    name: str, configuration: str | None, asked: str | None, account: Account, exclusions: Exclusions
+    name: str, configuration: str | None, requested: str | None, account: Account, exclusions: Exclusions
 ) -> tuple[Any, Mapping[str, list[str]]]:
-    """A dataset, or several by split; and of a folder on this disk the files by split. Raises ValueError with the reason."""
+    """(a dataset, or several by split; the files of a folder on this disk by split). Raises ValueError with the reason."""
     local = os.path.exists(name)
     if not local and not HUB_NAME.fullmatch(name):
         raise ValueError("no such folder or file, and not a valid name of a dataset on the hub")
@@ -185,25 +183,24 @@ def _load(
     config = _called(local, datasets.load_dataset_builder, name, configuration).config
     theirs, root = config.data_files or {}, os.path.abspath(name)
     ours = set(map(os.path.realpath, _paths(root, exclusions=exclusions)))
-    files = {split: [path for path in mine if os.path.realpath(path) in ours] for split, mine in theirs.items()}
-    if asked is None and config.name == "default" and not _split_on_purpose(root, files):
+    files = {split: [path for path in paths if os.path.realpath(path) in ours] for split, paths in theirs.items()}
+    if requested is None and config.name == "default" and not _split_on_purpose(root, files):
         # The library takes "test tubes.png" for one of a split "test", and loses what has no such word.
-        kinds = {_suffix(path) for mine in files.values() for path in mine}
-        files = {
-            "train": [path for path in _paths(root, exclusions=exclusions) if path.lower().endswith((*kinds, *FILE_NAMES))]
-        }
-        whole = "the folder is read whole: 'train' or 'test' in a file name does not divide it"
-        account.add(Heading.NOTE, f"{printable(name)}: {whole}; {PREFIX}{printable(name)}@train reads one split")
-    split = asked or "train"
-    # Of photos one split is read alone: the library takes a table of captions in all of them, or in none.
+        kinds = {_suffix(path) for paths in files.values() for path in paths}
+        endings = (*kinds, *FILE_NAMES)
+        files = {"train": [path for path in _paths(root, exclusions=exclusions) if path.lower().endswith(endings)]}
+        note = "the folder is read whole: 'train' or 'test' in a file name does not divide it"
+        account.add(Heading.NOTE, f"{printable(name)}: {note}; {PREFIX}{printable(name)}@train reads one split")
+    split = requested or "train"
+    # A split of photos is read alone: the library takes a table of captions in all splits, or in none.
     read = {split: files[split]} if any(map(_is_image, files.get(split, ()))) else files
     return _called(local, datasets.load_dataset, name, configuration, data_files=None if read == theirs else read), files
 
 
 def _called(local: bool, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    what, remedy = "read as a dataset", "repair its files, or write it again with save_to_disk or to_parquet"
+    action, remedy = "read as a dataset", "repair its files, or write it again with save_to_disk or to_parquet"
     if not local:
-        what = "fetched from the hub, and there is no such folder"
+        action = "fetched from the hub, and there is no such folder"
         remedy = "without a network, fetch it elsewhere, write it with save_to_disk, and give that folder"
     try:
         return call(*values, **named)
@@ -211,20 +208,20 @@ def _called(local: bool, call: Callable[..., Any], *values: Any, **named: Any) -
         raise
     # Any exception: the readers of a dozen formats raise many kinds, also AttributeError for a malformed file.
     except Exception as error:
-        raise ValueError(f"cannot be {what} ({_said(error)}); {remedy}") from error
+        raise ValueError(f"cannot be {action} ({_message(error)}); {remedy}") from error
 
 
 def _split_on_purpose(root: str, files: Mapping[str, list[str]]) -> bool:
-    """Whether a folder's splits are meant: photos' by folders, other data's by names of files; or one alone has all
-    files."""
-    given = {path for mine in files.values() for path in mine}
-    of_photos = any(map(_is_image, given))
+    """Whether a folder's splits are intended: splits of photos by folders, of other data by names of files; or one split
+    alone has all files."""
+    in_splits = {path for mine in files.values() for path in mine}
+    of_photos = any(map(_is_image, in_splits))
     names = [os.path.relpath(path, root).lower() for path in files.get("train", ())]
     if names and all(OF_TRAIN.search(os.path.dirname(name) if of_photos else name) for name in names):
         return True
-    suffixes = set(map(_suffix, given))
-    lost = any(path not in given and _suffix(path) in suffixes for path in _paths(root))
-    return not lost and (len(files) == 1 or not of_photos)
+    suffixes = set(map(_suffix, in_splits))
+    left_over = any(path not in in_splits and _suffix(path) in suffixes for path in _paths(root))
+    return not left_over and (len(files) == 1 or not of_photos)
 
 
 def _suffix(path: str) -> str:
@@ -235,37 +232,37 @@ def _is_image(path: str) -> bool:
     return _suffix(path) in IMAGES
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """The message in one line, with the cause if the library only says that something went wrong."""
     text = printable(one_line(error))
     cause = error.__cause__ or error.__context__
-    more = f": {_said(cause)}" if cause is not None and text.startswith("An error occurred while generating") else ""
+    more = f": {_message(cause)}" if cause is not None and text.startswith("An error occurred while generating") else ""
     return f"{type(error).__name__}: {text}{more}"
 
 
-def _split(loaded: Any, asked: str | None) -> tuple[Any, str]:
+def _split(loaded: Any, requested: str | None) -> tuple[Any, str]:
     """(the dataset, the name of its split; "" if it has none)."""
     if not isinstance(loaded, Mapping):
         name = "" if loaded.split is None else str(loaded.split)
-        if asked not in (None, name):
+        if requested not in (None, name):
             has = f"it is the split {name}" if name else "it has no splits"
-            raise ValueError(f"has no split {asked}, {has}; leave out @{asked}")
+            raise ValueError(f"has no split {requested}, {has}; leave out @{requested}")
         return loaded, name
-    split = asked or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
+    split = requested or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
     if split not in loaded:
         raise ValueError(f"has no split {split}; name one of its own with @: {printable(', '.join(map(str, loaded)))}")
     return loaded[split], split
 
 
-def _with_images(loaded: Any, asked: str | None) -> tuple[Any, str]:
-    """(the dataset with the column of images alone, the column's name)."""
+def _with_images(loaded: Any, requested: str | None) -> tuple[Any, str]:
+    """(the dataset's column of images alone, the column's name)."""
     import datasets
 
     columns = [name for name, kind in loaded.features.items() if isinstance(kind, datasets.Image)]
     columns = columns or [name for name in loaded.column_names if name == IMAGE_COLUMN]
-    column = asked or (columns[0] if len(columns) == 1 else None)
+    column = requested or (columns[0] if len(columns) == 1 else None)
     if column not in loaded.column_names:
-        which = f"no column {asked}" if asked else "several columns of images" if columns else "no column of images"
+        which = f"no column {requested}" if requested else "several columns of images" if columns else "no column of images"
         raise ValueError(f"has {which} ({shown(loaded.column_names, 200)}); name it with image_column")
     try:
         return loaded.select_columns([column]).cast_column(column, datasets.Image(decode=False)), column
@@ -285,7 +282,7 @@ def _captions(loaded: Any, column: str, problems: list[str], title: str) -> dict
 
 
 def _roots(name: str) -> tuple[str, ...]:
-    """The dataset's own folder first: a relative name in a row is relative to it."""
+    """`Images.roots`, the dataset's own folder first: a relative name in a row is relative to it."""
     from datasets import config
 
     caches = (config.HF_DATASETS_CACHE, config.HF_CACHE_HOME)  # of what it prepared, and of all that it fetched

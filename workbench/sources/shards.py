@@ -38,8 +38,8 @@ def caption_places(source: Source) -> str:
 
 
 def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
-    """The photos and captions of tar archives, read as folders are; samples are named by archive and member. Its path: an
-    archive, or a pattern of some: `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
+    """The photos and captions of tar archives, read like folders; samples are named by archive and member. The path: an
+    archive, or a pattern with `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
     problems: list[str] = []
     try:
         paths = _matching(source.path, problems)
@@ -53,8 +53,8 @@ def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """A member of an archive. archive: relative to the source's root. offset, size: of the member's bytes. Every read opens
-    the archive, so that threads and processes share no file position."""
+    """A member of an archive. archive: relative to `root`. offset, size: of the member's bytes. Every read opens the archive,
+    so that threads and processes share no file position."""
 
     root: str
     archive: str
@@ -79,20 +79,19 @@ class Archived:
         return bytes(data)
 
     def stamp(self) -> Stamp:
-        """The archive's, with the member's place in it. Raises OSError."""
+        """The archive's stamp, with the member's place in it. Raises OSError."""
         return *stamp_of_file(os.path.join(self.root, self.archive)), self.offset, self.size
 
 
 class Archives:
-    """A tree of the files in archives: each is a folder of its name. archives: relative to `root`, in the order of
-    reading."""
+    """A tree of the files in archives: an archive is a folder of its name. archives: relative to `root`, in reading order."""
 
     def __init__(self, title: str, root: str, archives: list[str]) -> None:
         self.title, self.root, self.archives = title, root, archives
-        self._places: dict[str, Archived] = {}  # by name in the tree, of the archive that is being walked
+        self._places: dict[str, Archived] = {}  # by name in the tree; the archive that `walk` is reading
 
     def walk(self, leave_out: LeaveOut, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-        """Indexes one archive after the other."""
+        """Reads the headers of one archive after the other."""
         for archive in self.archives:
             self._places, folders = {}, defaultdict(list)
             for name in self._index(archive, leave_out, problems):
@@ -106,7 +105,7 @@ class Archives:
         return self._places[name]
 
     def _index(self, archive: str, leave_out: LeaveOut, problems: list[str]) -> Iterator[str]:
-        """The names of its files; also fills `_places` with their places."""
+        """The names of an archive's files; fills `_places`."""
         path = os.path.join(self.root, archive)
         try:
             with open(path, "rb", opener=_opener) as file:
@@ -117,8 +116,8 @@ class Archives:
                         leave_out(f"{archive}/{member.name}", member.unread, 1)
                     elif ".." in parts or not parts or member.name.startswith("/"):
                         leave_out(f"{archive}/{member.name}", "its name leads out of the archive", 1)
-                    elif why := apart.exclusion_in_archive("/".join(parts)):
-                        leave_out(name, why, 1)
+                    elif reason := apart.exclusion_in_archive("/".join(parts)):
+                        leave_out(name, reason, 1)
                     elif parts[-1].lower() in FILE_NAMES:
                         leave_out(name, "a table in an archive is not read; put captions beside the images", 1)
                     elif name in self._places:
@@ -134,20 +133,20 @@ class Archives:
 
 def _images_of_samples(folder: str, files: list[str], leave_out: LeaveOut) -> list[str]:
     """The files without images that are no photos: beside 01.jpg, 01.depth.png is another part of WebDataset's sample 01."""
-    images = {stem: name for name in files for stem, suffix in [os.path.splitext(name)] if suffix.lower() in IMAGES}
+    stems = {stem for stem, suffix in map(os.path.splitext, files) if suffix.lower() in IMAGES}
     members = []
     for name in files:
         stem, suffix = os.path.splitext(name)
-        image = images.get(stem.partition(".")[0]) if "." in stem and suffix.lower() in IMAGES else None
-        if image is None or name.lower().endswith(MASK_ENDINGS):
-            members.append(name)
-        else:
+        is_part = "." in stem and suffix.lower() in IMAGES and stem.partition(".")[0] in stems
+        if is_part and not name.lower().endswith(MASK_ENDINGS):
             leave_out(folder + name, "another part of a sample that has a photo", 1)
+        else:
+            members.append(name)
     return members
 
 
 def _opener(path: str, flags: int) -> int:
-    """Raises OSError for anything but a regular file: opening a named pipe would wait for ever."""
+    """Opens a regular file; raises OSError for any other: opening a named pipe would wait for ever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
     return os.open(path, flags)

@@ -27,8 +27,7 @@ SPARSE = "stored as sparse; make the archive without --sparse"
 
 
 class Member(NamedTuple):
-    """A file in an archive. name: as there. offset, size: of its bytes. unread: why it is not read; None for a plain
-    file."""
+    """A file in an archive. offset, size: of its bytes. unread: why it is not read; None for a plain file."""
 
     name: str
     offset: int
@@ -37,9 +36,9 @@ class Member(NamedTuple):
 
 
 def members(file: BinaryIO, length: int) -> Iterator[Member]:
-    """All members but folders, in the archive's order. length: of the file, in bytes. Raises OSError, and ValueError with
+    """All members except folders, in the archive's order. length: of the file, in bytes. Raises OSError, and ValueError with
     the reason if the archive is damaged, cut off or compressed."""
-    at, shared, local = 0, {}, {}  # fields from pax headers. local: of the next member; shared: of all that follow
+    at, shared, local = 0, {}, {}  # fields of pax headers. local: for the next member; shared: for all that follow
     while True:
         file.seek(at)
         block, data = file.read(BLOCK), at + BLOCK
@@ -81,8 +80,8 @@ def _header(block: bytes, at: int) -> tarfile.TarInfo | None:
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
-        what = f"damaged at byte {at:,} ({error}); copy or download it again" if at else "not a tar archive"
-        raise ValueError(what) from error
+        reason = f"damaged at byte {at:,} ({error}); copy or download it again" if at else "not a tar archive"
+        raise ValueError(reason) from error
     if info.size < 0:
         raise ValueError(f"damaged at byte {at:,} ({info.name!r} has {info.size} bytes)")
     return info
@@ -106,8 +105,8 @@ def _unread(kind: bytes, fields: dict[str, str]) -> str | None:
 
 def _text(file: BinaryIO, size: int, at: int) -> bytes:
     if size > MAX_TEXT:
-        why = f"a header with {size:,} bytes of text, more than the limit of {MAX_TEXT:,}"
-        raise ValueError(f"damaged at byte {at:,} ({why})")
+        reason = f"a header with {size:,} bytes of text, more than the limit of {MAX_TEXT:,}"
+        raise ValueError(f"damaged at byte {at:,} ({reason})")
     text = file.read(size)
     if len(text) < size:
         raise ValueError(f"cut off at byte {at + BLOCK + len(text):,}, within a header; copy or download it again")
@@ -134,7 +133,8 @@ def _number(text: str, at: int) -> int:
 
 
 def _after_sparse_map(file: BinaryIO, data: int, *, more: int) -> int:
-    """Where the bytes of a sparse member in GNU's old format begin: blocks of its map precede them where there are more."""
+    """The offset of a sparse member's bytes in GNU's old format, after the blocks of its map. more: whether there are
+    such."""
     file.seek(data)
     while more:
         block = file.read(BLOCK)

@@ -26,7 +26,7 @@ from tests.photos import notes_of, scan
 from trainer.base.errors import UserError
 from trainer.data.examples import examples
 from trainer.data.identity import fingerprint
-from trainer.data.layouts.records import unwrapped
+from trainer.data.layouts.table import unwrapped
 from trainer.data.sources import Listing, Scanned, Source
 
 STEMS = ("00", "01", "02", "03", "04")

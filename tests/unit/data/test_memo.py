@@ -18,7 +18,7 @@ from trainer.data import memo as memos
 from trainer.data import scan as scans
 from trainer.data.cache.fill import pixels
 from trainer.data.examples import examples
-from trainer.data.images import masks
+from trainer.data.images import views
 from trainer.data.images.views import View
 from trainer.data.memo import Facts, Memo
 from trainer.data.sources import File, Source
@@ -165,7 +165,7 @@ def test_a_photo_that_changed_under_equal_times_is_caught_before_it_is_trained_a
     with pytest.raises(UserError, match=r"00\.jpg changed since the start .*start again with --verify"):
         pixels(made[0], View())
     with pytest.raises(UserError, match=r"02\.mask\.png changed .*start again with --verify"):
-        masks.on_latents(made[2], View(), side=8)
+        views.mask_on_latents(made[2], View(), side=8)
     verified, memo = start(folder, trusted=False)
     assert memo.read == 9 and verified.photos[0].sha256 == verified.photos[1].sha256
     again, memo = start(folder)

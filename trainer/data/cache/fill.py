@@ -1,9 +1,10 @@
-"""Photos and captions become entries of a cache, addressed by all that went into them: a stale one is never read."""
+"""Encodes photos and captions into entries of a cache. A key covers all inputs of its entry: a stale one is never read."""
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from trainer.base.types import Conditioning
 from trainer.data import buckets
 from trainer.data.cache.entries import Cache, MemoryCache, Tensors, finite
 from trainer.data.examples import Example
-from trainer.data.images import masks, views
+from trainer.data.images import views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
 from trainer.data.memo import read_unchanged
@@ -32,13 +33,13 @@ def _key(kind: str, **inputs: object) -> str:
 
 def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
     """The key of the latents of one view. `fingerprint` stands for the image encoder, its weights and its dtypes. Choices, a
-    moved crop, changed colours and tiles count where there are any: other photos keep the keys that they had before."""
-    photo, around = example.photo, "frame" if view.reference and example.showing == "framed" else "crop"
+    moved crop, changed colours and tiles are part of it only if there are any: other photos keep their earlier keys."""
+    photo, edge = example.photo, "frame" if view.reference and example.showing == "framed" else "crop"
     return _key(
         "latent",
         image=photo.sha256,
         bucket=list(example.bucket),
-        resize=f"{'within' if view.reference else 'cover'} {buckets.RESIZE_FILTER.name}, {around} centre",
+        resize=f"{'within' if view.reference else 'cover'} {buckets.RESIZE_FILTER.name}, {edge} centre",
         flip=view.flip,
         version=PREPROCESSING_VERSION,
         encoder=fingerprint,
@@ -78,23 +79,22 @@ def text_key(caption: str, *, fingerprint: str) -> str:
 
 
 def latents_wanted(examples: Sequence[Example], *, seed: int, fingerprint: str) -> dict[str, tuple[Example, View]]:
-    """Every view that may be drawn, and the references beside it, by their keys."""
-    wanted: dict[str, tuple[Example, View]] = {}
+    """Key -> every view that may be drawn, and the references beside it."""
+    result: dict[str, tuple[Example, View]] = {}
     for example in examples:
         for view in views.every(seed, example):
-            for seen in ((example, view), *views.beside(example, view)):
-                wanted.setdefault(latent_key(*seen, fingerprint=fingerprint), seen)
-    return wanted
+            for image in ((example, view), *views.references(example, view)):
+                result.setdefault(latent_key(*image, fingerprint=fingerprint), image)
+    return result
 
 
 def masks_wanted(examples: Sequence[Example], *, seed: int, side: int) -> dict[str, tuple[Example, View]]:
-    """Every view whose mask may be drawn, by the mask's key."""
-    wanted: dict[str, tuple[Example, View]] = {}
-    for example in examples:
-        if example.photo.mask is not None:
-            for view in views.every(seed, example):
-                wanted.setdefault(mask_key(example, view, side=side), (example, view))
-    return wanted
+    """Key of a mask -> the first view that may be drawn with it."""
+    result: dict[str, tuple[Example, View]] = {}
+    for example in (example for example in examples if example.photo.mask is not None):
+        for view in views.every(seed, example):
+            result.setdefault(mask_key(example, view, side=side), (example, view))
+    return result
 
 
 def texts_wanted(captions: Iterable[str], *, fingerprint: str) -> dict[str, str]:
@@ -110,7 +110,7 @@ def fill_latents(
     on_non_finite: Callable[[str], None],
     phases: Phases = QUIET,
 ) -> int:
-    """Make the latents that are not cached yet; returns how many were made. wanted: what `latents_wanted` gives.
+    """Make the latents that are not cached yet; returns their count. wanted: of `latents_wanted`.
 
     `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo at a
     time: with SDXL's VAE on a CPU two at once gave other bits. Entries hold "latents", fp32 [C, h, w].
@@ -118,14 +118,12 @@ def fill_latents(
     raises, the new ones are not kept. Raises UserError if a photo changed after the scan.
     """
 
-    def made(todo: list[str]) -> Entries:
-        with closing(in_threads(lambda key: pixels(*wanted[key]), todo)) as decoded:
-            for key, pixels_3HW in zip(todo, decoded, strict=True):
-                yield key, {"latents": latents_of(pixels_3HW, encode)}, {"sample": wanted[key][0].sample}
+    def entry(pixels_3HW: torch.Tensor) -> Tensors:
+        return {"latents": latents_of(pixels_3HW, encode)}
 
-    what = "the latents of {} ({})".format
-    described = {key: what(printable(each.sample), each.photo.image) for key, (each, _) in wanted.items()}
-    return _fill(cache, described, made, dict.fromkeys(wanted, on_non_finite), phases, "photo")
+    described = {key: f"the latents of {printable(e.sample)} ({e.photo.image})" for key, (e, _) in wanted.items()}
+    make = partial(_from_views, wanted, pixels, entry)
+    return _fill(cache, described, make, dict.fromkeys(wanted, on_non_finite), phases, "photo")
 
 
 def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -136,21 +134,27 @@ def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.
 def fill_masks(
     cache: Cache | MemoryCache, wanted: Mapping[str, tuple[Example, View]], *, side: int, phases: Phases = QUIET
 ) -> int:
-    """Make the masks that are not cached yet; returns how many were made. wanted: what `masks_wanted` gives for the same
-    side. Entries hold "mask", fp32 [h, w]. Raises UserError if a mask changed after the scan."""
-
-    def made(todo: list[str]) -> Entries:
-        with closing(in_threads(lambda key: masks.on_latents(*wanted[key], side=side), todo)) as results:
-            for key, mask in zip(todo, results, strict=True):
-                yield key, {"mask": mask}, {"sample": wanted[key][0].sample}
-
-    what = "the mask of {} ({})".format
-    described = {key: what(printable(each.sample), each.photo.mask.place) for key, (each, _) in wanted.items()}
-    return _fill(cache, described, made, dict.fromkeys(wanted, _never), phases, "mask") if wanted else 0
+    """Make the masks that are not cached yet; returns their count. wanted: of `masks_wanted` for the same side. Entries hold
+    "mask", fp32 [h, w]. Raises UserError if a mask changed after the scan."""
+    described = {key: f"the mask of {printable(e.sample)} ({e.photo.mask.place})" for key, (e, _) in wanted.items()}
+    make = partial(_from_views, wanted, partial(views.mask_on_latents, side=side), lambda mask: {"mask": mask})
+    return _fill(cache, described, make, dict.fromkeys(wanted, _never), phases, "mask") if wanted else 0
 
 
-def _never(what: str) -> None:
-    raise AssertionError(f"{what} is not finite")
+def _never(name: str) -> None:
+    raise AssertionError(f"{name} is not finite")
+
+
+def _from_views(
+    wanted: Mapping[str, tuple[Example, View]],
+    read: Callable[[Example, View], torch.Tensor],
+    entry: Callable[[torch.Tensor], Tensors],
+    keys: list[str],
+) -> Entries:
+    """The entries of these keys. Threads read ahead; `entry` is called in this one."""
+    with closing(in_threads(lambda key: read(*wanted[key]), keys)) as results:
+        for key, result in zip(keys, results, strict=True):
+            yield key, entry(result), {"sample": wanted[key][0].sample}
 
 
 def fill_text(
@@ -163,54 +167,53 @@ def fill_text(
     on_black: Callable[[str], None] = lambda what: None,
     phases: Phases = QUIET,
 ) -> int:
-    """Make the conditioning that is not cached yet; returns how many were made.
+    """Make the conditioning that is not cached yet; returns its count.
 
-    trained, prompts: what `texts_wanted` gives; no step sees the prompts of samples.
-    `encode` gives each of some texts with its conditioning, in any order (data/cache/texts.py).
-    Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes that `encode` gives.
-    `on_non_finite`: called where an encoding is not finite; `on_black` is called instead where only a prompt is not finite.
+    trained, prompts: of `texts_wanted`; no step sees the prompts of samples. `encode` yields each text with its conditioning,
+    in any order (data/cache/texts.py). Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes of
+    `encode`. `on_non_finite` is called if an encoding is not finite, `on_black` instead if only a prompt is not finite.
     """
-    wanted = {**trained, **prompts}
-    described = {key: f"the text encodings of {text!r}" for key, text in wanted.items()}
+    texts = {**trained, **prompts}
+    described = {key: f"the text encodings of {text!r}" for key, text in texts.items()}
 
-    def made(todo: list[str]) -> Entries:
-        keys = {wanted[key]: key for key in todo}
-        with closing(encode(list(keys))) as encoded:
+    def make(keys: list[str]) -> Entries:
+        by_text = {texts[key]: key for key in keys}
+        with closing(encode(list(by_text))) as encoded:
             for text, conditioning in encoded:
-                yield keys[text], conditioning.tensors(), {}
+                yield by_text[text], conditioning.tensors(), {}
 
-    actions = {key: on_non_finite if key in trained else on_black for key in wanted}
-    return _fill(cache, described, made, actions, phases, "caption")
+    actions = {key: on_non_finite if key in trained else on_black for key in texts}
+    return _fill(cache, described, make, actions, phases, "caption")
 
 
 def _fill(
     cache: Cache | MemoryCache,
     described: Mapping[str, str],
-    made: Callable[[list[str]], Entries],
+    make: Callable[[list[str]], Entries],
     on_non_finite: Mapping[str, Callable[[str], None]],
     phases: Phases,
     unit: str,
 ) -> int:
-    """described: what each key stands for. made: keys -> their entries, in any order. on_non_finite: by key, who is told."""
-    todo = cache.missing(list(described), phases)
-    with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
+    """described: key -> its entry in words. make: keys -> their entries, in any order. on_non_finite: by key."""
+    missing = cache.missing(list(described), phases)
+    with phases(f"encoding {unit}s", len(missing), unit) as phase, phase.between_modules(), closing(make(missing)) as entries:
         try:
             for key, tensors, metadata in entries:
                 if not finite(tensors):
                     on_non_finite[key](described[key])
                 cache.put(key, tensors, metadata)
                 phase.advance()
-        finally:  # a stop keeps what was made
+        finally:  # a stop keeps the entries so far
             cache.flush()
-    new = frozenset(todo)
+    new = frozenset(missing)
     for key in described:
         if key not in new and not cache.is_finite(key):
             on_non_finite[key](f"{described[key]}, {cache.origin(key)},")
-    return len(todo)
+    return len(missing)
 
 
 def pixels(example: Example, view: View) -> torch.Tensor:
-    """fp32 [3, H, W] in [-1, 1]: what the image encoder gets. Raises UserError where the photo changed after the scan."""
+    """fp32 [3, H, W] in [-1, 1]: the input of the image encoder. Raises UserError if the photo changed after the scan."""
     photo = example.photo
     image = decode(read_unchanged(photo.image, photo.sha256), background=photo.source.background).image
     return buckets.to_pixels(view.show(image, example))

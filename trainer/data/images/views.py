@@ -1,8 +1,11 @@
-"""Views of a photo: one of its variants (crop and colours), mirrored or not. There are finitely many, so that each can be
-encoded once. The view of an appearance is drawn by (seed, epoch, sample, repeat), a variant by (seed, sample, its number)."""
+"""Views of a photo: one of its variants (crop and colours), mirrored or not, and the view's mask. There are finitely many, so
+that each can be encoded once. The view of an appearance is drawn by (seed, epoch, sample, repeat), a variant by (seed,
+sample, its number)."""
 
 from dataclasses import astuple, dataclass, replace
 
+import numpy as np
+import torch
 from PIL import Image, ImageEnhance
 
 from trainer.base import draws
@@ -10,6 +13,8 @@ from trainer.base.types import Occurrence
 from trainer.data import buckets
 from trainer.data.buckets import CENTRE, WHOLE, Crop, Placement
 from trainer.data.examples import Example
+from trainer.data.images.decode import decode, decode_mask
+from trainer.data.memo import read_unchanged
 
 FLIP_PROBABILITY = 0.5
 ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
@@ -17,9 +22,8 @@ ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is drawn for one appearance of a photo. flip: mirrored, with its crop. crop: as `buckets.place` takes it.
-    colours: a factor for each of ENHANCERS, or empty. reference: whether it is a reference, which is not scaled to cover its
-    bucket."""
+    """The draws of one appearance of a photo. flip: mirrored, with its crop. crop: for `buckets.place`. colours: a factor for
+    each of ENHANCERS, or empty. reference: whether it is a reference, which is not scaled to cover its bucket."""
 
     flip: bool = False
     crop: Crop = CENTRE
@@ -31,10 +35,10 @@ class View:
         return buckets.place(*example.photo.size, example.bucket, flip=self.flip, crop=self.crop)
 
     def show(self, image: Image.Image, example: Example) -> Image.Image:
-        """The photo as it is trained, the reference as it is shown."""
+        """The photo as it is trained, or the reference as it is shown."""
         if self.reference:
-            show = buckets.framed if example.showing == "framed" else buckets.show_reference
-            return show(image, example.bucket, flip=self.flip)
+            fit = buckets.framed if example.showing == "framed" else buckets.show_reference
+            return fit(image, example.bucket, flip=self.flip)
         fitted = buckets.fit(image, example.bucket, flip=self.flip, crop=self.crop)
         for enhancer, factor in zip(ENHANCERS, self.colours, strict=False):
             fitted = enhancer(fitted).enhance(factor)
@@ -61,10 +65,10 @@ def drawn(seed: int, occurrence: Occurrence, example: Example) -> View:
     return replace(_variant(seed, example, number), flip=flip)
 
 
-def beside(example: Example, view: View) -> list[tuple[Example, View]]:
-    """The references as they are shown beside that view of the photo, mirrored where it is."""
+def references(example: Example, view: View) -> list[tuple[Example, View]]:
+    """The references that are shown beside a view of the photo, with their views, mirrored if the photo is."""
     whole, unscaled = View(flip=view.flip, crop=WHOLE), View(flip=view.flip, reference=True)
-    return [(each, whole if each.showing == "stretched" else unscaled) for each in example.references]
+    return [(reference, whole if reference.showing == "stretched" else unscaled) for reference in example.references]
 
 
 def _variant(seed: int, example: Example, number: int) -> View:
@@ -83,3 +87,39 @@ def _variant(seed: int, example: Example, number: int) -> View:
     if source.colour_jitter:
         colours = tuple(1 + within(source.colour_jitter, "colour_jitter", axis) for axis in range(len(ENHANCERS)))
     return View(crop=crop, colours=colours)
+
+
+def mask_on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
+    """fp32 [h, w] in 0..1: the mean of the mask over each latent, cropped and mirrored as the photo is. White has weight 1,
+    black has `unmasked_weight`. side: pixels to a side of one latent. Raises OSError, and UserError if the mask changed after
+    the scan."""
+    photo, (width, height) = example.photo, example.bucket
+    assert photo.mask is not None
+    data = read_unchanged(photo.mask.place, photo.mask.sha256)
+    mask = decode(data).alpha if photo.source.masks == "alpha" else decode_mask(data)
+    assert mask is not None and mask.size == photo.size
+    crop = buckets.place(*photo.size, example.bucket, crop=view.crop)
+    averaged = area_average(mask, buckets.kept_box(crop), (height // side, width // side))
+    return (averaged.flip(1) if view.flip else averaged).contiguous()
+
+
+def area_average(mask: Image.Image, box: tuple[float, float, float, float], grid: tuple[int, int]) -> torch.Tensor:
+    """fp32 (rows, columns) = grid: the mean of each cell of the box (left, top, right, bottom), a pixel weighted by the part
+    of it that lies in the cell."""
+    left, top, right, bottom = box
+    rows = _averages(np.asarray(mask), top, bottom, grid[0])
+    cells = _averages(rows.T, left, right, grid[1]).T
+    return torch.from_numpy(np.ascontiguousarray(cells / 255.0)).to(torch.float32)
+
+
+def _averages(lines: np.ndarray, start: float, end: float, count: int) -> np.ndarray:
+    """fp64 [count, ...]: the means of `count` equal parts of the lines between start and end."""
+    parts = []
+    edges = start + (end - start) * np.arange(count + 1) / count
+    for a, b in zip(edges[:-1], edges[1:], strict=True):
+        first, last = int(np.floor(a)), min(int(np.ceil(b)), len(lines))
+        pixels = np.arange(first, last)
+        share = np.minimum(pixels + 1, b) - np.maximum(pixels, a)
+        # Divided by their own sum, so that the mean of white lines is white to the bit.
+        parts.append((share[:, None] * lines[first:last].astype(np.float64)).sum(0) / share.sum())
+    return np.stack(parts)

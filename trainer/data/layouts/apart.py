@@ -17,7 +17,7 @@ SYSTEM_FOLDERS = frozenset({
 })  # fmt: skip
 KOHYA_ZERO = re.compile(r"0_\s*\S.*", re.DOTALL)
 RUN = "the output of a training run"
-SOURCE_OF_ITS_OWN = "read as data.sources."
+OTHER_SOURCE = "read as data.sources."
 MOVE_OUT = "move out what should not be trained"
 # Photos that are trained and look unintended, by the name of a folder or the end of their own name.
 COPIES = re.compile(
@@ -68,7 +68,7 @@ def exclusions_of(source: Source, sources: Sequence[Source], outputs: Sequence[s
     owners = {}
     for other in sources:
         if os.path.isdir(folder_of(other)) and other is not source:
-            owners[inode(folder_of(other))] = f"{SOURCE_OF_ITS_OWN}{other.name} alone, and not with the source around it"
+            owners[inode(folder_of(other))] = f"{OTHER_SOURCE}{other.name} alone, and not with the source around it"
         for key, folder in other.folders.items():
             owners[inode(folder)] = "" if other is source else f"{key} of data.sources.{other.index}"
     root = inode(folder_of(source))

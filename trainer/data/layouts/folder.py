@@ -13,10 +13,10 @@ from trainer.base.text import composed, spaced
 from trainer.data.images import plugins
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, TABLES
 from trainer.data.layouts import apart, beside
+from trainer.data.layouts import table as metadata
 from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
 from trainer.data.layouts.beside import Companions, References, folded, pairs, readable, sort_out, why_no_photo
-from trainer.data.layouts.records import JsonCaption, caption_field
-from trainer.data.layouts.table import FILE_NAMES, IMAGE_COLUMN, ImageRow, ImageTable, first_row, read_table
+from trainer.data.layouts.table import ImageRow, ImageTable, JsonCaption, caption_field
 from trainer.data.layouts.walk import Folder, Tree
 from trainer.data.sources import CaptionPlace, File, ListedPhoto, Listing, Source
 
@@ -109,9 +109,7 @@ class Reading:
         self._count_out(os.path.join(self.root, name), reason, count)
 
     def _count_out(self, path: str, reason: str, count: int) -> None:
-        heading, noun = (
-            (Heading.WARNING, "folder") if reason.startswith(apart.SOURCE_OF_ITS_OWN) else (Heading.LEFT_OUT, "file")
-        )
+        heading, noun = (Heading.WARNING, "folder") if reason.startswith(apart.OTHER_SOURCE) else (Heading.LEFT_OUT, "file")
         self.account.add(heading, reason, [path], count=None if heading is Heading.WARNING else count, noun=noun)
 
     def _leave_out_folders_of_masks(self) -> None:
@@ -146,10 +144,8 @@ class Reading:
             table.adopt([folder + image for image in contents.images])
         forms = Counter(map(composed, contents.images))
         if twins := [os.path.join(self.root, folder, image) for image in contents.images if forms[composed(image)] > 1]:
-            reason = (
-                "names that look the same (Unicode's NFC and NFD): each is trained, with a caption of exactly its own name"
-            )
-            self.account.add(Heading.WARNING, reason, twins, noun="photo", remedy="rename or remove one of them")
+            note = "names that look the same (Unicode's NFC and NFD): each is trained, with a caption of exactly its own name"
+            self.account.add(Heading.WARNING, note, twins, noun="photo", remedy="rename or remove one of them")
         for image in contents.images:
             name = folder + image
             if table is not None and name not in table.rows:
@@ -206,12 +202,12 @@ class Reading:
         if self.only_table:
             tables = [] if folder else [self.only_table]
         else:
-            tables = [name for name in files if name.lower() in FILE_NAMES]
+            tables = [name for name in files if name.lower() in metadata.FILE_NAMES]
         if len(tables) > 1:
             path = printable(os.path.join(self.root, folder))
             self.problems.append(f"{path}: has {' and '.join(tables)}; keep one, or give its path")
         if tables:
-            self.tables[folder] = read_table(self.root, folder + tables[0], self.source)
+            self.tables[folder] = metadata.read_table(self.root, folder + tables[0], self.source)
         return [name for name in files if name not in tables], self._table_of(folder)
 
     def _table_of(self, folder: str) -> ImageTable | None:
@@ -223,6 +219,7 @@ class Reading:
         """Report the rows for which no image was found."""
         names = {photo.name for photo in self.photos} if table.rows else set()
         out = tuple(name for entry in self.account for name in entry.names if name.endswith("/"))
+        title = printable(os.path.join(self.root, table.name))
         for name, row in table.rows.items():
             path = os.path.join(self.root, name)
             if name in names:
@@ -236,9 +233,7 @@ class Reading:
                 reason += f" ({readable()})" if reason == beside.NO_IMAGE else ""
             else:
                 reason = "no such file; correct or remove the row"
-            self.problems.append(
-                f"{printable(os.path.join(self.root, table.name))}: row {row.number} names {name!r}: {reason}"
-            )
+            self.problems.append(f"{title}: row {row.number} names {name!r}: {reason}")
 
     def _refuse_differing_references(self) -> None:
         """Report photos with another count of references than most of the source: batches have one layout."""
@@ -263,9 +258,8 @@ class Reading:
         """Report photos for which a plug-in is missing if others of the source can be read: else a few train for all."""
         for reason, names in self.undecodable.items() if self.photos else ():
             few = ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
-            self.problems.append(
-                f"{self.title}: {len(names)} of its {len(names) + len(self.photos)} photos ({few}): {reason}"
-            )
+            count = len(names) + len(self.photos)
+            self.problems.append(f"{self.title}: {len(names)} of its {count} photos ({few}): {reason}")
 
     def _note(self, others: str) -> None:
         """Enter the files that are used: captions by their origin, masks, references, tables, kohya's folders."""
@@ -313,8 +307,8 @@ class Reading:
         unused, without = [], origins[""] + origins[OF_KOHYA]
         for path in (name for entry in left_out if entry.reason in reasons for name in entry.names):
             suffix = os.path.splitext(path)[1].lower()
-            row = first_row(path) if suffix in TABLES else {}
-            if IMAGE_COLUMN in row and not (self.tables or self.only_table):
+            row = metadata.first_row(path) if suffix in TABLES else {}
+            if metadata.IMAGE_COLUMN in row and not (self.tables or self.only_table):
                 warning = f"{printable(path)} is not read; rename it to metadata{suffix}, and its rows give the captions"
                 return self.account.add(Heading.WARNING, warning)
             unused += [path] if suffix in CAPTIONS or caption_field(row, self.source.caption_column) else []

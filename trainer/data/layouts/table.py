@@ -1,11 +1,12 @@
-"""A table of images (https://huggingface.co/docs/datasets/image_dataset#imagefolder): a row names a file and its caption."""
+"""Records with captions: rows of a table of images (https://huggingface.co/docs/datasets/image_dataset#imagefolder), which
+name a file and its caption, and JSON files beside images."""
 
 import csv
 import json
 import math
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,12 +15,12 @@ from trainer.base.console import printable
 from trainer.base.errors import shown
 from trainer.base.text import composed, decoded, opened, refuse_stand_in, spaced, visible
 from trainer.data.images.kinds import TABLES
-from trainer.data.layouts.records import caption_field, caption_in
-from trainer.data.sources import Source
+from trainer.data.sources import Place, Source
 
 FILE_NAMES = frozenset(f"metadata{suffix}" for suffix in TABLES)  # a folder's table has one of these names
 IMAGE_COLUMN = "file_name"
 MARKS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # between the cells of CSV
+FIELDS = ("caption", "text", "prompt")  # the first that exists is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +182,67 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for row in batch.to_pylist():
             number += 1
             yield number, row
+
+
+def caption_field(names: Any, column: str | None) -> str | None:
+    """The field of a record's caption: `column`, or the first of FIELDS; None if the record has none."""
+    return next((field for field in ((column,) if column else FIELDS) if field in names), None)
+
+
+def caption_in(value: Any) -> str | None:
+    """The caption in a record; None for null. A list becomes lines. Raises ValueError with the reason."""
+    if isinstance(value, list) and value and all(isinstance(line, str) for line in value):
+        value = "\n".join(value)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"the caption is not text but {shown(value)}")
+    try:
+        return value if value is None else value.encode().decode().strip()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the caption is not Unicode (half a character at {error.start})") from error
+
+
+def unwrapped(text: str, column: str | None) -> tuple[str, str]:
+    """(the caption, its field) if the text is a JSON object; otherwise (the text, ""). Raises ValueError for an object
+    without such a field: its braces would be trained."""
+    try:
+        record = json.loads(text) if text.lstrip()[:1] == "{" else None
+    except (json.JSONDecodeError, RecursionError):
+        return text, ""  # wildcards, or words in braces
+    if not isinstance(record, Mapping):
+        return text, ""
+    field = caption_field(record, column) or caption_field(record, None)
+    caption = caption_in(record[field]) if field else None
+    if field is None or caption is None:
+        raise ValueError(
+            f"the caption is JSON without {' or '.join(FIELDS)} (it has {shown(list(record))}); write its text alone, or "
+            'the object below "caption" in a .json file to train it as it stands'
+        )
+    return caption, field
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCaption:
+    """A field of a JSON file. Null is no caption, as in a table. An object is trained as its JSON."""
+
+    file: Place
+    field: str | None
+
+    def __str__(self) -> str:
+        return str(self.file)
+
+    def read(self) -> str | None:
+        """Raises OSError, and ValueError if the file has no such field."""
+        try:
+            record = json.loads(decoded(self.file.read()))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from error
+        if not isinstance(record, Mapping):
+            raise ValueError("not a JSON object with a field for the caption")
+        field = caption_field(record, self.field)
+        if field is None:
+            names = self.field or " or ".join(FIELDS)
+            raise ValueError(
+                f"has no field {names} (it has {shown(list(record))}); name the caption's field with caption_column"
+            )
+        value = record[field]
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else caption_in(value)

@@ -23,7 +23,7 @@ from trainer.data.batches.loader import Reader, iterate
 from trainer.data.buckets import CENTRE, place
 from trainer.data.cache.fill import Cache, fill_masks, latent_key, mask_key, masks_wanted
 from trainer.data.examples import Example, examples
-from trainer.data.images import masks, views
+from trainer.data.images import views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
 from trainer.data.scan import BLACK
@@ -144,10 +144,10 @@ def averages(mask: np.ndarray, box, grid) -> np.ndarray:
 )
 def test_a_mask_is_averaged_by_area(box, grid):
     mask = np.random.default_rng(0).integers(0, 256, (16, 24), dtype=np.uint8)
-    found = masks.area_average(Image.fromarray(mask), box, grid)
+    found = views.area_average(Image.fromarray(mask), box, grid)
     assert found.dtype == torch.float32
     assert np.abs(found.numpy() - averages(mask, box, grid)).max() <= 1e-6
-    white = masks.area_average(Image.new("L", (24, 16), 255), box, grid)
+    white = views.area_average(Image.new("L", (24, 16), 255), box, grid)
     assert torch.equal(white, torch.ones(grid)), "to the bit: no loss changes for it"
 
 
@@ -231,7 +231,7 @@ def test_a_mask_is_cropped_and_mirrored_as_its_photo(tmp_path, view):
     (example,) = examples(scan([source]).photos, step=16, enlarge=False, seed=7)
     shown = view.show(decode(example.photo.image.read()).image, example)
     pixels = buckets.to_pixels(shown)[:1]
-    found = masks.on_latents(example, view, side=8)
+    found = views.mask_on_latents(example, view, side=8)
     assert found.shape == (shown.height // 8, shown.width // 8)
     assert (found - (encode(pixels[None])[0, 0] + 1) / 2).abs().max() <= 1.5 / 255
 
@@ -270,7 +270,7 @@ def test_masks_lie_in_a_folder_of_their_own(tmp_path):
     Image.new("L", (64, 64)).save(photos / "a.mask.png")
     scanned = scan([Source(0, str(photos), captions="none", masks=str(apart), resolutions=(64,))])
     found = examples(scanned.photos, step=16, enlarge=False, seed=7)
-    weights = {e.sample: masks.on_latents(e, View(), side=8).unique().tolist() for e in found if e.photo.mask}
+    weights = {e.sample: views.mask_on_latents(e, View(), side=8).unique().tolist() for e in found if e.photo.mask}
     assert weights == {"0/a.jpg": [pytest.approx(50 / 255)], "0/b.png": [pytest.approx(100 / 255)],
                        "0/sub/a.png": [pytest.approx(150 / 255)]}  # fmt: skip
     assert scanned.left_out == (
@@ -329,7 +329,9 @@ def test_transparency_is_a_mask(tmp_path):
         scan([Source(0, str(tmp_path), masks="alpha", resolutions=(64,))]).photos, step=16, enlarge=False, seed=7
     )
     assert [example.photo.mask is None for example in found] == [False, True]
-    assert torch.equal(masks.on_latents(found[0], View(flip=True), side=8), torch.tensor([1.0] * 4 + [0.0] * 4).expand(8, 8))
+    assert torch.equal(
+        views.mask_on_latents(found[0], View(flip=True), side=8), torch.tensor([1.0] * 4 + [0.0] * 4).expand(8, 8)
+    )
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
