@@ -1,6 +1,6 @@
 """Runs whose photos have references, on a tiny klein: the loss of the library's own script, resume, samples, report, plan.
 
-How references are found, shown and batched: unit/data/layouts/test_references.py; what the model makes of them:
+How references are found, shown and batched: unit/data/layouts/test_beside.py; what the model makes of them:
 unit/models/test_flux2.py.
 """
 

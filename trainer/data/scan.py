@@ -14,9 +14,9 @@ from trainer.base.text import decoded, invisible, visible
 from trainer.data import buckets, layouts
 from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
-from trainer.data.images.kinds import IMAGES, MASK_ENDINGS
+from trainer.data.images.kinds import IMAGES, JSON, MASK_ENDINGS
 from trainer.data.layouts import apart
-from trainer.data.layouts.table import JsonCaption, unwrapped
+from trainer.data.layouts.table import json_caption, unwrapped
 from trainer.data.memo import Facts, Memo
 from trainer.data.sources import Extras, ListedPhoto, Listing, Mask, Photo, Place, Scanned, Source, SourceReader
 from trainer.data.threads import in_threads
@@ -209,14 +209,13 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
 
 def _read_caption(listed: ListedPhoto, problems: list[str]) -> tuple[str | None, str]:
     """(caption; None if there is none, its field if its text is JSON)."""
-    place = listed.caption
+    place, column = listed.caption, listed.source.caption_column
     with _noting(problems, listed.image if place is None or isinstance(place, str) else place):
-        data = place if place is None or isinstance(place, str) else place.read()
-        text = decoded(data) if isinstance(data, bytes) else data
-        if not text or isinstance(place, JsonCaption):
-            return text, ""
+        text = place if place is None or isinstance(place, str) else decoded(place.read())
+        if text is not None and listed.caption_from == JSON:
+            return json_caption(text, column), ""
         try:
-            return unwrapped(text, listed.source.caption_column)
+            return unwrapped(text, column) if text else (text, "")
         except ValueError as error:
             table = f" (from {listed.caption_from})" if isinstance(place, str) else ""  # else its own file is named
             raise ValueError(f"{error}{table}") from error

@@ -91,7 +91,7 @@ class Source:
 
 
 class Place(Protocol):
-    """The place of an image's bytes: a photo, a mask, a reference. Its text is for people."""
+    """The place of bytes: a photo, a caption file, a mask, a reference. Its text is for people."""
 
     def read(self) -> bytes:
         """Raises OSError; ValueError with the reason, if the file that contains them is damaged."""
@@ -99,15 +99,6 @@ class Place(Protocol):
 
     def stamp(self) -> Stamp | None:
         """A value that changes with the bytes; None if only reading them tells. Raises OSError."""
-        ...
-
-
-class CaptionPlace(Protocol):
-    """The place of a caption."""
-
-    def read(self) -> bytes | str | None:
-        """The bytes of a caption file, or the text in a record; None if the record has no caption. Raises OSError; ValueError
-        with the reason, if the file is damaged."""
         ...
 
 
@@ -158,7 +149,7 @@ class ListedPhoto:
     source: Source
     name: str
     image: Place
-    caption: CaptionPlace | str | None
+    caption: Place | str | None
     mask: Place | None = None
     references: tuple[Place, ...] = ()
     repeats: int = 1

@@ -5,8 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -15,6 +14,7 @@ from trainer.base import signals
 from trainer.base.errors import DataError, UserError
 from trainer.base.types import Batch, Conditioning
 from trainer.data.batches.sampler import MicroBatch
+from trainer.data.batches.sent import Sent
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.cache.fill import latent_key, latents_of, mask_key, pixels, text_key
 from trainer.data.captions import captions
@@ -23,8 +23,6 @@ from trainer.data.images import views
 from trainer.data.images.views import View
 from trainer.data.sources import Place
 from trainer.data.threads import starting
-
-LARGE = 2**18  # bytes of a tensor: from here on sharing its memory is quicker than sending it
 
 
 @dataclass(frozen=True)
@@ -145,60 +143,6 @@ def _as_scanned(place: Place | None, read: Callable[[], torch.Tensor]) -> torch.
         changed = "it changed since the run began, or under equal times before: --verify reads all"
         reason = getattr(error, "strerror", None) or changed
         raise DataError(f"{place} can no longer be read ({reason}); restore it") from error
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A batch on its way from a worker: large tensors in shared memory, small ones as bytes. torch would share the memory of
-    every tensor, which takes longer than to read the batch (docs/benchmarks/programs.md)."""
-
-    packed: Any
-
-    @classmethod
-    def of(cls, batch: Batch) -> Self:
-        """The batch, ready to be sent."""
-        return cls(_packed(batch))
-
-    def batch(self) -> Batch:
-        """The batch that was sent."""
-        return _unpacked(self.packed)
-
-    def pin_memory(self) -> Batch:
-        """Called by torch's loader, in a thread of its own."""
-        return self.batch().pin_memory()
-
-
-@dataclass(frozen=True)
-class _Bytes:
-    """A tensor as the bytes of its values, row by row."""
-
-    data: bytearray
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def _packed(value: Any) -> Any:
-    """A copy with each small tensor as _Bytes. value: a Batch, or a part of one."""
-    if isinstance(value, torch.Tensor) and value.nbytes < LARGE:
-        flat = value.detach().contiguous().reshape(-1)
-        return _Bytes(bytearray(flat.view(torch.uint8).numpy()), value.dtype, tuple(value.shape))
-    return _within(value, _packed)
-
-
-def _unpacked(value: Any) -> Any:
-    """The inverse of `_packed`."""
-    if isinstance(value, _Bytes):
-        flat = torch.frombuffer(value.data, dtype=value.dtype) if value.data else torch.empty(0, dtype=value.dtype)
-        return flat.reshape(value.shape)
-    return _within(value, _unpacked)
-
-
-def _within(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(change, value))
-    if not isinstance(value, (Batch, Conditioning)):
-        return value
-    return replace(value, **{field.name: change(getattr(value, field.name)) for field in fields(value)})
 
 
 @dataclass(frozen=True)

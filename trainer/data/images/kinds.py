@@ -16,7 +16,8 @@ UNREAD_IMAGES = frozenset({
 VIDEOS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".mpg", ".mpeg"})
 
 # If an image has several, the first is used.
-CAPTIONS = (".txt", ".caption", ".json")
+JSON = ".json"
+CAPTIONS = (".txt", ".caption", JSON)
 MASK_ENDINGS = (".mask.png", "-masklabel.png")
 # Endings of masks where an image has the rest of the name, and they have no caption of their own.
 PROBABLE_MASK_ENDINGS = tuple(

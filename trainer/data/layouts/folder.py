@@ -11,14 +11,14 @@ from trainer.base.account import Account, Heading, counted
 from trainer.base.console import printable
 from trainer.base.text import composed, spaced
 from trainer.data.images import plugins
-from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, TABLES
+from trainer.data.images.kinds import CAPTIONS, IMAGES, JSON, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, TABLES
 from trainer.data.layouts import apart, beside
 from trainer.data.layouts import table as metadata
 from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
 from trainer.data.layouts.beside import Companions, References, folded, pairs, readable, sort_out, why_no_photo
-from trainer.data.layouts.table import ImageRow, ImageTable, JsonCaption, caption_field
+from trainer.data.layouts.table import ImageRow, ImageTable, caption_field
 from trainer.data.layouts.walk import Folder, Tree
-from trainer.data.sources import CaptionPlace, File, ListedPhoto, Listing, Source
+from trainer.data.sources import File, ListedPhoto, Listing, Place, Source
 
 OF_FILE, OF_FOLDER, OF_KOHYA = "file names", "folder names", "kohya's folder names"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
@@ -179,7 +179,7 @@ class Reading:
 
     def _caption(
         self, folder: str, image: str, captions: Companions, row: ImageRow, table: ImageTable | None
-    ) -> tuple[CaptionPlace | str | None, str]:
+    ) -> tuple[Place | str | None, str]:
         """(caption, its origin; "" without one)."""
         kohya = self.kohya[folder]
         if self.source.captions == "filename":
@@ -194,8 +194,7 @@ class Reading:
         name = captions.take(image)
         if name is None:
             return (kohya.words, OF_KOHYA) if kohya else (None, "")
-        file, suffix = self.tree.place(folder + name), sys.intern(os.path.splitext(name)[1].lower())
-        return JsonCaption(file, self.source.caption_column) if suffix == ".json" else file, suffix
+        return self.tree.place(folder + name), sys.intern(os.path.splitext(name)[1].lower())
 
     def _find_table(self, folder: str, files: list[str]) -> tuple[list[str], ImageTable | None]:
         """(the other files, the table that counts for the folder: its own, else that of the nearest parent)."""
@@ -247,7 +246,7 @@ class Reading:
         """Report column names in the config that nothing reads."""
         if self.tables:
             return
-        json = any(photo.caption_from == ".json" for photo in self.photos)
+        json = any(photo.caption_from == JSON for photo in self.photos)
         no_table = f"has no effect: {self.title} has no table of images (metadata.jsonl, .csv, .parquet)"
         idle = {"image_column": no_table, "caption_column": "" if json else f"{no_table} and no .json captions"}
         for key, reason in idle.items():

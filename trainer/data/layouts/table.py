@@ -15,7 +15,7 @@ from trainer.base.console import printable
 from trainer.base.errors import shown
 from trainer.base.text import composed, decoded, opened, refuse_stand_in, spaced, visible
 from trainer.data.images.kinds import TABLES
-from trainer.data.sources import Place, Source
+from trainer.data.sources import Source
 
 FILE_NAMES = frozenset(f"metadata{suffix}" for suffix in TABLES)  # a folder's table has one of these names
 IMAGE_COLUMN = "file_name"
@@ -220,29 +220,18 @@ def unwrapped(text: str, column: str | None) -> tuple[str, str]:
     return caption, field
 
 
-@dataclass(frozen=True, slots=True)
-class JsonCaption:
-    """A field of a JSON file. Null is no caption, as in a table. An object is trained as its JSON."""
-
-    file: Place
-    field: str | None
-
-    def __str__(self) -> str:
-        return str(self.file)
-
-    def read(self) -> str | None:
-        """Raises OSError, and ValueError if the file has no such field."""
-        try:
-            record = json.loads(decoded(self.file.read()))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not JSON ({error})") from error
-        if not isinstance(record, Mapping):
-            raise ValueError("not a JSON object with a field for the caption")
-        field = caption_field(record, self.field)
-        if field is None:
-            names = self.field or " or ".join(FIELDS)
-            raise ValueError(
-                f"has no field {names} (it has {shown(list(record))}); name the caption's field with caption_column"
-            )
-        value = record[field]
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else caption_in(value)
+def json_caption(text: str, column: str | None) -> str | None:
+    """The caption in the text of a JSON file; None for null, as in a table. An object is trained as its JSON. Raises
+    ValueError if there is no such field."""
+    try:
+        record = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(record, Mapping):
+        raise ValueError("not a JSON object with a field for the caption")
+    field = caption_field(record, column)
+    if field is None:
+        names = column or " or ".join(FIELDS)
+        raise ValueError(f"has no field {names} (it has {shown(list(record))}); name the caption's field with caption_column")
+    value = record[field]
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else caption_in(value)

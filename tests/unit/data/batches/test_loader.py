@@ -18,7 +18,7 @@ from tests.unit.data.cache.test_fill import fill_latents, fill_text, singly
 from trainer.base import draws
 from trainer.base.errors import DataError
 from trainer.base.types import Batch, Conditioning
-from trainer.data.batches import loader, sampler
+from trainer.data.batches import loader, sampler, sent
 from trainer.data.batches.loader import Encoders, Reader, iterate
 from trainer.data.buckets import place
 from trainer.data.cache.entries import Cache, MemoryCache
@@ -167,7 +167,7 @@ def test_workers_give_equal_batches_and_end(dataset):
 
 @pytest.mark.parametrize("large", [0, 300, 2**40], ids=["all in shared memory", "some", "all as bytes"])
 def test_however_a_batch_is_sent_it_arrives_as_it_was(dataset, monkeypatch, large):
-    monkeypatch.setattr(loader, "LARGE", large)
+    monkeypatch.setattr(sent, "LARGE", large)
     alone = iterate(updates(dataset), reader(dataset), num_workers=0)
     with contextlib.closing(iterate(updates(dataset), reader(dataset), num_workers=1)) as helped:
         assert all(same(a, b) for one, other in zip(alone, helped, strict=True) for a, b in zip(one, other, strict=True))

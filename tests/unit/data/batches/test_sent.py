@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from trainer.base.types import Batch
-from trainer.data.batches import loader
+from trainer.data.batches import sent
 
 
 @pytest.mark.parametrize("large", [0, 2**40], ids=["all in shared memory", "all as bytes"])
 def test_odd_tensors_arrive_as_they_were(monkeypatch, large):
-    monkeypatch.setattr(loader, "LARGE", large)
+    monkeypatch.setattr(sent, "LARGE", large)
     odd = torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4).transpose(0, 2)  # not contiguous
     batch = Batch((), odd, ("ä",), None, torch.empty(0, 2, dtype=torch.int64), odd > 3, torch.tensor(float("nan")), None)
-    sending = loader.Sent.of(batch)
+    sending = sent.Sent.of(batch)
     kept = [value for value in vars(sending.packed).values() if isinstance(value, torch.Tensor)]
     assert len(kept) == (4 if large == 0 else 0)
     back = sending.batch()

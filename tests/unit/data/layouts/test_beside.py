@@ -140,6 +140,10 @@ def test_without_the_key_such_a_file_is_a_photo(tmp_path: Path) -> None:
     [
         (["a.png", "b.png", "b.ref.png"], r"/a\.png: no reference image for it \(a\.ref\.png beside it\)"),
         (["a.png", "a.ref.png", "a.ref3.png"], r"/a\.png: it has reference 3, and reference 2 is missing"),
+        (
+            ["a.png", "a.ref.png", "a.ref2.png", "b.png", "b.ref2.png"],
+            r"/b\.png: it has reference 2, and reference 1 is missing",
+        ),
         (["a.png", "a.ref.png", "a.ref.jpg"], r"/a\.png: a\.ref\.jpg, a\.ref\.png are all its reference 1; keep one"),
         (
             ["a.png", "a.ref.png", "b.png", "b.ref.png", "c.png", "c.ref.png", "c.ref2.png"],
