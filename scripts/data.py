@@ -72,7 +72,7 @@ def cache(chosen: argparse.Namespace) -> None:
         folder, pruning.NOBODY if since is None else since, dry_run=True if not chosen.prune else chosen.dry_run, **wanted
     )
     used = "it is unknown which of them are in use" if since is None else f"{done.in_use} in use by runs"
-    print(f"{folder}: {len(done.found)} files of entries, {size_text(pruning.size(done.found))}; {used}")
+    print(f"{folder}: {len(done.entries)} files of entries, {size_text(pruning.size(done.entries))}; {used}")
     if not chosen.prune:
         return
     if chosen.dry_run:

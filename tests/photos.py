@@ -10,7 +10,7 @@ from trainer.base.types import Occurrence
 from trainer.data import layouts
 from trainer.data import scan as scanning
 from trainer.data.batches import sampler
-from trainer.data.batches.ahead import drawn, numbered
+from trainer.data.batches.ahead import draw_order, numbered
 from trainer.data.buckets import ReferenceLayout
 from trainer.data.examples import Example
 from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
@@ -44,7 +44,7 @@ def notes_of(scanned: Scanned) -> tuple[str, ...]:
 
 def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, ReferenceLayout]]:
     """Every (example, repeat) of an epoch, sorted by its draw, with its layout."""
-    return list(sampler.occurrences(numbered(examples), epoch, drawn(examples, seed, epoch)))
+    return list(sampler.occurrences(numbered(examples), epoch, draw_order(examples, seed, epoch)))
 
 
 def epoch_batches(

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: which size a photo is trained at, and what of it is kept.
+"""Aspect-ratio buckets: the size at which a photo is trained, and its crop.
 
 Sizes given to PIL are (width, height); a Placement holds (height, width), as SDXL's size conditioning does.
 """
@@ -24,9 +24,9 @@ Crop = tuple[float, float, float]
 CENTRE: Crop = (1.0, 0.0, 0.0)
 WHOLE: Crop = (0.0, 0.0, 0.0)  # nothing is cut: the photo gets the bucket's aspect ratio
 
-# Of reference images, as FLUX.2's pipeline in diffusers takes them (Flux2ImageProcessor): the largest area in pixels, the
-# shortest side, the largest aspect ratio. And of one that is kept whole, as FLUX.3's takes it (Flux3ImageProcessor): the
-# largest area of its bucket, the longest side, the factor by which it is shrunk until it fits.
+# Limits of reference images. FLUX.2's pipeline in diffusers (Flux2ImageProcessor): the largest area in pixels, the shortest
+# side, the largest aspect ratio. FLUX.3's (Flux3ImageProcessor), which keeps them whole: the largest area of a bucket, the
+# longest side, the factor by which a reference is shrunk until it fits.
 REFERENCE_AREA, REFERENCE_SIDE, REFERENCE_ASPECT = 1024 * 1024, 64, 8
 WHOLE_AREA, WHOLE_SIDE, WHOLE_SHRINK = 4 * 1024 * 1024, 4096, 0.995
 
@@ -35,7 +35,7 @@ RESIZE_FILTER = Image.Resampling.LANCZOS
 
 @dataclass(frozen=True)
 class Placement:
-    """How a photo lies in its bucket, as SDXL's size conditioning wants it.
+    """The place of a photo in its bucket, as SDXL's size conditioning has it.
 
     original_size: (height, width) of the photo in the file, oriented.
     crop_top_left: (top, left) of the bucket within the photo after resizing, so in pixels of the resized photo.
@@ -52,8 +52,8 @@ class Placement:
 def named(layout: ReferenceLayout) -> str:
     """ "512x768", and with references "512x768 beside 1024x1024"."""
     (width, height), *references = layout
-    beside = " and ".join(f"{w}x{h}" for w, h in references)
-    return f"{width}x{height}" + (f" beside {beside}" if beside else "")
+    sizes = " and ".join(f"{w}x{h}" for w, h in references)
+    return f"{width}x{height}" + (f" beside {sizes}" if sizes else "")
 
 
 def bucket_step(resolution: int) -> int:
@@ -77,8 +77,8 @@ def bucket_of_shape(width: int, height: int, *, resolution: int, step: int, max_
     """The (width, height) for photos of this shape, however small this one is.
 
     Candidates: sides that are multiples of `step`, area at most resolution**2 and not enlargeable, long side at most
-    `max_aspect` times the short one. Of these the one nearest in log aspect ratio; a portrait photo gets the transposed
-    bucket of the same photo in landscape. Raises UserError if no bucket fits into the resolution.
+    `max_aspect` times the short one. The nearest in log aspect ratio is taken; a portrait photo gets the transposed bucket of
+    the same photo in landscape. Raises UserError if no bucket fits into the resolution.
     """
     buckets = _landscape_buckets(resolution, step, float(max_aspect), resolution**2, resolution)
     if not buckets:
@@ -90,11 +90,10 @@ def bucket_of_shape(width: int, height: int, *, resolution: int, step: int, max_
 
 
 def bucket_within(width: int, height: int, *, resolution: int, step: int, max_aspect: float = 2.0) -> Bucket | None:
-    """The (width, height) at which this photo is trained without being enlarged, or None where it is too small.
+    """The (width, height) at which this photo is trained without being enlarged; None if it is too small.
 
-    The bucket of its shape where the photo covers it, that is where neither of its sides is shorter. Else the candidates
-    are those of `bucket_of_shape` with one bound more: no side longer than the photo's own. Again the one nearest in log
-    aspect ratio is taken. Its short side is at least a quarter of the resolution.
+    The bucket of its shape if the photo covers it. Else the candidates of `bucket_of_shape` whose sides are no longer than
+    the photo's and whose short side is at least a quarter of the resolution; the nearest in log aspect ratio is taken.
     """
     usual = bucket_of_shape(width, height, resolution=resolution, step=step, max_aspect=max_aspect)
     if covers(width, height, usual):
@@ -120,7 +119,7 @@ def _nearest(width: int, height: int, landscape: tuple[Bucket, ...]) -> Bucket:
 
 @cache
 def _one_of_its_size(bucket: Bucket) -> Bucket:
-    """The same object for all photos of a bucket: a hundred thousand share a few."""
+    """One object for all photos of a bucket: a hundred thousand share a few."""
     return bucket
 
 
@@ -154,7 +153,7 @@ def _covering(width: int, height: int, target_width: int, target_height: int) ->
 
 
 def kept_box(placement: Placement) -> tuple[float, float, float, float]:
-    """(left, top, right, bottom) of what is kept, in pixels of the photo in the file. placement: not of a mirrored photo."""
+    """(left, top, right, bottom) of the crop, in pixels of the photo in the file. placement: not of a mirrored photo."""
     (top, left), (height, width) = placement.crop_top_left, placement.target_size
     (full_height, full_width), (resized_height, resized_width) = placement.original_size, placement.resized_size
     scale_y, scale_x = full_height / resized_height, full_width / resized_width
@@ -170,7 +169,7 @@ def share_kept(width: int, height: int, bucket: Bucket, *, crop: Crop = CENTRE) 
 
 def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False, crop: Crop = CENTRE) -> Image.Image:
     """The photo resized to cover the bucket (Lanczos) and cropped to it as `place` says; mirrored if `flip`."""
-    # Resizing only what is kept equals cropping afterwards and bounds the memory for a very narrow photo.
+    # Resizing only the crop equals cropping afterwards and bounds the memory for a very narrow photo.
     box = kept_box(place(image.width, image.height, bucket, crop=crop))
     fitted = image.resize(bucket, RESIZE_FILTER, box=box)
     return ImageOps.mirror(fitted) if flip else fitted
@@ -178,9 +177,7 @@ def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False, crop: Crop = 
 
 def reference_bucket(width: int, height: int, *, step: int) -> Bucket:
     """The (width, height) at which a reference is shown: its own, no larger than REFERENCE_AREA, in multiples of `step`.
-
-    Raises ValueError, with the reason, for one that the released pipeline would not take.
-    """
+    Raises ValueError, with the reason, for a reference that the released pipeline would not take."""
     if min(width, height) < REFERENCE_SIDE or max(width, height) > REFERENCE_ASPECT * min(width, height):
         raise ValueError(
             f"{width} x {height} pixels; a reference has sides of at least {REFERENCE_SIDE} pixels, the long one at most "
@@ -198,8 +195,8 @@ def _within_area(width: int, height: int) -> tuple[int, int]:
 
 
 def framed_bucket(width: int, height: int, *, step: int) -> Bucket:
-    """The (width, height) at which a reference is shown that is kept whole: its own rounded up to multiples of `step`, no
-    larger than WHOLE_AREA and WHOLE_SIDE."""
+    """The (width, height) at which a whole reference is shown: its own rounded up to multiples of `step`, no larger than
+    WHOLE_AREA and WHOLE_SIDE."""
 
     def up(side: int) -> int:
         return min(WHOLE_SIDE, max(REFERENCE_SIDE, -(-side // step) * step))
@@ -209,7 +206,7 @@ def framed_bucket(width: int, height: int, *, step: int) -> Bucket:
 
 
 def _shrunk(width: int, height: int) -> Iterator[Bucket]:
-    """The sizes to which a reference that is kept whole is shrunk, until one fits."""
+    """The sizes to which a whole reference is shrunk, until one fits."""
     scale = min(1.0, math.sqrt(WHOLE_AREA / (width * height)), WHOLE_SIDE / max(width, height))
     while True:
         yield max(1, round(width * scale)), max(1, round(height * scale))
@@ -217,16 +214,16 @@ def _shrunk(width: int, height: int) -> Iterator[Bucket]:
 
 
 def reference_size(width: int, height: int, rule: ReferenceRule, count: int, *, step: int) -> Bucket:
-    """The (width, height) at which one of so many references is shown. Raises ValueError as `reference_bucket`."""
-    how = rule.showing(count)
-    if how == "stretched":
+    """The (width, height) at which one of `count` references is shown. Raises ValueError like `reference_bucket`."""
+    showing = rule.showing(count)
+    if showing == "stretched":
         return nearest_size(width, height, rule.sizes, step=step)
-    return (framed_bucket if how == "framed" else reference_bucket)(width, height, step=step)
+    return (framed_bucket if showing == "framed" else reference_bucket)(width, height, step=step)
 
 
 def nearest_size(width: int, height: int, sizes: Sequence[Bucket], *, step: int) -> Bucket:
-    """The one of the sizes whose aspect ratio is nearest to the image's, as Flux's Kontext pipeline of diffusers takes it: of
-    the image's sides in multiples of `step`, and the narrower of two that are as near."""
+    """The size whose aspect ratio is nearest to the image's, with the image's sides cut to multiples of `step`; on a tie the
+    narrower one. As Flux's Kontext pipeline of diffusers takes it."""
     aspect = (width // step * step) / (height // step * step)
     return _one_of_its_size(min((abs(aspect - w / h), (w, h)) for w, h in sizes)[1])
 

@@ -1,4 +1,4 @@
-"""The variants of a caption that are trained on: finite in number, so that each can be encoded once, and pure functions of
+"""The variants of a caption that are trained on: finitely many, so that each can be encoded once, and pure functions of
 (seed, purpose, sample, the variant's number)."""
 
 import re
@@ -19,7 +19,7 @@ class CaptionRules:
     wildcards: `{a|b}` becomes one of its options; options may contain wildcards. Braces without a `|` stay as they are.
     separator: the text between tags, as it joins them. Spaces around it are ignored when a caption is split into tags.
     keep: the number of first tags that are neither dropped nor moved. tag_dropout: the probability that one of the others is
-    dropped. keep_separator: what stands in a caption before it, and after a second one, is kept in place of the first tags.
+    dropped. keep_separator: tags before it, and after a second one, are kept in place of the first `keep` tags.
     shuffle: put the others in a random order.
     prefix, suffix: put before and after; a space is added where two words would join.
     trigger: put in front, with the separator, if the text does not contain it as whole words, in any case.
@@ -49,7 +49,7 @@ class CaptionRules:
         texts = lines if self.lines else [caption]
         each = self.variants if any(map(self._varies, texts)) else 1
         return tuple(
-            self._around(self._drawn(text, seed, sample, index * each + variant))
+            self._around(self._variant(text, seed, sample, index * each + variant))
             for index, text in enumerate(texts)
             for variant in range(each)
         )
@@ -72,8 +72,8 @@ class CaptionRules:
         tags = self.tags(text)
         return tags[: self.keep], tags[self.keep :], []
 
-    def _drawn(self, text: str, seed: int, sample: str, number: int) -> str:
-        """The choice of wildcards and tags of a variant, by its number."""
+    def _variant(self, text: str, seed: int, sample: str, number: int) -> str:
+        """A variant by its number: its wildcards and tags are drawn."""
         place = 0
         while self.wildcards and (match := WILDCARD.search(text)):
             options = match[1].split("|")
@@ -92,13 +92,13 @@ class CaptionRules:
 
     def _around(self, text: str) -> str:
         if self.prefix or self.suffix:
-            text = _beside(_beside(self.prefix, text), self.suffix).strip()
+            text = _joined(_joined(self.prefix, text), self.suffix).strip()
         if self.trigger and not holds(text, self.trigger):
             text = self.separator.join(filter(None, (self.trigger, text)))
         return text
 
 
-def _beside(left: str, right: str) -> str:
-    last = left[-1:]
-    glued = (last.isalnum() or (in_word(last) and last != "_")) and right[:1].isalnum()
-    return f"{left} {right}" if glued else left + right
+def _joined(before: str, after: str) -> str:
+    last = before[-1:]
+    are_words = (last.isalnum() or (in_word(last) and last != "_")) and after[:1].isalnum()
+    return f"{before} {after}" if are_words else before + after

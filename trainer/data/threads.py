@@ -14,15 +14,15 @@ from trainer.base.errors import number_in
 
 MAX_THREADS = 8  # each may hold two photos, decoded
 PROC, CGROUP = "/proc", "/sys/fs/cgroup"
-FILES = 6  # open ones, that a process takes while it is started
+FILES = 6  # that are open while a process is started
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 
 def processors() -> int:
-    """How many processors this process may keep busy: those that it may run on, as far as its quota goes, shared with the
-    other processes of the run on this machine. At least 1. No byte of a run depends on it."""
+    """The number of processors that this process may keep busy, at least 1: limited by affinity and quota, divided among the
+    processes of the run on this machine. No byte of a run depends on it."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min([allowed, *_quotas()])) // number_in("LOCAL_WORLD_SIZE", 1, least=1))
 
@@ -31,11 +31,11 @@ def _quotas() -> Iterator[float]:
     """The processors that the control groups of this process allow, of version 2 (no kinds) or 1."""
     with suppress(OSError):
         for line in Path(PROC, "self/cgroup").read_text().splitlines():
-            _, kinds, inside = line.split(":", 2)
-            folder = Path(CGROUP, kinds, inside.lstrip("/"))
-            for each in (folder, *folder.parents):
-                with suppress(OSError, ValueError):  # none of it, or "max"
-                    files = [each / f"cpu.cfs_{name}_us" for name in ("quota", "period")] if kinds else [each / "cpu.max"]
+            _, kinds, name = line.split(":", 2)
+            group = Path(CGROUP, kinds, name.lstrip("/"))
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # no such file, or "max"
+                    files = [folder / f"cpu.cfs_{part}_us" for part in ("quota", "period")] if kinds else [folder / "cpu.max"]
                     quota, period = map(int, " ".join(file.read_text() for file in files).split())
                     if quota > 0:
                         yield quota / period
@@ -60,11 +60,11 @@ def in_threads(function: Callable[[In], Out], items: Iterable[In]) -> Iterator[O
 
 @contextmanager
 def starting(workers: int) -> Iterator[None]:
-    """A block that starts so many processes of a DataLoader. Raises OSError, and leaves none, where not all can be started:
-    the others heed no signal to end, and would be waited for."""
-    with ExitStack() as held:  # the files they take: an error is easier to undo before the first one is there
+    """A block that starts so many processes of a DataLoader. Raises OSError, and leaves none running, if not all can be
+    started: the others ignore signals to end, and would be waited for."""
+    with ExitStack() as stack:  # opens as many files as they will: an error is easier to undo before the first one starts
         for _ in range(FILES * (workers + 1)):
-            held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
     try:
         yield
     except OSError:

@@ -1,4 +1,4 @@
-"""From occurrences to batches: reads the cache and applies the draws that belong to data (views, captions)."""
+"""Turns occurrences into batches: reads the cache and draws views and captions."""
 
 import itertools
 import signal
@@ -27,7 +27,7 @@ from trainer.data.threads import starting
 
 @dataclass(frozen=True)
 class Encoders:
-    """The encoders for runs without a cache: `encode` of `fill_latents` and of `fill_text`."""
+    """Encoders for runs without a cache. images: `encode` of `fill_latents`. prompts: captions -> conditioning."""
 
     images: Callable[[torch.Tensor], torch.Tensor]
     prompts: Callable[[list[str]], Conditioning]
@@ -37,10 +37,10 @@ class Encoders:
 class Reader:
     """Makes the Batch of a micro-batch: `reader[occurrences]`. A pure function of its arguments and the cache.
 
-    examples: by sample. cache: holds every view of them, and its mask; None: `encoders` make what a batch needs, with the
-    same bytes. latent_side: pixels to a side of one latent. latent_fingerprint, text_fingerprint: as the cache was filled
-    with; no text fingerprint: captions are encoded live and `Batch.conditioning` is None. collate: stacks the conditioning of
-    single captions. preserve_as: replaces triggers in `preserved_captions`; None: none.
+    examples: by sample. cache: holds all their views and masks; None: `encoders` encode each batch, with the same bytes.
+    latent_side: pixels to a side of one latent. latent_fingerprint, text_fingerprint: of the cache's keys; no text
+    fingerprint: captions are encoded live and `Batch.conditioning` is None. collate: stacks the conditioning of single
+    captions. preserve_as: replaces triggers in `preserved_captions`; None: there are no such captions.
     """
 
     examples: Mapping[str, Example]
@@ -57,16 +57,16 @@ class Reader:
         return self.finish(self.read(occurrences))
 
     def read(self, occurrences: MicroBatch) -> Batch:
-        """The part of a batch that a worker can make: all of it with a cache. Without one, latents are still pixels."""
+        """The part of a batch that a worker can make: with a cache the whole batch, without one pixels instead of latents."""
         latents, references, texts, preserved, placements, weights = [], [], [], [], [], []
         for occurrence in occurrences:
             example = self.examples[occurrence.sample]
-            view = views.drawn(self.seed, occurrence, example)
+            view = views.draw(self.seed, occurrence, example)
             latents.append(self._latents(example, view))
-            references.append([self._latents(*each) for each in views.references(example, view)])
+            references.append([self._latents(*image) for image in views.references(example, view)])
             placements.append(view.place(example))
             weights.append(self.loss_weights(example, view))
-            texts.append(captions.drawn(self.seed, occurrence, example))
+            texts.append(captions.draw(self.seed, occurrence, example))
             if self.preserve_as is not None:  # also if the caption is dropped
                 caption = captions.undropped(self.seed, occurrence, example)
                 preserved.append(captions.preserved(caption, example, self.preserve_as))
@@ -103,7 +103,7 @@ class Reader:
         return (mask + (1 - mask) * photo.source.unmasked_weight) * photo.loss_weight
 
     def finish(self, batch: Batch) -> Batch:
-        """Completes the batch of `read`. It may encode, so only the process with the encoders may call it."""
+        """Completes the batch of `read`. May encode, so only the process with the encoders may call it."""
         if self.cache is not None:
             return batch
         encoders = self.encoders
@@ -130,18 +130,18 @@ class Reader:
 
 
 def _stacked(weights: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """None counts as 1 everywhere. The result is None if all are."""
-    given = next((weight for weight in weights if weight is not None), None)
-    return None if given is None else torch.stack([torch.ones_like(given) if each is None else each for each in weights])
+    """Stacks the weights; None counts as 1 everywhere. None if all are None."""
+    one = next((torch.ones_like(weight) for weight in weights if weight is not None), None)
+    return None if one is None else torch.stack([one if weight is None else weight for weight in weights])
 
 
 def _as_scanned(place: Place | None, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`read()` of a file that must be as it was at the run's start. Raises DataError if it changed or is gone."""
+    """`read()`, which reads a file as it was at the run's start. Raises DataError if the file changed or is gone."""
     try:
         return read()
     except (OSError, UserError) as error:
-        changed = "it changed since the run began, or under equal times before: --verify reads all"
-        reason = getattr(error, "strerror", None) or changed
+        change = "it changed since the run began, or under equal times before: --verify reads all"
+        reason = getattr(error, "strerror", None) or change
         raise DataError(f"{place} can no longer be read ({reason}); restore it") from error
 
 
@@ -158,12 +158,10 @@ class _Reads(Dataset):
 def iterate(
     updates: Iterable[Sequence[MicroBatch]], reader: Reader, *, num_workers: int, pin: bool = False
 ) -> Generator[list[Batch]]:
-    """One list of Batches per update, in order; `updates` holds this process's share of each (an empty one gives []), and may
-    be lazy and endless. The result does not depend on `num_workers`. Close the generator to end the workers early.
-
-    pin: workers read into page-locked memory, so that the copy to the GPU overlaps with computing.
-    Raises DataError if an entry can no longer be read, or if a worker died.
-    """
+    """One list of Batches per update, in order. updates: this process's share of each (an empty one gives []), may be lazy
+    and endless. The result does not depend on `num_workers`. Close the generator to end the workers early. pin: workers read
+    into page-locked memory, so that the copy to the GPU overlaps with computing. Raises DataError if an entry can no longer
+    be read, or if a worker died."""
     if num_workers == 0:
         for update in updates:
             yield [reader[occurrences] for occurrences in update]
@@ -190,10 +188,10 @@ def iterate(
 
 
 def _next(batches: Iterator[Sent | Batch]) -> Batch:
-    """Raises DataError with the plain message of an error in a worker, and for a worker that died."""
+    """The next batch. Raises DataError with the plain message of an error in a worker, and for a worker that died."""
     try:
         batch = next(batches)
-        return batch.batch() if isinstance(batch, Sent) else batch  # unpacked already where it was pinned
+        return batch.batch() if isinstance(batch, Sent) else batch  # pinned batches are unpacked already
     except RuntimeError as error:
         if isinstance(error, DataError):
             reason = str(error).splitlines()[-1].partition(": ")[2]
@@ -208,7 +206,7 @@ def _next(batches: Iterator[Sent | Batch]) -> Batch:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals to the main process, also where `signals.blocked` holds none back; share out the cache's memory."""
+    """Leave signals to the main process, even if `signals.blocked` blocks none; share out the cache's memory."""
     for signum in signals.HANDLED:
         signal.signal(signum, signal.SIG_IGN)
     info = get_worker_info()

@@ -18,7 +18,7 @@ MicroBatch = tuple[Occurrence, ...]
 def occurrences(
     every: Sequence[tuple[Example, int]], epoch: int, order: Sequence[int]
 ) -> Iterator[tuple[Occurrence, ReferenceLayout]]:
-    """Every (example, repeat) of the epoch in that order, with its layout. order: numbers of `every`."""
+    """Every appearance of the epoch with its layout. every: (example, repeat). order: indices into it."""
     for example, repeat in map(every.__getitem__, order):
         yield Occurrence(epoch, example.sample, repeat), example.layout
 
@@ -28,9 +28,9 @@ def epoch_batches(
 ) -> Iterator[MicroBatch]:
     """The epoch's micro-batches, each of one layout: a bucket, and sizes of references.
 
-    Going through the global order, a batch is emitted when its layout has `batch_size` samples; what remains of each follows
-    as one shorter batch, in the order of first samples. fill: these are filled with further appearances of the layout's first
-    samples, each with the next repeat number of its photo, so that it has draws of its own.
+    Going through the global order, a batch is emitted when its layout has `batch_size` samples; the remainders follow as one
+    shorter batch for each layout, in the order of first samples. fill: these are filled with further appearances of the
+    layout's first samples, each with the next repeat number of its photo, so that it has draws of its own.
     """
     open_batches: dict[ReferenceLayout, list[Occurrence]] = {}
     firsts: dict[ReferenceLayout, list[Occurrence]] = {}
@@ -52,15 +52,15 @@ def epoch_batches(
 
 
 def batches_per_epoch(examples: Sequence[Example], *, batch_size: int) -> int:
-    """Micro-batches in every epoch: the count depends on how many photos have a layout, so it never changes."""
+    """Micro-batches in every epoch. The count depends only on how many photos have a layout, so it never changes."""
     return sum(math.ceil(size / batch_size) for size in appearances(examples).values())
 
 
 def updates(batches: Iterable[MicroBatch], *, group: int) -> Iterator[list[MicroBatch]]:
-    """An epoch's micro-batches in groups, one per update; the last may be short. group: micro-batches of an update, of all
-    processes: step.accumulation for each of them."""
-    left = iter(batches)
-    while update := list(islice(left, group)):
+    """An epoch's micro-batches in groups, one per update; the last may be short. group: micro-batches of an update in all
+    processes together, step.accumulation for each process."""
+    remaining = iter(batches)
+    while update := list(islice(remaining, group)):
         yield update
 
 
@@ -74,8 +74,8 @@ def all_updates(
     fill: bool = False,
     began: tuple[int, int] = (0, 0),
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end. group: as
-    `updates` takes it."""
+    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end. group: of
+    `updates`."""
     length = steps_per_epoch(examples, batch_size=batch_size, group=group)
     epoch, skip = update_at(after, steps_per_epoch=length, began=began)
     every = numbered(examples)
@@ -86,7 +86,7 @@ def all_updates(
 
 
 def share(update: Sequence[MicroBatch], *, processes: int, rank: int) -> list[MicroBatch]:
-    """The micro-batches of an update that one process takes: those with index % processes == rank (perhaps none)."""
+    """The micro-batches of an update for one process: index % processes == rank (perhaps none)."""
     return list(update[rank::processes])
 
 

@@ -1,4 +1,4 @@
-"""Short batches: how many there are, and the merging of buckets, which leaves fewer."""
+"""Counts short batches, and merges buckets, which leaves fewer of them."""
 
 import math
 from collections import Counter, defaultdict
@@ -22,34 +22,35 @@ def appearances(examples: Iterable[Example]) -> Counter[ReferenceLayout]:
 
 
 def shapes(examples: Sequence[Example], *, batch_size: int, fill: bool) -> set[tuple[ReferenceLayout, int]]:
-    """(layout, photos) of every kind of micro-batch, a bucket on its side counted as the same. fill: short ones are."""
+    """(layout, photos) of every kind of micro-batch; portrait and landscape count as one. fill: short batches are filled."""
     pairs = set()
     for layout, size in appearances(examples).items():
-        full, left = divmod(size, batch_size)
-        whole = [batch_size] if full or fill else []
-        lying = tuple((max(bucket), min(bucket)) for bucket in layout)
-        pairs |= {(lying, count) for count in [*whole, *([left] if left and not fill else [])]}
+        full, remainder = divmod(size, batch_size)
+        counts = {batch_size} if full or fill else set()
+        counts |= {remainder} if remainder and not fill else set()
+        pairs |= {(tuple((max(bucket), min(bucket)) for bucket in layout), count) for count in counts}
     return pairs
 
 
 def short(examples: Iterable[Example], *, batch_size: int) -> dict[ReferenceLayout, int]:
-    """The number of photos in the last batch of each layout in which that is not full."""
-    return {layout: left for layout, size in sorted(appearances(examples).items()) if (left := size % batch_size)}
+    """The number of photos in the last batch of each layout whose last batch is not full."""
+    counts = sorted(appearances(examples).items())
+    return {layout: remainder for layout, size in counts if (remainder := size % batch_size)}
 
 
 def would_fill(examples: Iterable[Example], *, batch_size: int) -> tuple[int, int]:
     """(the largest batch size below, the smallest factor for all repeats) with which every batch is full."""
     sizes = appearances(examples).values()
-    below = max(size for size in range(1, batch_size) if all(count % size == 0 for count in sizes))
-    return below, math.lcm(*(batch_size // math.gcd(count, batch_size) for count in sizes))
+    smaller = max(size for size in range(1, batch_size) if all(count % size == 0 for count in sizes))
+    return smaller, math.lcm(*(batch_size // math.gcd(count, batch_size) for count in sizes))
 
 
 def merged(examples: Sequence[Example], *, batch_size: int, enlarge: bool) -> tuple[Example, ...]:
-    """The examples. Those in buckets with fewer appearances in an epoch than a batch are moved to other buckets.
+    """The examples; a bucket with fewer appearances in an epoch than a batch is dissolved into others.
 
-    The smallest bucket goes first. Each of its photos moves to the bucket nearest to its own aspect ratio, of those that are
-    at most APART from the photo's first bucket, that it covers (unless `enlarge`), and that have the same references beside
-    them. If one photo has none, its bucket stays. This repeats until every bucket that is smaller than a batch stays.
+    The smallest bucket goes first. Each of its photos moves to the bucket nearest to its own aspect ratio, among the buckets
+    at most APART from the photo's first one that it covers (unless `enlarge`), with references of the same sizes. If one
+    photo has none, its bucket stays. This repeats until every bucket that is smaller than a batch stays.
     """
     members: dict[ReferenceLayout, list[int]] = defaultdict(list)
     for index, example in enumerate(examples):

@@ -1,8 +1,8 @@
 """Entries of a cache, by their keys: on disk, or in this process's memory.
 
-An entry is the bytes of a safetensors file, with a SHA-256 of its tensors and metadata. Many lie in one file, a pack, which
-is written once, whole, and not synced: a damaged entry is noticed when it is first read, and made again at the next start.
-Caches of before have a file for each entry. Runs and processes may share a folder at the same time.
+An entry is the bytes of a safetensors file, with a SHA-256 of its tensors and metadata. Many entries share one file, a pack,
+which is written once, whole, and not synced: a damaged entry is noticed when it is first read, and made again at the next
+start. Earlier caches have one file for each entry. Runs and processes may share a folder at the same time.
 """
 
 import errno
@@ -24,16 +24,16 @@ from trainer.data.cache import pruning
 
 Tensors = dict[str, torch.Tensor]
 
-# Of a pack, with its header. What is open is in memory, and lost by a kill.
+# The largest pack, the header of one entry, the longest time that a pack stays in memory, where a kill loses it.
 PACK_BYTES, HEADER_BYTES, OPEN_SECONDS = 256 * 10**6, 200, 300
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)  # someone else's cache: it can be read all the same
 
 
 class Cache:
     """Entries in `directory`, the most recently used ones also in memory, up to `memory_bytes`. Every entry is verified once
-    in a process, when it is first read. What is put is there for others after `flush`. limit: bytes of the directory; above
-    it, files of which no running process uses an entry are deleted. foresee: takes the bytes that all missing entries will
-    have, once the first one is there."""
+    in a process, when it is first read. Other processes see new entries after `flush`. limit: bytes of the directory; above
+    it, files are deleted of which no running process uses an entry. foresee: called once the first missing entry is made,
+    with an estimate of the bytes of all missing entries."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class Cache:
         self.over_limit = 0  # bytes in use above the limit, when it was last enforced
         self.pruned = 0  # files that were deleted for the limit
         self._use: pruning.Use | None = None
-        self.unprotected = ""  # why other runs may delete entries that this one uses
+        self.unprotected = ""  # the reason why other runs may delete entries that this one uses
         self.damaged: list[str] = []  # packs that cannot be read
         self._packs: dict[Path, TensorFile | None] = {}  # None: it is damaged
         self._places: dict[str, TensorFile] = {}  # by key
         self._open: dict[str, torch.Tensor] = {}  # entries of the next pack
         self._open_bytes, self._opened = 0, 0.0
-        self._written = 0
-        self._before_scan = 0 if limit is None else limit // 16  # bytes to write until the directory is looked at again
+        self._new_bytes = 0  # written since the directory was last scanned
+        self._before_scan = 0 if limit is None else limit // 16  # bytes to write until the next scan
         self._shared = 0  # bits of the directory's mode: who else may write there
         self._memory: OrderedDict[str, Tensors] = OrderedDict()
         self._memory_used = 0
@@ -63,23 +63,22 @@ class Cache:
         self._not_finite: set[str] = set()
 
     def path(self, key: str) -> Path:
-        """The file that holds an entry: a pack, or its own."""
+        """The file that holds an entry: a pack, or the entry's own."""
         return self._places[key].path if key in self._places else self.directory / key[:2] / f"{key}.safetensors"
 
     def claim(self, keys: Iterable[str]) -> None:
-        """Nobody prunes those of these entries that exist until this process ends."""
+        """Protect these entries, if they exist, from pruning until this process ends."""
         self._begin_use()
         for path in dict.fromkeys(map(self.path, keys)):
             self._mark(path)
 
     def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
-        """The keys, each once and in order, that have no entry, or one that is known to be damaged. All given keys are
-        claimed."""
+        """The keys, each once and in order, that have no entry or a damaged one. Claims all keys."""
         absent, keys, marks = [], dict.fromkeys(keys), dict[Path, bool]()
         self._begin_use()
         with phases("reading the cache", len(keys), "entry") as phase:
             for key in keys:
-                # Marked first: what is pruned after that is seen as missing.
+                # Marked first: an entry that is pruned after that is seen as missing.
                 path = self.path(key)
                 marked = marks[path] if path in marks else marks.setdefault(path, self._mark(path))
                 sound = marked and (key in self._places or self._read(key) is not None)
@@ -91,7 +90,7 @@ class Cache:
         return absent
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-        """Add an entry to the open pack. `metadata` is for people who look into the file."""
+        """Add an entry to the open pack. metadata: for people who look into the file."""
         described = {**(metadata or {}), "key": key}
         if not finite(tensors):
             described["finite"] = "no"
@@ -111,7 +110,7 @@ class Cache:
             self.foresee(absent * data.nbytes)
 
     def flush(self) -> None:
-        """Write the open pack. Its name is that of its keys: runs that make the same pack write one file."""
+        """Write the open pack, named by the digest of its keys: runs that make the same pack write one file."""
         if not self._open:
             return
         entries, self._open, self._open_bytes = self._open, {}, 0
@@ -129,12 +128,12 @@ class Cache:
             pruning.share(path, self._shared)
         self._packs[path] = pack = TensorFile(path)
         self._places |= dict.fromkeys(entries, pack)
-        self._written += sum(map(len, entries.values()))
-        if self.limit is not None and self._written > self._before_scan:
+        self._new_bytes += sum(map(len, entries.values()))
+        if self.limit is not None and self._new_bytes > self._before_scan:
             self.keep_limit()
 
     def is_finite(self, key: str) -> bool:
-        """Whether all values of an entry that is there are."""
+        """Whether all values of an existing entry are finite."""
         return key not in self._not_finite
 
     def get(self, key: str) -> Tensors:
@@ -143,7 +142,7 @@ class Cache:
             self._memory.move_to_end(key)
             return self._memory[key]
         if key not in self._places and key not in self._open:
-            self._look()
+            self._index()
         tensors = self._read(key)
         if tensors is None:
             raise DataError(f"cache entry {key} ({self.path(key)}) is missing or damaged; {self._note_damage(key)}")
@@ -160,26 +159,26 @@ class Cache:
         return f"as the cache holds them ({self.path(key)}: delete it to encode anew)"
 
     def share_memory(self, count: int) -> None:
-        """This is one of `count` copies on the machine: each keeps its part in memory."""
+        """Divide the memory by the `count` copies of this cache on the machine."""
         self.memory_bytes //= count
 
     def keep_limit(self) -> None:
         """Delete entries that no running process uses, least recently used first, until the directory is within the limit."""
         assert self.limit is not None
-        self._written = 0
+        self._new_bytes = 0
         if self._use is None:
             return
         since = pruning.require_locks(self._use, "data.cache_limit")
-        done = pruning.prune(self.directory, since, limit=self.limit)
-        self.pruned += len(done.deleted)
-        self.over_limit = max(0, done.left_bytes - self.limit)
+        result = pruning.prune(self.directory, since, limit=self.limit)
+        self.pruned += len(result.deleted)
+        self.over_limit = max(0, result.left_bytes - self.limit)
         # In proportion to the directory's size: a run far above its limit scans no more often than one within it.
-        self._before_scan = max(self.limit, done.left_bytes) // 16
+        self._before_scan = max(self.limit, result.left_bytes) // 16
 
     def _begin_use(self) -> None:
-        """Start to use the directory, before anything is written; learn which packs there are now. Removes what killed
-        processes left."""
-        self._look()
+        """Mark the directory as used, before anything is written, and index its packs. Removes the leftovers of killed
+        processes."""
+        self._index()
         if self._use is not None:
             return
         try:
@@ -191,7 +190,7 @@ class Cache:
         if self.limit is not None and self._use is not None:
             pruning.require_locks(self._use, "data.cache_limit")
 
-    def _look(self) -> None:
+    def _index(self) -> None:
         for path in (self.directory / pruning.PACKS).glob("*.safetensors"):
             if path in self._packs:
                 continue
@@ -208,10 +207,10 @@ class Cache:
             self._places |= {key: pack for key in pack.entries if key not in damaged}
 
     def _note_damage(self, key: str) -> str:
-        """What to do about a damaged entry. All damaged ones of its pack are noted, for the next start to make anew."""
+        """The remedy for a damaged entry. Notes all damaged entries of its pack, for the next start to make anew."""
         if (pack := self._places.get(key)) is None:
             return "start again and it is made anew"
-        damaged = [each for each in pack.entries if self._read(each) is None]
+        damaged = [entry for entry in pack.entries if self._read(entry) is None]
         try:
             write_atomic(pack.path.with_suffix(".json"), [json_bytes(damaged)], sync=False)
         except OSError as error:
@@ -238,7 +237,7 @@ class Cache:
         )
 
     def _read(self, key: str) -> Tensors | None:
-        """The entry if it is there and sound. Its header is compared too, so every byte of it is checked."""
+        """The entry if it exists and is sound. Its header is compared too, so every byte of it is checked."""
         path = self.path(key)
         try:
             data = self._open.get(key)
@@ -266,13 +265,13 @@ class Cache:
 
 
 class MemoryCache:
-    """Entries of this process alone. Nothing is written, and nothing is left when it ends."""
+    """Entries in the memory of this process alone."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Tensors] = {}
 
     def claim(self, keys: Iterable[str]) -> None:
-        """Nobody else can prune them."""
+        """Does nothing: no other process can prune them."""
 
     def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
         return [key for key in dict.fromkeys(keys) if key not in self._entries]
@@ -281,7 +280,7 @@ class MemoryCache:
         self._entries[key] = dict(tensors)
 
     def flush(self) -> None:
-        """Nothing waits to be written."""
+        """Does nothing: there is no file."""
 
     def is_finite(self, key: str) -> bool:
         return finite(self._entries[key])
@@ -294,16 +293,16 @@ class MemoryCache:
         return "encoded already"
 
     def share_memory(self, count: int) -> None:
-        """Copies share it already: a forked process has its parent's memory."""
+        """Does nothing: a forked process has its parent's memory."""
 
 
 def finite(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether no value of floating point is NaN or infinite."""
+    """Whether no floating-point value is NaN or infinite."""
     return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 of the file these would make: names, dtypes, shapes, values and metadata."""
+    """SHA-256 of the serialized file: names, dtypes, shapes, values and metadata."""
     digest = hashlib.sha256()
     for piece in serialize(tensors, metadata):
         digest.update(piece)

@@ -104,13 +104,13 @@ def texts_wanted(captions: Iterable[str], *, fingerprint: str) -> dict[str, str]
 
 def fill_latents(
     cache: Cache | MemoryCache,
-    wanted: Mapping[str, tuple[Example, View]],
+    views_by_key: Mapping[str, tuple[Example, View]],
     *,
     encode: Callable[[torch.Tensor], torch.Tensor],
     on_non_finite: Callable[[str], None],
     phases: Phases = QUIET,
 ) -> int:
-    """Make the latents that are not cached yet; returns their count. wanted: of `latents_wanted`.
+    """Make the latents that are not cached yet; returns their count. views_by_key: of `latents_wanted`.
 
     `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo at a
     time: with SDXL's VAE on a CPU two at once gave other bits. Entries hold "latents", fp32 [C, h, w].
@@ -121,9 +121,9 @@ def fill_latents(
     def entry(pixels_3HW: torch.Tensor) -> Tensors:
         return {"latents": latents_of(pixels_3HW, encode)}
 
-    described = {key: f"the latents of {printable(e.sample)} ({e.photo.image})" for key, (e, _) in wanted.items()}
-    make = partial(_from_views, wanted, pixels, entry)
-    return _fill(cache, described, make, dict.fromkeys(wanted, on_non_finite), phases, "photo")
+    described = {key: f"the latents of {printable(e.sample)} ({e.photo.image})" for key, (e, _) in views_by_key.items()}
+    make = partial(_from_views, views_by_key, pixels, entry)
+    return _fill(cache, described, make, dict.fromkeys(views_by_key, on_non_finite), phases, "photo")
 
 
 def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -132,13 +132,13 @@ def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.
 
 
 def fill_masks(
-    cache: Cache | MemoryCache, wanted: Mapping[str, tuple[Example, View]], *, side: int, phases: Phases = QUIET
+    cache: Cache | MemoryCache, views_by_key: Mapping[str, tuple[Example, View]], *, side: int, phases: Phases = QUIET
 ) -> int:
-    """Make the masks that are not cached yet; returns their count. wanted: of `masks_wanted` for the same side. Entries hold
-    "mask", fp32 [h, w]. Raises UserError if a mask changed after the scan."""
-    described = {key: f"the mask of {printable(e.sample)} ({e.photo.mask.place})" for key, (e, _) in wanted.items()}
-    make = partial(_from_views, wanted, partial(views.mask_on_latents, side=side), lambda mask: {"mask": mask})
-    return _fill(cache, described, make, dict.fromkeys(wanted, _never), phases, "mask") if wanted else 0
+    """Make the masks that are not cached yet; returns their count. views_by_key: of `masks_wanted` for the same side. Entries
+    hold "mask", fp32 [h, w]. Raises UserError if a mask changed after the scan."""
+    described = {key: f"the mask of {printable(e.sample)} ({e.photo.mask.place})" for key, (e, _) in views_by_key.items()}
+    make = partial(_from_views, views_by_key, partial(views.mask_on_latents, side=side), lambda mask: {"mask": mask})
+    return _fill(cache, described, make, dict.fromkeys(views_by_key, _never), phases, "mask") if views_by_key else 0
 
 
 def _never(name: str) -> None:
@@ -146,15 +146,15 @@ def _never(name: str) -> None:
 
 
 def _from_views(
-    wanted: Mapping[str, tuple[Example, View]],
+    views_by_key: Mapping[str, tuple[Example, View]],
     read: Callable[[Example, View], torch.Tensor],
     entry: Callable[[torch.Tensor], Tensors],
     keys: list[str],
 ) -> Entries:
     """The entries of these keys. Threads read ahead; `entry` is called in this one."""
-    with closing(in_threads(lambda key: read(*wanted[key]), keys)) as results:
+    with closing(in_threads(lambda key: read(*views_by_key[key]), keys)) as results:
         for key, result in zip(keys, results, strict=True):
-            yield key, entry(result), {"sample": wanted[key][0].sample}
+            yield key, entry(result), {"sample": views_by_key[key][0].sample}
 
 
 def fill_text(

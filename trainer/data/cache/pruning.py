@@ -1,7 +1,7 @@
-"""Pruning of a cache's folder: deletes the least recently used files of entries, and none that a running process uses.
+"""Prunes a cache's folder: deletes the least recently used files of entries, and none that a running process uses.
 
-A file's time of modification is when a run last asked for one of its entries. A process that uses the folder locks, until it
-ends, one byte of a file, whose offset is the time when the process began. So every file that was asked for since the first
+A file's time of modification is that of the last request for one of its entries. A process that uses the folder locks, until
+it ends, one byte of a file, whose offset is the time when the process began. So every file that was requested since the first
 running process began is in use. All times are the file system's own, in milliseconds.
 """
 
@@ -49,21 +49,21 @@ class Use:
 
 
 def shared(folder: Path) -> int:
-    """The bits of a folder's mode that let its group and others write there. New entries get them too."""
+    """The bits of a folder's mode that let its group and others write there. New entries get the same."""
     return folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def share(path: Path, bits: int) -> None:
     """Give the rights of `shared` to a file or folder, if it belongs to this user."""
     mode = path.stat().st_mode
-    wanted = mode | bits | bits << 1 | (bits >> 1 if stat.S_ISDIR(mode) else 0)
-    if wanted != mode:
+    new_mode = mode | bits | bits << 1 | (bits >> 1 if stat.S_ISDIR(mode) else 0)
+    if new_mode != mode:
         with contextlib.suppress(PermissionError):  # another user's; `Cache.unprotected` reports it if needed
-            path.chmod(stat.S_IMODE(wanted))
+            path.chmod(stat.S_IMODE(new_mode))
 
 
 def look(folder: Path) -> int | None:
-    """Since when entries are in use, in milliseconds; None if that is unknown. Writes nothing."""
+    """The time since which entries are in use, in milliseconds; None if unknown. Writes nothing."""
     path = in_use(folder)
     if not path.exists():
         return NOBODY
@@ -77,7 +77,7 @@ def look(folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An entry's file. used: when a run last asked for it, in milliseconds."""
+    """An entry's file. used: the time of the last request for it, in milliseconds."""
 
     path: Path
     bytes: int
@@ -86,16 +86,16 @@ class CacheEntry:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a folder held, and which entries were or would be deleted. in_use: how many are in use."""
+    """The result of pruning. entries: all before it. deleted: these were deleted, or would be. in_use: the count in use."""
 
-    found: tuple[CacheEntry, ...]
+    entries: tuple[CacheEntry, ...]
     deleted: tuple[CacheEntry, ...]
     in_use: int
 
     @property
     def left_bytes(self) -> int:
         """The bytes of the entries that stay."""
-        return size(self.found) - size(self.deleted)
+        return size(self.entries) - size(self.deleted)
 
 
 def size(entries: tuple[CacheEntry, ...]) -> int:
@@ -112,9 +112,7 @@ def prune(
     folder: Path, used_since: int, *, limit: int | None = None, older_than: float | None = None, dry_run: bool = False
 ) -> Pruned:
     """Delete entries not used for `older_than` seconds, then the least recently used ones until `limit` bytes are left.
-
-    used_since: in milliseconds; entries that were asked for since then stay. dry_run: delete nothing.
-    """
+    used_since: in milliseconds; entries that were requested since then stay. dry_run: delete nothing."""
     present = tuple(sorted(entries(folder), key=lambda entry: entry.used))
     too_old = 0 if older_than is None else (time.time() - older_than) * 1000
     excess = 0 if limit is None else size(present) - limit
@@ -150,16 +148,16 @@ def parse_age(text: str) -> float:
     return float(match[1]) * AGES[match[2]]
 
 
-def require_locks(use: Use, what: str) -> int:
-    """Since when entries are in use. Raises UserError if that is unknown."""
+def require_locks(use: Use, key: str) -> int:
+    """The time since which entries are in use, in milliseconds. Raises UserError, naming the config key, if unknown."""
     first = use.first()
     if first is None:
-        raise UserError(f"{what}: {NO_LOCKS}; delete the folder when no run uses it")
+        raise UserError(f"{key}: {NO_LOCKS}; delete the folder when no run uses it")
     return first
 
 
 def _remove(entry: CacheEntry) -> bool:
-    """Delete the entry, unless a run that just started has asked for it; returns whether it was deleted."""
+    """Delete the entry, unless a run that just started has requested it; returns whether it was deleted."""
     aside = entry.path.with_name(f".{entry.path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")  # if killed: a leftover
     try:
         if _milliseconds(entry.path.stat()) != entry.used:

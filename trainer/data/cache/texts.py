@@ -1,7 +1,7 @@
-"""Captions through a model's text encoders, one encoder after another: each is gone before the next comes.
+"""Encodes captions with a model's text encoders, one encoder after another: each is unloaded before the next is loaded.
 
-What the earlier encoders give is kept in the host's memory until the last one has seen the caption, too. It is bounded, so
-captions go through all encoders in rounds: 512 MiB are 2000 captions of SDXL and 170,000 of Flux.
+The outputs of earlier encoders stay in the host's memory until the last one has encoded the caption, too. They are bounded,
+so captions go through all encoders in rounds: 512 MiB are 2000 captions of SDXL and 170,000 of Flux.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from trainer.data.cache.entries import Tensors
 
 # Captions that are encoded at once, if that gives the same bytes as one by one.
 TOGETHER = 8
-HELD_BYTES = 2**29  # of what each earlier encoder gave, in a round
+HELD_BYTES = 2**29  # of each earlier encoder's outputs, in a round
 
 Encode = Callable[[list[str]], Mapping[str, torch.Tensor]]
 
@@ -35,7 +35,8 @@ def one_after_another(
 
     encoders: by name, in their order. Inside its context an encoder is in memory; its function maps captions to its part of
     their conditioning, tensors [B, ...] by name. join: the parts of all encoders, in their order -> the conditioning.
-    together: how many captions an encoder may get at once, if that gives the bytes of one at a time; else `say` gets a line.
+    together: the most captions that an encoder gets at once, if that gives the bytes of one at a time; else `say` gets a
+    line.
     """
     allowed = dict.fromkeys(encoders, together)
 
@@ -47,34 +48,34 @@ def one_after_another(
         return _encoded(some, encode, allowed[name], differ)
 
     *earlier, last = encoders
-    left = list(captions)
-    while left:
-        held: dict[str, tuple[Tensors, ...]] = dict.fromkeys(left, ())
+    remaining = list(captions)
+    while remaining:
+        parts: dict[str, tuple[Tensors, ...]] = dict.fromkeys(remaining, ())
         for name in earlier:
-            reached, size = {}, 0
-            with encoders[name]() as encode, phases(f"captions through {name}", len(held), "caption") as phase:
-                for caption, part in through(name, encode, list(held)):
-                    reached[caption] = (*held[caption], part)
+            encoded, size = {}, 0
+            with encoders[name]() as encode, phases(f"captions through {name}", len(parts), "caption") as phase:
+                for caption, part in through(name, encode, list(parts)):
+                    encoded[caption] = (*parts[caption], part)
                     phase.advance()
                     size += sum(tensor.nbytes for tensor in part.values())
                     if size >= held_bytes:
                         break
-            held = reached
-        left = [caption for caption in left if caption not in held]
+            parts = encoded
+        remaining = [caption for caption in remaining if caption not in parts]
         with encoders[last]() as encode:
-            for caption, part in through(last, encode, list(held)):
-                yield caption, join((*held.pop(caption), part))
+            for caption, part in through(last, encode, list(parts)):
+                yield caption, join((*parts.pop(caption), part))
 
 
 def at_once(count: int, together: int) -> int:
-    """The most captions that an encoder gets at once, of `count`: for few, it is not worth finding out that it may."""
+    """The most captions of `count` that an encoder gets at once. For few, comparing the bytes is not worth it."""
     return together if count >= 2 * together else 1
 
 
 def _encoded(captions: list[str], encode: Encode, together: int, differ: Callable[[], None]) -> Iterator[tuple[str, Tensors]]:
     """Each caption with one encoder's part of its conditioning, on the CPU, in any order. Whether batching changes bits
     depends on the shapes, not on the values: the shortest and the longest captions are encoded one by one and at once. If all
-    their bits agree, the rest is encoded in batches of that shape; else `differ` is called."""
+    their bits are equal, the rest is encoded in batches of that shape; else `differ` is called."""
 
     def alone(caption: str) -> tuple[str, Tensors]:
         tensors = encode([caption])
@@ -102,5 +103,5 @@ def _encoded(captions: list[str], encode: Encode, together: int, differ: Callabl
 
 
 def _equal(one: Tensors, other: Tensors) -> bool:
-    """Bit by bit, as they would lie in a file."""
+    """Whether all names, dtypes, shapes and bits are equal."""
     return list(map(bytes, serialize(one))) == list(map(bytes, serialize(other)))

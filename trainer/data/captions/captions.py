@@ -98,7 +98,7 @@ def refuse_truncated(captions: CaptionReport) -> None:
         raise UserError("captions would be truncated; shorten these:\n" + "\n".join(lines))
 
 
-def drawn(seed: int, occurrence: Occurrence, example: Example) -> str:
+def draw(seed: int, occurrence: Occurrence, example: Example) -> str:
     """The caption that this appearance of the photo trains on: "" if it is dropped, else one of the example's."""
     if draws.uniform(seed, "caption_dropout", *astuple(occurrence)) < example.photo.source.caption_dropout:
         return ""

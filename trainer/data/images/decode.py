@@ -1,4 +1,4 @@
-"""Decodes image files to 8-bit sRGB. A file's name does not matter, its bytes do."""
+"""Decodes image files to 8-bit sRGB by their bytes alone; file names do not matter."""
 
 import functools
 import io
@@ -20,7 +20,7 @@ from trainer.data.images import jxl, plugins, png
 from trainer.data.images.kinds import IMAGES
 
 FORMATS = tuple(dict.fromkeys(IMAGES.values()))
-# Decoders that may run, whatever a file is named. Those of plug-ins run only on files that begin like theirs.
+# Decoders that may run on any file. A plug-in's decoder runs only on files that begin like its own.
 PILLOWS = tuple(format for format in FORMATS if format not in plugins.PLUGINS)
 KNOWN = "JPEG, PNG, WebP, AVIF, HEIC, JPEG XL, TIFF, GIF or BMP"
 WHITE = "#ffffff"  # the default background of transparent parts
@@ -48,9 +48,9 @@ TRANSPOSITIONS = {
 
 @dataclass(frozen=True)
 class Decoded:
-    """An image as it was decoded. image: 8-bit sRGB, upright. alpha: "L", of the same size; None where every pixel is opaque.
-    format: one of FORMATS. choices: what decides the pixels besides the file's bytes and `fill.PREPROCESSING_VERSION`. notes:
-    for people: what differs from the file."""
+    """A decoded image. image: 8-bit sRGB, upright. alpha: "L", of the same size; None if every pixel is opaque. format: one
+    of FORMATS. choices: inputs of the pixels besides the file's bytes and `fill.PREPROCESSING_VERSION`. notes: differences
+    from the file, for people."""
 
     image: Image.Image
     alpha: Image.Image | None
@@ -67,9 +67,9 @@ def load_rgb(path: Path | str) -> Image.Image:
 def decode(data: bytes, *, background: str = WHITE) -> Decoded:
     """The bytes of an image file as 8-bit sRGB.
 
-    Transparency is composited over `background` ("#rrggbb"); 16 bits are brought to 8; a colour profile is applied, if
-    it is usable and not sRGB; of several frames or pages the first is used. Raises ValueError with the reason for
-    anything but a complete image of at most MAX_PIXELS.
+    Transparency is composited over `background` ("#rrggbb"); 16 bits are converted to 8; a colour profile is applied if it is
+    usable and not sRGB; the first of several frames or pages is used. Raises ValueError with the reason for anything but a
+    complete image of at most MAX_PIXELS.
     """
     with _loaded(data) as image:
         notes = []
@@ -86,7 +86,7 @@ def decode(data: bytes, *, background: str = WHITE) -> Decoded:
 
 
 def decode_mask(data: bytes) -> Image.Image:
-    """The bytes of a mask as "L": its greys as they are, transparency black. Raises ValueError with the reason."""
+    """The bytes of a mask as "L": greys unchanged, transparency black. Raises ValueError with the reason."""
     with _loaded(data) as image:
         transposition = _transposition(image, [])
         image = _eight_bits(image)
@@ -103,10 +103,10 @@ def _loaded(data: bytes) -> Iterator[Image.Image]:
     if not data:
         raise ValueError("the file is empty (0 bytes)")
     refuse_stand_in(data)
-    plugin = plugins.wanted(data)
+    plugin = plugins.needed(data)
     lacks = plugins.load(plugin) if plugin else ""
     decoders = PILLOWS if plugin is None or lacks else (*PILLOWS, plugin)
-    data, profile, lost = png.lean(data)
+    data, profile, unread_exif = png.lean(data)
     try:
         if plugin == "JXL" and not lacks:
             data = jxl.codestream(data)
@@ -121,20 +121,20 @@ def _loaded(data: bytes) -> Iterator[Image.Image]:
                     image.load()
                     _refuse_large(*image.size)
                     image.info |= {"icc_profile": profile} if profile else {}
-                    # What cannot be read as EXIF is noted as such.
-                    image.info |= {"exif": b"too large"} if lost and "exif" not in image.info else {}
+                    # `_transposition` notes an EXIF block that cannot be read.
+                    image.info |= {"exif": b"too large"} if unread_exif and "exif" not in image.info else {}
                     yield image
     except UnidentifiedImageError as error:
         raise ValueError(lacks or f"not a {KNOWN} image, or its header is damaged") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"more pixels than the limit of {MAX_PIXELS:,}") from error
     except DECODE_ERRORS as error:
-        raise ValueError(f"cannot be decoded ({_said(error)})") from error
+        raise ValueError(f"cannot be decoded ({_message(error)})") from error
     except ValueError as error:  # of this module, or of a decoder
-        raise ValueError(_said(error)) from error
+        raise ValueError(_message(error)) from error
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """The message in one line; some decoders write several."""
     return one_line(error).partition(". Please build")[0]
 
@@ -148,18 +148,18 @@ class _Room:
     """Bounds the memory of several threads: together they decode at most MAX_PIXELS at a time."""
 
     def __init__(self) -> None:
-        self.taken, self.free = 0, threading.Condition()
+        self.pixels, self.free = 0, threading.Condition()
 
     @contextmanager
     def for_pixels(self, width: int, height: int) -> Iterator[None]:
         with self.free:
-            self.free.wait_for(lambda: self.taken + width * height <= MAX_PIXELS)
-            self.taken += width * height
+            self.free.wait_for(lambda: self.pixels + width * height <= MAX_PIXELS)
+            self.pixels += width * height
         try:
             yield
         finally:
             with self.free:
-                self.taken -= width * height
+                self.pixels -= width * height
                 self.free.notify_all()
 
 
@@ -181,7 +181,7 @@ def _transposition(image: Image.Image, notes: list[str]) -> Image.Transpose | No
 
 
 def _to_srgb(image: Image.Image, background: str, notes: list[str]) -> tuple[Image.Image, Image.Image | None, list[str]]:
-    """(sRGB, alpha where there is any, choices)."""
+    """(sRGB, alpha if there is any, choices)."""
     profile, choices = image.info.get("icc_profile"), []
     image, alpha = _eight_bits(image), None
     if image.has_transparency_data:
@@ -223,7 +223,7 @@ def _grey16_to_8(image: Image.Image) -> Image.Image:
 
 
 def _applied(profile: bytes, image: Image.Image, plain: Image.Image, notes: list[str]) -> Image.Image:
-    """The image in sRGB. `plain`, the same without the profile, if that changes nothing, is sRGB, or is unusable."""
+    """The image in sRGB. `plain`, the image without its profile, if the profile changes nothing, is sRGB, or is unusable."""
     if image.mode not in ("L", "CMYK"):
         image = plain
     try:
@@ -250,8 +250,8 @@ SRGB = object()  # stands for the transform that is not needed
 
 @functools.lru_cache(maxsize=16)
 def _transform(profile: bytes, mode: str) -> tuple[str, Any]:
-    """(the profile's name, the transform of `mode` to sRGB: SRGB if it does nothing, None if the profile has another mode):
-    relative colorimetric with black point compensation, as photo editors do it."""
+    """(the profile's name, the transform of `mode` to sRGB: SRGB if it does nothing, None if the profile has another mode).
+    Relative colorimetric with black point compensation, as photo editors do it."""
     source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
     name = "".join(filter(str.isprintable, ImageCms.getProfileDescription(source))).strip()[:60]
     if source.profile.xcolor_space.strip() != {"L": "GRAY"}.get(mode, mode):

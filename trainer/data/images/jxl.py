@@ -1,5 +1,5 @@
-"""The part of a JPEG XL file that is read before it is decoded: pillow-jxl-plugin decodes a file when it opens it. So it gets
-the picture alone (the codestream of ISO/IEC 18181-1, without the boxes of 18181-2), after its size was checked."""
+"""Reads a JPEG XL file's header before it is decoded: pillow-jxl-plugin decodes a file when it opens it. So it gets the
+picture alone (the codestream of ISO/IEC 18181-1, without the boxes of 18181-2), after its size was checked."""
 
 MAGIC = b"\xff\x0a"
 CONTAINER = b"\x00\x00\x00\x0cJXL \r\n\x87\n"
@@ -12,7 +12,7 @@ def is_jxl(data: bytes) -> bool:
 
 
 def codestream(data: bytes) -> bytes:
-    """The picture: the whole file, or what its boxes "jxlc" or "jxlp" hold. Raises ValueError if it is truncated."""
+    """The picture: the whole file, or its boxes "jxlc" or "jxlp". Raises ValueError if it is truncated."""
     if data.startswith(MAGIC):
         return data
     parts, place = [], 0

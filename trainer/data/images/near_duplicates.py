@@ -1,5 +1,5 @@
-"""Near duplicates: copies that were re-encoded, resized, mirrored, cropped, made lighter or grey, found by perceptual hashes:
-two photos look alike if the print of the whole of one is alike to a print of the other (`look`)."""
+"""Finds near duplicates by perceptual hashes: copies that were re-encoded, resized, mirrored, cropped, made lighter or grey.
+Two photos look alike if the print of one whole photo is alike to a print of the other (`look`)."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ SIDE = 8  # cells to a side of the grid
 LEAST = 2  # levels of 255: smaller differences between two cells are ignored, because re-encoding changes them
 BITS = 2 * SIDE * SIDE // 8  # bytes of the bits
 PRINT = BITS + 12  # bytes of a print
-SMALL = 10 * (SIDE + 1)  # pixels to a side of what prints are made of
-CUT = SMALL // 10  # what a crop takes of a side
+SMALL = 10 * (SIDE + 1)  # pixels to a side of the thumbnail that prints are made of
+CUT = SMALL // 10  # pixels that a crop removes from a side
 VIEWS = (
     *((x, y, SMALL - CUT + x, SMALL - CUT + y) for x, y in ((0, 0), (CUT, 0), (0, CUT), (CUT, CUT), (CUT / 2, CUT / 2))),
     (CUT, 0, SMALL, SMALL), (0, CUT, SMALL, SMALL), (0, 0, SMALL - CUT, SMALL), (0, 0, SMALL, SMALL - CUT),
@@ -57,13 +57,13 @@ def alike(looks: Sequence[bytes]) -> list[list[int]]:
     part are compared: in each part with the NEIGHBOURS next in brightness, so that thousands of similar ones go fast.
     """
     first: dict[bytes, int] = {}
-    same: dict[int, list[int]] = {}
+    indices_of: dict[int, list[int]] = {}
     for index, look in enumerate(looks):
         if look:
-            same.setdefault(first.setdefault(look, index), []).append(index)
+            indices_of.setdefault(first.setdefault(look, index), []).append(index)
     labels = _labels(np.frombuffer(b"".join(first), dtype=np.uint8).reshape(len(first), -1, PRINT)) if len(first) > 1 else [0]
     groups: dict[int, list[int]] = {}
-    for label, indices in zip(labels, same.values(), strict=False):
+    for label, indices in zip(labels, indices_of.values(), strict=False):
         groups.setdefault(int(label), []).extend(indices)
     return sorted(sorted(group) for group in groups.values() if len(group) > 1)
 
@@ -92,21 +92,22 @@ def _labels(looks: np.ndarray) -> np.ndarray:
 
 
 def _are_alike(bits: np.ndarray, colours: np.ndarray, one: np.ndarray, other: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """least: bits that must be set in either. A plain photo has few, and then a crop of one is soon like another."""
+    """bool [N]. one, other: indices of prints [N]. least: bits that must be set in either: a plain photo has few, and a crop
+    of it is easily like another photo."""
     a, b = bits[one], bits[other]
-    apart = _count(a ^ b).astype(np.int16)
-    close = np.flatnonzero(apart <= FAR)
-    apart, either = apart[close], _count(a[close] | b[close]).astype(np.int16)
+    distance = _count(a ^ b).astype(np.int16)
+    close = np.flatnonzero(distance <= FAR)
+    distance, either = distance[close], _count(a[close] | b[close]).astype(np.int16)
     off = colours[one[close]] - colours[other[close]]
-    lighter = (EQUAL * apart <= either) & (either >= 2 * EQUAL) & (np.abs(off.mean(axis=1)) <= LIGHT)
+    lighter = (EQUAL * distance <= either) & (either >= 2 * EQUAL) & (np.abs(off.mean(axis=1)) <= LIGHT)
     matches = np.zeros(len(one), dtype=bool)
     coloured = np.abs(off).max(axis=1, initial=0) <= COLOUR
-    matches[close] = (SHARE * apart <= either) & (either >= least[close]) & (coloured | lighter)
+    matches[close] = (SHARE * distance <= either) & (either >= least[close]) & (coloured | lighter)
     return matches
 
 
 def _count(words: np.ndarray) -> np.ndarray:
-    """uint64 [N, 2] -> the bits that are set, of both."""
+    """uint64 [N, 2] -> [N]: the number of bits set in both words."""
     counts = np.bitwise_count(words)
     return counts[:, 0] + counts[:, 1]
 

@@ -1,4 +1,4 @@
-"""Decoders that this project does not install, because their licences demand more than its own. Those installed are used."""
+"""Decoders that this project does not install, since their licences demand more than its own. Uses them if installed."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"
 
 @dataclass(frozen=True)
 class Plugin:
-    """A package that decodes a format which Pillow alone does not. kind: the usual name of the format. package: what pip
-    installs; module: what Python imports."""
+    """A package for a format that Pillow alone does not decode. kind: the usual name of the format. package: for pip.
+    module: for import."""
 
     kind: str
     package: str
@@ -38,7 +38,7 @@ def lacking() -> dict[str, str]:
     return {format: plugin.lacks for format, plugin in PLUGINS.items() if plugin.lacks}
 
 
-def wanted(data: bytes) -> str | None:
+def needed(data: bytes) -> str | None:
     """The format whose plug-in an image needs, by its first bytes; None if it needs none."""
     if jxl.is_jxl(data):
         return "JXL"

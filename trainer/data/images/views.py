@@ -57,7 +57,7 @@ def every(seed: int, example: Example) -> list[View]:
     return [replace(view, flip=flip) for view in upright for flip in ((False, True) if source.flip else (False,))]
 
 
-def drawn(seed: int, occurrence: Occurrence, example: Example) -> View:
+def draw(seed: int, occurrence: Occurrence, example: Example) -> View:
     """The view of this appearance, one of `every`."""
     source, key = example.photo.source, astuple(occurrence)
     number = int(draws.uniform(seed, "image_variant", *key) * source.image_variants) if source.jitters else 0

@@ -121,7 +121,7 @@ def test_without_flip_dropout_and_text_cache(dataset):
     for batches in iterate(updates(dataset), plain, num_workers=0):
         for batch in batches:
             assert batch.conditioning is None
-            assert all(views.drawn(SEED, o, plain.examples[o.sample]) == View() for o in batch.occurrences)
+            assert all(views.draw(SEED, o, plain.examples[o.sample]) == View() for o in batch.occurrences)
             assert batch.captions == tuple(captions[o.sample] for o in batch.occurrences)
 
 

@@ -185,9 +185,9 @@ def test_the_next_epoch_is_drawn_by_another_process(monkeypatch, fill):
     photos = [example(i, BUCKETS[i % 3], 2) for i in range(15)]
     known = {"seed": 3, "batch_size": 4, "group": 2, "fill": fill}
     expected = take(sampler.all_updates(photos, after=0, **known), 20)
-    drawn, here = ahead.drawn, []
+    draw_order, here = ahead.draw_order, []
     monkeypatch.setattr(ahead, "MANY", 30)
-    monkeypatch.setattr(ahead, "drawn", lambda *known: here.append(os.getpid()) or drawn(*known))
+    monkeypatch.setattr(ahead, "draw_order", lambda *known: here.append(os.getpid()) or draw_order(*known))
     for after in (0, 1, 7):
         here.clear()
         some = sampler.all_updates(photos, after=after, **known)

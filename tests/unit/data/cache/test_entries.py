@@ -175,7 +175,7 @@ def test_far_above_its_limit_a_run_does_not_look_at_every_entry(tmp_path, monkey
 
     def counted(*args, **kwargs):
         done = prune(*args, **kwargs)
-        looked_at.append(len(done.found))
+        looked_at.append(len(done.entries))
         return done
 
     monkeypatch.setattr(pruning, "prune", counted)

@@ -34,7 +34,7 @@ def counted(limit: int, examples: list[Example]) -> Tokens:
 def test_what_an_appearance_trains_on_is_drawn_for_it(probability: float) -> None:
     occurrences = [Occurrence(epoch, "0/a.jpg", repeat) for epoch in range(50) for repeat in range(40)]
     one = example("a.jpg", "a", "b", "c", source=replace(SOURCE, caption_dropout=probability))
-    drawn = Counter(captions.drawn(7, occurrence, one) for occurrence in occurrences)
+    drawn = Counter(captions.draw(7, occurrence, one) for occurrence in occurrences)
     spread = 5 * (2000 * probability * (1 - probability)) ** 0.5
     assert abs(drawn[""] - 2000 * probability) <= spread
     for text in "abc":

@@ -450,7 +450,7 @@ def test_threads_decode_a_bounded_number_of_pixels_at_a_time():
 
     def take(pixels):
         with room.for_pixels(pixels, 1):
-            seen.append(room.taken)
+            seen.append(room.pixels)
             time.sleep(0.001)
 
     rng = random.Random(0)
@@ -459,7 +459,7 @@ def test_threads_decode_a_bounded_number_of_pixels_at_a_time():
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
-    assert len(seen) == 30 and max(seen) <= MAX_PIXELS and room.taken == 0
+    assert len(seen) == 30 and max(seen) <= MAX_PIXELS and room.pixels == 0
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux")

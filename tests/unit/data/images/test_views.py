@@ -53,15 +53,15 @@ def test_the_first_view_is_the_photo_and_no_other_is():
 def test_which_view_is_drawn_follows_from_the_appearance_alone():
     example = example_of(Source(0, "", flip=True, **JITTERED))
     every, count = views.every(7, example), 4000
-    shown = Counter(views.drawn(7, Occurrence(i // 10, "0/a.png", i % 10), example) for i in range(count))
+    shown = Counter(views.draw(7, Occurrence(i // 10, "0/a.png", i % 10), example) for i in range(count))
     assert set(shown) == set(every)
     spread = 5 * math.sqrt(count * 0.1 * 0.9)
     assert all(abs(times - count / 10) <= spread for times in shown.values())
     plain = replace(example, photo=replace(example.photo, source=Source(0, "", flip=True)))
     for epoch in range(50):  # as before there was any jitter
         occurrence = Occurrence(epoch, "0/a.png", 0)
-        assert views.drawn(7, occurrence, plain) == View(flip=draws.uniform(7, "flip", epoch, "0/a.png", 0) < 0.5)
-        assert views.drawn(7, occurrence, example).flip == views.drawn(7, occurrence, plain).flip
+        assert views.draw(7, occurrence, plain) == View(flip=draws.uniform(7, "flip", epoch, "0/a.png", 0) < 0.5)
+        assert views.draw(7, occurrence, example).flip == views.draw(7, occurrence, plain).flip
 
 
 @given(sides, sides, st.tuples(st.integers(2, 64), st.integers(2, 64)), st.floats(1, 1.5), st.floats(-1, 1), st.floats(-1, 1))
@@ -205,7 +205,7 @@ def test_latents_captions_and_masks_never_part(tmp_path, num_workers):
             number = int(Path(occurrence.sample.partition("/")[2]).stem)
             assert batch.captions[i] == str(number) and batch.conditioning.pooled[i].item() == number
             example = reader.examples[occurrence.sample]
-            view = views.drawn(7, occurrence, example)
+            view = views.draw(7, occurrence, example)
             shown = buckets.to_pixels(view.show(images[occurrence.sample], example))
             assert torch.allclose(batch.latents[i], encode(shown[None])[0])
             white = (batch.latents[i][0] + 1) / 2

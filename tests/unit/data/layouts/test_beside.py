@@ -250,7 +250,7 @@ def test_a_batch_holds_them_as_they_are_shown(edits: Path, cached: bool) -> None
         assert [each.shape for each in batch.references] == [(3, 768, 4, 6)]
         captions |= {*batch.captions}
         for occurrence, latents in zip(occurrences, batch.references[0], strict=True):
-            flip = views.drawn(3, occurrence, reader.examples[occurrence.sample]).flip
+            flip = views.draw(3, occurrence, reader.examples[occurrence.sample]).flip
             mirrored.add(flip)
             image = Image.open(edits / occurrence.sample[2:].replace(".png", ".ref.png")).crop((0, 3, 96, 67))
             assert torch.equal(latents, encode(buckets.to_pixels(image).flip(2) if flip else buckets.to_pixels(image)))
