@@ -79,9 +79,9 @@ def examples(
         remedy = f"set data.max_aspect = {aspect:g}, or crop or remove these"
         raise UserError(f"data.crop = 'none': {beyond}; {remedy}:\n" + "\n".join(shapes))
     if problems:
-        count, listed = "1 photo is" if len(problems) == 1 else f"{len(problems)} photos are", "\n".join(problems)
+        subject, listed = "1 photo is" if len(problems) == 1 else f"{len(problems)} photos are", "\n".join(problems)
         raise UserError(
-            f"data.sources: {count} too small; remove them, lower the resolution, or set data.enlarge = true:\n{listed}"
+            f"data.sources: {subject} too small; remove them, lower the resolution, or set data.enlarge = true:\n{listed}"
         )
     return tuple(result)
 

@@ -55,7 +55,7 @@ class Memo:
 
     def __init__(self, folder: Path | None = None, *, trusted: bool = True, layouts: Sequence[SourceReader] = ()) -> None:
         self.folder, self.trusted, self.layouts, self.damaged = folder, trusted, layouts, list[str]()
-        self.known = self.read = 0  # files
+        self.reused = self.read = 0  # files
         self._pages: dict[str, tuple[_Page, _Page]] = {}  # (of an earlier start, of this one) by file name
         self._copies: dict[tuple[str, str, str], Facts] = {}
         self._lock = Lock()  # photos are read by several threads
@@ -67,7 +67,7 @@ class Memo:
         key = f"{kind} {str(place).removeprefix(printable(source.path))}"
         stamp = None if self.folder is None else place.stamp()
         if key in earlier and earlier[key][0] == stamp:
-            self.known += 1
+            self.reused += 1
             current[key] = earlier[key]
             return current[key][1]
         settled = stamp is not None and is_settled(stamp)  # else it may change again without a newer time
@@ -82,8 +82,8 @@ class Memo:
 
     def lines(self) -> list[str]:
         """Lines for a start's log: the damaged pages, and the count of files that were not read."""
-        known = f"{self.known:,} of {self.known + self.read:,} image files are as an earlier start read them"
-        return [*self.damaged, *([f"photos: {known} (--verify reads all)"] if self.known else [])]
+        counts = f"{self.reused:,} of {self.reused + self.read:,} image files are as an earlier start read them"
+        return [*self.damaged, *([f"photos: {counts} (--verify reads all)"] if self.reused else [])]
 
     def save(self) -> None:
         """Write the pages that changed, each whole or not at all. Starts that write one page at the same time lose nothing

@@ -120,7 +120,7 @@ def _read(listed: ListedPhoto, *, memo: Memo, strict_captions: bool) -> Photo | 
     name, source = str(listed.image), listed.source
     if any("\ud800" <= character <= "\udfff" for character in source.path + listed.name):  # half a pair: no UTF-8
         problems.append(f"{name}: the file's name is not UTF-8")
-    facts, mask, notes = None, None, []
+    facts, mask, notes = None, None, list[str]()
     with _noting(problems, name):
         facts = memo.facts(source, "photo", listed.image, partial(_photo, source))
         notes += (*facts.notes, *_misnamed(listed.name, facts.format))

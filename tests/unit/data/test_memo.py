@@ -74,7 +74,7 @@ def test_a_second_start_reads_no_image_and_knows_the_same(folder, reads):
     assert len(reads) - reads.count("decode") == images
     reads.clear()
     again, memo = start(folder)
-    assert reads == [] and (memo.known, memo.read) == (images, 0)
+    assert reads == [] and (memo.reused, memo.read) == (images, 0)
     assert again.photos == first.photos and again.account.lines() == first.account.lines()
     assert any("its bytes are JPEG" in line for line in again.account.lines())
     assert memo.lines() == [
@@ -224,8 +224,8 @@ def test_members_of_an_archive_are_known_by_the_archive(folder, reads):
         for name in ("00.jpg", "01.jpg"):
             tar.add(folder / name, name)
     first, memo = start(path)
-    assert (memo.known, memo.read) == (0, 2)
+    assert (memo.reused, memo.read) == (0, 2)
     again, memo = start(path)
-    assert (memo.known, memo.read) == (2, 0) and again.photos == first.photos
+    assert (memo.reused, memo.read) == (2, 0) and again.photos == first.photos
     path.touch()
     assert start(path)[1].read == 2

@@ -22,7 +22,7 @@ MANY = 10_000  # appearances in an epoch: to order them takes a quarter of a sec
 def draw_order(examples: Sequence[Example], seed: int, epoch: int) -> array:
     """The appearances of the epoch, numbered example by example, in the order of their draws."""
     every = ((example.sample, repeat, number) for number, (example, repeat) in enumerate(numbered(examples)))
-    order = sorted((draws.uniform(seed, "order", epoch, *key), *key, number) for *key, number in every)
+    order = sorted((draws.uniform(seed, "order", epoch, *appearance[:2]), *appearance) for appearance in every)
     return array("L", (number for *_, number in order))
 
 

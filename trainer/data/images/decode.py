@@ -103,7 +103,7 @@ def _loaded(data: bytes) -> Iterator[Image.Image]:
     if not data:
         raise ValueError("the file is empty (0 bytes)")
     refuse_stand_in(data)
-    plugin = plugins.needed(data)
+    plugin = plugins.format_of(data)
     lacks = plugins.load(plugin) if plugin else ""
     decoders = PILLOWS if plugin is None or lacks else (*PILLOWS, plugin)
     data, profile, unread_exif = png.lean(data)

@@ -38,7 +38,7 @@ def lacking() -> dict[str, str]:
     return {format: plugin.lacks for format, plugin in PLUGINS.items() if plugin.lacks}
 
 
-def needed(data: bytes) -> str | None:
+def format_of(data: bytes) -> str | None:
     """The format whose plug-in an image needs, by its first bytes; None if it needs none."""
     if jxl.is_jxl(data):
         return "JXL"
