@@ -146,7 +146,6 @@ def test_a_folder_of_held_out_photos_is_never_trained_on(bench: Workbench, tmp_p
     ("more", "data", "said"),
     [
         ({"regularisation": True}, {}, "regularisation images are never held out"),
-        ({"references": "before"}, {}, "references of held-out photos lie beside them"),
         ({}, {"data__held_out": 2}, "data.held_out and a source's own held_out are both set; leave one out"),
     ],
 )

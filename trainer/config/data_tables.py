@@ -79,10 +79,6 @@ class SourceTable(Table):
     def _check_combinations(self) -> SourceTable:
         if self.held_out and self.regularisation:
             raise ValueError("held_out: regularisation images are never held out; leave it out")
-        if self.held_out and self.references not in (None, "files"):
-            raise ValueError(
-                "held_out: references of held-out photos lie beside them; set references = 'files', or leave it out"
-            )
         if isinstance(self.references, tuple) and "files" in self.references:
             raise ValueError("references: 'files' stands alone; in a list give folders")
         return self

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -48,7 +48,10 @@ def survey(
     empty caption is a problem. outputs: folders in which the run writes; they hold no photos.
     """
     memo = memo or Memo()
-    listings = [layouts.listing(source, apart.exclusions_of(source, sources, outputs), memo.layouts) for source in sources]
+    listings, used_apart = [], defaultdict[int, set[str]](set)
+    for source in reversed(sources):  # held-out photos, which follow their source, are listed before it
+        exclusions = apart.exclusions_of(source, sources, outputs)
+        listings.insert(0, layouts.listing(source, exclusions, memo.layouts, used_apart[source.index]))
     problems = [problem for listing in listings for problem in listing.problems]
     read = partial(_read, memo=memo, strict_captions=strict_captions)
     photos: list[Photo] = []

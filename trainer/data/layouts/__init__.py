@@ -21,12 +21,20 @@ def caption_places(source: Source, layouts: Sequence[SourceReader] = ()) -> str:
     return folder.CAPTION_PLACES if layout is None else layout.caption_places(source)
 
 
-def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS, layouts: Sequence[SourceReader] = ()) -> Listing:
-    """The contents of a source, in the order of names. Reads no image. layouts: other layouts than folders."""
+def listing(
+    source: Source,
+    exclusions: Exclusions = NO_EXCLUSIONS,
+    layouts: Sequence[SourceReader] = (),
+    used_apart: set[str] | None = None,
+) -> Listing:
+    """The contents of a source, in the order of names. Reads no image. layouts: other layouts than folders. used_apart: of
+    folder.Reading."""
     layout, problem = _layout(source, layouts), misplaced(source)
     settings = {"references": source.references} | source.folders
     for key, value in settings.items() if layout else ():
         if value:
             remedy = "they are found for a folder of photos, not for this; leave it out"
             problem = f"{printable(source.path)}: {key} = {value!r}: {remedy}"
-    return Listing([], problems=[problem]) if problem else (layout or folder).listing(source, exclusions)
+    if problem:
+        return Listing([], problems=[problem])
+    return layout.listing(source, exclusions) if layout else folder.listing(source, exclusions, used_apart)

@@ -70,7 +70,7 @@ def exclusions_of(source: Source, sources: Sequence[Source], outputs: Sequence[s
         if os.path.isdir(folder_of(other)) and other is not source:
             owners[inode(folder_of(other))] = f"{OTHER_SOURCE}{other.name} alone, and not with the source around it"
         for key, folder in other.folders.items():
-            owners[inode(folder)] = "" if other is source else f"{key} of data.sources.{other.index}"
+            owners[inode(folder)] = "" if other.index == source.index else f"{key} of data.sources.{other.index}"
     root = inode(folder_of(source))
     owners = {key: reason for key, reason in owners.items() if key not in (None, root)}
     return Exclusions(owners, {inode(path) for path in outputs})

@@ -1,6 +1,7 @@
 """The files of one folder: images, and the captions, masks and references that belong to them by name, beside them or in a
 folder of their own."""
 
+import itertools
 import os
 import re
 from collections import defaultdict
@@ -148,7 +149,7 @@ class References:
         """folder: within the source, with a slash at its end. files: in it. problems: gets missing and doubled references."""
         self._roots = [root for key, root in source.folders.items() if key.startswith("references")]
         self._tree, self._folder, self._problems = tree, folder, problems
-        self.used: set[tuple[str, str]] = set()  # (root or "", name within it)
+        self.used: set[str] = set()  # paths
         several, by_number = len(self._roots) > 1, defaultdict[int, list[tuple[str, str]]](list)
         for place, root in enumerate(self._roots or [""] * bool(source.references), 1):
             for name in listed(root, folder, problems) if root else files:
@@ -171,7 +172,7 @@ class References:
         for number, names in matches.items():
             root, name = self._root(number), self._folder + names[0]
             places.append(File(root, name) if root else self._tree.place(name))
-            self.used |= {(root, self._folder + name) for name in names}
+            self.used |= {os.path.join(root or self._tree.root, self._folder, name) for name in names}
             if len(names) > 1:
                 listing = printable(", ".join(names))
                 self._problems.append(f"{photo}: {listing} are all its reference {number}; keep one")
@@ -179,8 +180,7 @@ class References:
             folders = " and ".join(printable(os.path.join(root, self._folder)) for root in self._roots)
             looked = f".* in {folders}" if folders else ".ref.png beside it"
             self._problems.append(f"{photo}: no reference image for it ({printable(_stem(image))}{looked})")
-        elif missing := set(range(1, max(len(self._roots), *matches) + 1)) - matches.keys():
-            first = min(missing)
+        elif (first := next(n for n in itertools.count(1) if n not in matches)) <= max(len(self._roots), *matches):
             lacking = f"reference {first}" + (f" (in {printable(self._root(first))})" if len(self._roots) > 1 else "")
             self._problems.append(f"{photo}: it has reference {max(matches)}, and {lacking} is missing")
             return ()
@@ -190,7 +190,7 @@ class References:
         """(name, reason) of references beside the photos that no photo has. left_out: images that are not trained on."""
         files = () if self._roots else self._by_number.values()
         rest = [each for companions in files for each in companions.rest(left_out, alone=f"a reference, and {NO_NAMESAKE}")]
-        return [(name, reason) for name, reason in rest if ("", self._folder + name) not in self.used]
+        return [(name, reason) for name, reason in rest if os.path.join(self._tree.root, self._folder, name) not in self.used]
 
 
 def listed(root: str, folder: str, problems: list[str]) -> list[str]:
@@ -205,14 +205,13 @@ def listed(root: str, folder: str, problems: list[str]) -> list[str]:
         return []
 
 
-def unused_apart(root: str, used: Collection[tuple[str, str]], leave_out: LeaveOut, problems: list[str], noun: str) -> None:
-    """Leave out the files in a folder of references or masks that no photo has. used: (root, name within it). noun: the kind
-    of the files."""
+def unused_apart(root: str, used: Collection[str], leave_out: LeaveOut, problems: list[str], noun: str) -> None:
+    """Leave out the files in a folder of references or masks that no photo has. used: paths. noun: the kind of the files."""
     for folder, files in Folder(root).walk(lambda name, *reason: leave_out(os.path.join(root, name), *reason), problems):
         for name in files:
-            if (root, folder + name) not in used:
+            if (path := os.path.join(root, folder + name)) not in used:
                 reason = why_no_photo(name, plugins.lacking()) or f"a {noun}, and {NO_NAMESAKE}"
-                leave_out(os.path.join(root, folder + name), reason, 1)
+                leave_out(path, reason, 1)
 
 
 def misplaced(source: Source) -> str:

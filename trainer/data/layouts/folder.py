@@ -38,7 +38,7 @@ class KohyaFolder(NamedTuple):
     words: str
 
 
-def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
+def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS, used_apart: set[str] | None = None) -> Listing:
     """A folder's photos and captions. The source's path: the folder, or a table in it. If there is a table, the images that
     it names are used, else every image. With `captions = "auto"` the caption is the first of these that exists: the text of
     the image's row, the file beside it (CAPTIONS), the words of the kohya folder around it."""
@@ -46,11 +46,11 @@ def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
     root, name = os.path.split(path)
     suffix = os.path.splitext(name)[1].lower()
     if os.path.isdir(path):
-        return Reading(source, Folder(path, exclusions)).listing()
+        return Reading(source, Folder(path, exclusions), used_apart=used_apart).listing()
     if not os.path.exists(path):
         problem = "no such file" if suffix in TABLES else "no such folder"
     elif suffix in TABLES:
-        return Reading(source, Folder(root or ".", exclusions), name).listing()
+        return Reading(source, Folder(root or ".", exclusions), name, used_apart).listing()
     elif suffix in IMAGES:
         problem = f"one photo; give the folder that holds your photos ({printable(root or '.')})"
     else:
@@ -62,9 +62,11 @@ def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
 
 
 class Reading:
-    """Lists one source, once. table: the name in the tree of the only table to read; "": each folder may have one."""
+    """Lists one source, once. table: the name in the tree of the only table to read; "": each folder may have one.
+    used_apart: the paths of references and masks in folders of their own that photos have. Held-out photos are listed first
+    and add theirs: they share the folders of their source, which reports the unused files."""
 
-    def __init__(self, source: Source, tree: Tree, table: str = "") -> None:
+    def __init__(self, source: Source, tree: Tree, table: str = "", used_apart: set[str] | None = None) -> None:
         self.source, self.tree, self.root, self.only_table = source, tree, tree.root, table
         self.title = printable(tree.title)
         self.photos: list[ListedPhoto] = []
@@ -72,7 +74,7 @@ class Reading:
         self.problems: list[str] = []
         self.kohya: dict[str, KohyaFolder | None] = {}  # by folder
         self.tables: dict[str, ImageTable] = {}  # by folder
-        self.used_apart: set[tuple[str, str]] = set()  # (root, name) of the references and masks that photos have
+        self.used_apart = set[str]() if used_apart is None else used_apart
         self.other_files: Counter[str] = Counter()  # by suffix
         self.undecodable: dict[str, list[str]] = {}  # images without a readable one of the same name, by reason
 
@@ -88,7 +90,7 @@ class Reading:
             self._refuse_rows(table)
         self._refuse_idle_columns()
         self._refuse_undecodable()
-        for key, root in self.source.folders.items():
+        for key, root in () if self.source.is_held_out else self.source.folders.items():
             noun = key.partition("[")[0].removesuffix("s")
             beside.unused_apart(root, self.used_apart, self._count_out, self.problems, noun)
         self._refuse_differing_references()
@@ -157,7 +159,7 @@ class Reading:
             mask = None
             if mask_root and (mask_name := masks_apart.take(image)):
                 mask = File(mask_root, folder + mask_name)
-                self.used_apart.add((mask_root, folder + mask_name))
+                self.used_apart.add(mask.path)
             elif self.source.masks == "files" and (mask_name := masks.take(image)):
                 mask = self.tree.place(folder + mask_name)
             places = references.take(image) if self.source.references else ()

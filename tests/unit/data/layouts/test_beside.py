@@ -86,6 +86,22 @@ def test_references_of_names_that_differ_in_case_alone_are_told_apart(tmp_path: 
     assert shown(tmp_path) == found
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_held_out_photos_have_theirs_in_the_folders_of_their_source(tmp_path: Path, several: bool) -> None:
+    """Whatever contains the other. A file that neither side has is left out, once."""
+    for name in ("a.png", "later/b.png", "before/a.png", "before/b.png", "before/c.png", "style/a.png", "style/b.png"):
+        save(tmp_path / name, seed=len(name))
+    references = (str(tmp_path / "before"), str(tmp_path / "style")) if several else str(tmp_path / "before")
+    if not several:
+        (tmp_path / "style").rename(tmp_path / "before" / "style")
+    scanned = survey(source(tmp_path, references, held_out_path=str(tmp_path / "later")).with_held_out)
+    count = 2 if several else 1
+    assert not scanned.damaged and [len(photo.extras.references) for photo in scanned.photos] == [count] * 2
+    assert [photo.sample for photo in scanned.photos] == ["0/a.png", "0.held_out/b.png"]
+    unused = ["before/c.png"] if several else ["before/c.png", "before/style/a.png", "before/style/b.png"]
+    assert [path for path, _ in scanned.left_out] == [str(tmp_path / name) for name in unused]
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_no_photo_has_is_left_out_and_named(tmp_path: Path, inside: bool) -> None:
     before = tmp_path / "after" / "before" if inside else tmp_path / "before"
