@@ -132,11 +132,11 @@ def place(width: int, height: int, bucket: Bucket, *, flip: bool = False, crop: 
     (zoom, right, down), (target_width, target_height) = crop, bucket
     if crop == WHOLE:
         return Placement((height, width), (0, 0), bucket[::-1], bucket[::-1])
-    resized_width, resized_height = _covering(width, height, target_width, target_height)
+    resized_width, resized_height = _cover(width, height, target_width, target_height)
     zoom = min(zoom, width / resized_width, height / resized_height)
     if zoom > 1:
         larger = math.floor(target_width * zoom), math.floor(target_height * zoom)
-        resized_width, resized_height = _covering(width, height, *larger)
+        resized_width, resized_height = _cover(width, height, *larger)
     slack_y, slack_x = resized_height - target_height, resized_width - target_width
     top = min(max(slack_y // 2 + round(down * target_height), 0), slack_y)
     left = min(max(slack_x // 2 + round(right * target_width), 0), slack_x)
@@ -145,7 +145,7 @@ def place(width: int, height: int, bucket: Bucket, *, flip: bool = False, crop: 
     return Placement((height, width), (top, left), (target_height, target_width), (resized_height, resized_width))
 
 
-def _covering(width: int, height: int, target_width: int, target_height: int) -> tuple[int, int]:
+def _cover(width: int, height: int, target_width: int, target_height: int) -> tuple[int, int]:
     """(width, height) scaled just to cover the target. Integer arithmetic, rounding half up: one side is met exactly."""
     if width * target_height >= target_width * height:
         return (2 * width * target_height + height) // (2 * height), target_height

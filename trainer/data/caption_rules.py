@@ -49,7 +49,7 @@ class CaptionRules:
         texts = lines if self.lines else [caption]
         each = self.variants if any(map(self._varies, texts)) else 1
         return tuple(
-            self._around(self._variant(text, seed, sample, index * each + variant))
+            self._add_ends(self._variant(text, seed, sample, index * each + variant))
             for index, text in enumerate(texts)
             for variant in range(each)
         )
@@ -90,15 +90,15 @@ class CaptionRules:
             free = [tag for _, tag in sorted(zip(order, free, strict=True))]
         return self.separator.join(first + free + last)
 
-    def _around(self, text: str) -> str:
+    def _add_ends(self, text: str) -> str:
         if self.prefix or self.suffix:
-            text = _joined(_joined(self.prefix, text), self.suffix).strip()
+            text = _join(_join(self.prefix, text), self.suffix).strip()
         if self.trigger and not holds(text, self.trigger):
             text = self.separator.join(filter(None, (self.trigger, text)))
         return text
 
 
-def _joined(before: str, after: str) -> str:
+def _join(before: str, after: str) -> str:
     last = before[-1:]
     are_words = (last.isalnum() or (in_word(last) and last != "_")) and after[:1].isalnum()
     return f"{before} {after}" if are_words else before + after

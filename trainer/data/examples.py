@@ -59,7 +59,7 @@ def examples(
     result, problems, shapes, of_buckets = [], [], {}, {"step": step, "max_aspect": max_aspect}
     for photo in photos:
         if photo.source.crop == "none" and photo.aspect > max_aspect:
-            shapes[_sized(photo)] = photo.aspect
+            shapes[_size_line(photo)] = photo.aspect
         captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
         count = len(photo.extras.references)
         references = tuple(_reference(each, multiple, reference_rule, count) for each in photo.extras.references)
@@ -68,7 +68,7 @@ def examples(
             bucket = usual if enlarge else bucket_within(*photo.size, resolution=resolution, **of_buckets)
             if bucket is None:
                 least = f"no side of a bucket is shorter than {max(step, -(-resolution // 4))} pixels"
-                problems.append(f"{_sized(photo)}, too small for a bucket of resolution {resolution} ({least})")
+                problems.append(f"{_size_line(photo)}, too small for a bucket of resolution {resolution} ({least})")
                 continue
             name = f"{photo.sample}@{resolution}" if len(photo.source.resolutions) > 1 else photo.sample
             small = not covers(*photo.size, usual)
@@ -92,7 +92,7 @@ def extremes(examples: Iterable[Example]) -> list[ReferenceLayout]:
     return list(dict.fromkeys((layouts[-1], layouts[0]))) if layouts else []
 
 
-def _sized(photo: Photo) -> str:
+def _size_line(photo: Photo) -> str:
     return "  {}: {} x {} pixels".format(photo.image, *photo.size)
 
 

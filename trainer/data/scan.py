@@ -56,7 +56,7 @@ def survey(
     read = partial(_read, memo=memo, strict_captions=strict_captions)
     photos: list[Photo] = []
     count = sum(len(listing.photos) for listing in listings)
-    with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, _popped(listings))) as results:
+    with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, _pop_photos(listings))) as results:
         for result in results:
             phase.advance()
             if isinstance(result, Photo):
@@ -98,7 +98,7 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
         account.add(heading, "one caption is that of three photos or more", images, noun="photo")
 
 
-def _popped(listings: Sequence[Listing]) -> Iterator[ListedPhoto]:
+def _pop_photos(listings: Sequence[Listing]) -> Iterator[ListedPhoto]:
     """The photos in order, removed from their listings: of a hundred thousand only the read ones stay in memory."""
     for listing in listings:
         listing.photos.reverse()
@@ -107,7 +107,7 @@ def _popped(listings: Sequence[Listing]) -> Iterator[ListedPhoto]:
 
 
 @contextmanager
-def _noting(problems: list[str], file: object, more: str = "") -> Iterator[None]:
+def _collecting(problems: list[str], file: object, more: str = "") -> Iterator[None]:
     """A block that reads a file: OSError and ValueError become a problem. more: ends the line on a damaged file."""
     try:
         yield
@@ -124,14 +124,14 @@ def _read(listed: ListedPhoto, *, memo: Memo, strict_captions: bool) -> Photo | 
     if any("\ud800" <= character <= "\udfff" for character in source.path + listed.name):  # half a pair: no UTF-8
         problems.append(f"{name}: the file's name is not UTF-8")
     facts, mask, notes = None, None, list[str]()
-    with _noting(problems, name):
+    with _collecting(problems, name):
         facts = memo.facts(source, "photo", listed.image, partial(_photo, source))
-        notes += (*facts.notes, *_misnamed(listed.name, facts.format))
+        notes += (*facts.notes, *_format_note(listed.name, facts.format))
     if facts is not None and source.masks == "alpha" and facts.black is not None:
         mask = Mask(listed.image, facts.sha256)
         notes += _black(facts, source)
     if facts is not None and listed.mask is not None:
-        with _noting(problems, listed.mask):
+        with _collecting(problems, listed.mask):
             of_mask = memo.facts(source, "mask", listed.mask, _mask)
             if of_mask.size != facts.size:
                 pixels = "{} x {} pixels, its photo {} x {}".format(*of_mask.size, *facts.size)
@@ -191,11 +191,11 @@ def _mask(data: bytes, sha256: str) -> Facts:
 
 def _read_reference(listed: ListedPhoto, place: Place, number: int, memo: Memo, problems: list[str]) -> Photo | None:
     """A reference, without a caption; None if there is a problem with it."""
-    with _noting(problems, place, f" (reference {number} of {listed.image})"):
+    with _collecting(problems, place, f" (reference {number} of {listed.image})"):
         facts = memo.facts(listed.source, "photo", place, partial(_photo, listed.source))
         buckets.reference_bucket(*facts.size, step=1)
         name = f"{listed.sample}, reference {number}"
-        notes = tuple(f"reference {number}: {note}" for note in (*facts.notes, *_misnamed(str(place), facts.format)))
+        notes = tuple(f"reference {number}: {note}" for note in (*facts.notes, *_format_note(str(place), facts.format)))
         return Photo(name, listed.source, place, facts.size, "", 1, facts.sha256, facts.choices, notes=notes)
     return None
 
@@ -204,7 +204,7 @@ def _black(mask: Facts, source: Source) -> tuple[str, ...]:
     return (BLACK,) if mask.black and not source.unmasked_weight else ()
 
 
-def _misnamed(name: str, kind: str) -> tuple[str, ...]:
+def _format_note(name: str, kind: str) -> tuple[str, ...]:
     """A note, if the file's suffix is that of another format."""
     suffix = os.path.splitext(name)[1].lower()
     return () if IMAGES.get(suffix, kind) == kind else (f"its name ends in {suffix}, its bytes are {kind}",)
@@ -213,7 +213,7 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
 def _read_caption(listed: ListedPhoto, problems: list[str]) -> tuple[str | None, str]:
     """(caption; None if there is none, its field if its text is JSON)."""
     place, column = listed.caption, listed.source.caption_column
-    with _noting(problems, listed.image if place is None or isinstance(place, str) else place):
+    with _collecting(problems, listed.image if place is None or isinstance(place, str) else place):
         text = place if place is None or isinstance(place, str) else decoded(place.read())
         if text is not None and listed.caption_from == JSON:
             return json_caption(text, column), ""

@@ -95,7 +95,7 @@ class RowImage:
 
 
 def _listing(source: Source, exclusions: Exclusions) -> Listing:
-    name, configuration, requested = _spelled(source.path)
+    name, configuration, requested = _parse_path(source.path)
     if source.captions in ("filename", "folder"):
         raise ValueError(f'captions = "{source.captions}" has no effect: its images are not files; set caption_column')
     account = Account()
@@ -105,7 +105,7 @@ def _listing(source: Source, exclusions: Exclusions) -> Listing:
     for path in filter(_is_image, files.get(split, ())):
         if odd := apart.looks_unintended(os.path.relpath(path, name), regularisation=source.regularisation):
             account.add(Heading.WARNING, odd[0], [path], noun="photo", remedy=odd[1])
-    dataset, column = _with_images(rows, source.image_column)
+    dataset, column = _image_column(rows, source.image_column)
     field = caption_field([each for each in rows.column_names if each != column], source.caption_column)
     if source.caption_column and field is None:
         raise ValueError(f"has no column {source.caption_column} for captions ({shown(rows.column_names, 200)})")
@@ -147,7 +147,7 @@ def _paths(root: str, leave_out: LeaveOut = lambda *_: None, exclusions: Exclusi
         yield from (os.path.join(root, folder + file) for file in files)
 
 
-def _spelled(path: str) -> tuple[str, str | None, str | None]:
+def _parse_path(path: str) -> tuple[str, str | None, str | None]:
     """(name, configuration, split). A path that exists may hold "@" and ":" itself. Raises ValueError."""
     for spelling in SPELLINGS:
         match = re.fullmatch(spelling, path.removeprefix(PREFIX))
@@ -174,13 +174,13 @@ def _load(
     if saved and configuration:
         raise ValueError(f"was written by save_to_disk, which knows no configurations; leave out :{configuration}")
     if saved:
-        return _called(local, datasets.load_from_disk, name), {}
+        return _call(local, datasets.load_from_disk, name), {}
     if os.path.isfile(name):
         folder, file = os.path.split(os.path.abspath(name))
-        return _called(local, datasets.load_dataset, folder, configuration, data_files=file), {}
+        return _call(local, datasets.load_dataset, folder, configuration, data_files=file), {}
     if not local:
-        return _called(local, datasets.load_dataset, name, configuration), {}
-    config = _called(local, datasets.load_dataset_builder, name, configuration).config
+        return _call(local, datasets.load_dataset, name, configuration), {}
+    config = _call(local, datasets.load_dataset_builder, name, configuration).config
     theirs, root = config.data_files or {}, os.path.abspath(name)
     ours = set(map(os.path.realpath, _paths(root, exclusions=exclusions)))
     files = {split: [path for path in paths if os.path.realpath(path) in ours] for split, paths in theirs.items()}
@@ -194,10 +194,10 @@ def _load(
     split = requested or "train"
     # A split of photos is read alone: the library takes a table of captions in all splits, or in none.
     read = {split: files[split]} if any(map(_is_image, files.get(split, ()))) else files
-    return _called(local, datasets.load_dataset, name, configuration, data_files=None if read == theirs else read), files
+    return _call(local, datasets.load_dataset, name, configuration, data_files=None if read == theirs else read), files
 
 
-def _called(local: bool, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def _call(local: bool, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
     action, remedy = "read as a dataset", "repair its files, or write it again with save_to_disk or to_parquet"
     if not local:
         action = "fetched from the hub, and there is no such folder"
@@ -254,7 +254,7 @@ def _split(loaded: Any, requested: str | None) -> tuple[Any, str]:
     return loaded[split], split
 
 
-def _with_images(loaded: Any, requested: str | None) -> tuple[Any, str]:
+def _image_column(loaded: Any, requested: str | None) -> tuple[Any, str]:
     """(the dataset's column of images alone, the column's name)."""
     import datasets
 

@@ -42,7 +42,7 @@ def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
     archive, or a pattern with `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
     problems: list[str] = []
     try:
-        paths = _matching(source.path, problems)
+        paths = _archives(source.path, problems)
     except ValueError as error:
         problems.append(f"{printable(source.path)}: {error}")
     if problems:
@@ -152,12 +152,12 @@ def _opener(path: str, flags: int) -> int:
     return os.open(path, flags)
 
 
-def _matching(path: str, problems: list[str]) -> list[str]:
+def _archives(path: str, problems: list[str]) -> list[str]:
     """The archives that match the pattern `path`, or `path` itself if it exists. Raises ValueError for too many."""
     if os.path.exists(path):
         return [path]
     paths: set[str] = set()
-    for name in _expanded(path):
+    for name in _expand(path):
         matches = glob.glob(name, recursive=True)
         if not matches:
             problems.append(f"{printable(name)}: no {'archive of this pattern' if glob.has_magic(name) else 'such file'}")
@@ -165,7 +165,7 @@ def _matching(path: str, problems: list[str]) -> list[str]:
     return sorted(paths)
 
 
-def _expanded(pattern: str) -> Iterator[str]:
+def _expand(pattern: str) -> Iterator[str]:
     choices = [[part] if index % 2 == 0 else _choices(part) for index, part in enumerate(BRACES.split(pattern))]
     if (count := math.prod(map(len, choices))) > MAX_NAMES:
         raise ValueError(f"expands to {count:,} archives, the limit is {MAX_NAMES:,}")

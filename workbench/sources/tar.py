@@ -47,12 +47,12 @@ def members(file: BinaryIO, length: int) -> Iterator[Member]:
             return _check_end(file, at)
         if header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE):
             (shared if header.type == tarfile.XGLTYPE else local).update(_records(_text(file, header.size, at), at))
-            at = data + _padded(header.size)
+            at = data + _pad(header.size)
             continue
         if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
-            text = _decoded(_text(file, header.size, at).partition(b"\0")[0])
+            text = _decode(_text(file, header.size, at).partition(b"\0")[0])
             local |= {"path": text} if header.type == tarfile.GNUTYPE_LONGNAME else {}
-            at = data + _padded(header.size)
+            at = data + _pad(header.size)
             continue
         fields, local = shared | local, {}
         name = fields.get("path", header.name)
@@ -66,7 +66,7 @@ def members(file: BinaryIO, length: int) -> Iterator[Member]:
             raise ValueError(f"cut off: {name!r} has {size:,} bytes, {length - data:,} are left; copy or download it again")
         if header.type != tarfile.DIRTYPE:
             yield Member(name, data, size, unread)
-        at = data + _padded(size)
+        at = data + _pad(size)
 
 
 def _header(block: bytes, at: int) -> tarfile.TarInfo | None:
@@ -118,11 +118,11 @@ def _records(text: bytes, at: int) -> dict[str, str]:
     fields, start = {}, 0
     while start < len(text) and text[start]:
         length = text[start : start + 20].partition(b" ")[0]
-        end = start + _number(_decoded(length), at)
+        end = start + _number(_decode(length), at)
         key, equals, value = text[start + len(length) + 1 : end - 1].partition(b"=")
         if not equals or text[end - 1 : end] != b"\n":
             raise ValueError(f"damaged at byte {at:,} (a malformed pax header)")
-        fields[_decoded(key)], start = _decoded(value), end
+        fields[_decode(key)], start = _decode(value), end
     return fields
 
 
@@ -151,9 +151,9 @@ def _check_end(file: BinaryIO, at: int) -> None:
         raise ValueError(f"continues after its end mark at byte {at:,}; {remedy}")
 
 
-def _padded(size: int) -> int:
+def _pad(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def _decoded(text: bytes) -> str:
+def _decode(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")

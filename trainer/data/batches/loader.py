@@ -78,7 +78,7 @@ class Reader:
             original_size=torch.tensor([p.original_size for p in placements], dtype=torch.int64),
             crop_top_left=torch.tensor([p.crop_top_left for p in placements], dtype=torch.int64),
             target_size=torch.tensor([p.target_size for p in placements], dtype=torch.int64),
-            loss_weights=_stacked(weights),
+            loss_weights=_stack(weights),
             references=tuple(map(torch.stack, zip(*references, strict=True))),
             preserved_captions=tuple(preserved),
             preserved=None if self.cache is None or not preserved else self.conditioning(preserved),
@@ -87,7 +87,7 @@ class Reader:
     def _latents(self, example: Example, view: View) -> torch.Tensor:
         """The latents of one view from the cache; without a cache, its pixels."""
         if self.cache is None:
-            return _as_scanned(example.photo.image, lambda: pixels(example, view))
+            return _read_unchanged(example.photo.image, lambda: pixels(example, view))
         return self.cache.get(latent_key(example, view, fingerprint=self.latent_fingerprint))["latents"]
 
     def loss_weights(self, example: Example, view: View) -> torch.Tensor | None:
@@ -97,7 +97,7 @@ class Reader:
             width, height = example.bucket
             return None if photo.loss_weight == 1 else torch.full((height // side, width // side), photo.loss_weight)
         if self.cache is None:
-            mask = _as_scanned(photo.mask.place, lambda: views.mask_on_latents(example, view, side=side))
+            mask = _read_unchanged(photo.mask.place, lambda: views.mask_on_latents(example, view, side=side))
         else:
             mask = self.cache.get(mask_key(example, view, side=side))["mask"]
         return (mask + (1 - mask) * photo.source.unmasked_weight) * photo.loss_weight
@@ -129,13 +129,13 @@ class Reader:
         return self.collate([Conditioning.from_tensors(self.cache.get(key)) for key in keys])
 
 
-def _stacked(weights: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def _stack(weights: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Stacks the weights; None counts as 1 everywhere. None if all are None."""
     one = next((torch.ones_like(weight) for weight in weights if weight is not None), None)
     return None if one is None else torch.stack([one if weight is None else weight for weight in weights])
 
 
-def _as_scanned(place: Place | None, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _read_unchanged(place: Place | None, read: Callable[[], torch.Tensor]) -> torch.Tensor:
     """`read()`, which reads a file as it was at the run's start. Raises DataError if the file changed or is gone."""
     try:
         return read()

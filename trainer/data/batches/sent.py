@@ -21,11 +21,11 @@ class Sent:
     @classmethod
     def of(cls, batch: Batch) -> Self:
         """The batch, ready to be sent."""
-        return cls(_packed(batch))
+        return cls(_pack(batch))
 
     def batch(self) -> Batch:
         """The batch that was sent."""
-        return _unpacked(self.packed)
+        return _unpack(self.packed)
 
     def pin_memory(self) -> Batch:
         """Called by torch's loader, in a thread of its own."""
@@ -41,23 +41,23 @@ class _Bytes:
     shape: tuple[int, ...]
 
 
-def _packed(value: Any) -> Any:
+def _pack(value: Any) -> Any:
     """A copy with each small tensor as _Bytes. value: a Batch, or a part of one."""
     if isinstance(value, torch.Tensor) and value.nbytes < LARGE:
         flat = value.detach().contiguous().reshape(-1)
         return _Bytes(bytearray(flat.view(torch.uint8).numpy()), value.dtype, tuple(value.shape))
-    return _within(value, _packed)
+    return _map_parts(value, _pack)
 
 
-def _unpacked(value: Any) -> Any:
-    """The inverse of `_packed`."""
+def _unpack(value: Any) -> Any:
+    """The inverse of `_pack`."""
     if isinstance(value, _Bytes):
         flat = torch.frombuffer(value.data, dtype=value.dtype) if value.data else torch.empty(0, dtype=value.dtype)
         return flat.reshape(value.shape)
-    return _within(value, _unpacked)
+    return _map_parts(value, _unpack)
 
 
-def _within(value: Any, change: Callable[[Any], Any]) -> Any:
+def _map_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):
         return tuple(map(change, value))
     if not isinstance(value, (Batch, Conditioning)):

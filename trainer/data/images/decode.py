@@ -71,7 +71,7 @@ def decode(data: bytes, *, background: str = WHITE) -> Decoded:
     usable and not sRGB; the first of several frames or pages is used. Raises ValueError with the reason for anything but a
     complete image of at most MAX_PIXELS.
     """
-    with _loaded(data) as image:
+    with _open(data) as image:
         notes = []
         # An MPO is a phone's JPEG with a depth or gain map behind the photo.
         if image.format != "MPO" and getattr(image, "is_animated", False):
@@ -87,7 +87,7 @@ def decode(data: bytes, *, background: str = WHITE) -> Decoded:
 
 def decode_mask(data: bytes) -> Image.Image:
     """The bytes of a mask as "L": greys unchanged, transparency black. Raises ValueError with the reason."""
-    with _loaded(data) as image:
+    with _open(data) as image:
         transposition = _transposition(image, [])
         image = _eight_bits(image)
         if image.has_transparency_data:
@@ -98,7 +98,7 @@ def decode_mask(data: bytes) -> Image.Image:
 
 
 @contextmanager
-def _loaded(data: bytes) -> Iterator[Image.Image]:
+def _open(data: bytes) -> Iterator[Image.Image]:
     """The decoded image. Any error in its bytes, also inside the context, becomes a ValueError."""
     if not data:
         raise ValueError("the file is empty (0 bytes)")
@@ -193,7 +193,7 @@ def _to_srgb(image: Image.Image, background: str, notes: list[str]) -> tuple[Ima
     plain = image.convert("RGB")
     if not profile and image.info.get("nclx_profile", {}).get("color_primaries", 1) not in (1, 2):  # BT.709 = sRGB; not said
         notes.append("its colours are not those of sRGB and no profile comes with it, it is taken as sRGB")
-    rgb = _applied(profile, image, plain, notes) if profile else plain
+    rgb = _apply_profile(profile, image, plain, notes) if profile else plain
     if rgb is not plain:
         choices.append("colour profile applied")
     if alpha is not None:
@@ -222,7 +222,7 @@ def _grey16_to_8(image: Image.Image) -> Image.Image:
     return Image.frombytes("L", image.size, grey.to(torch.uint8).numpy().tobytes())
 
 
-def _applied(profile: bytes, image: Image.Image, plain: Image.Image, notes: list[str]) -> Image.Image:
+def _apply_profile(profile: bytes, image: Image.Image, plain: Image.Image, notes: list[str]) -> Image.Image:
     """The image in sRGB. `plain`, the image without its profile, if the profile changes nothing, is sRGB, or is unusable."""
     if image.mode not in ("L", "CMYK"):
         image = plain
@@ -267,7 +267,7 @@ def _transform(profile: bytes, mode: str) -> tuple[str, Any]:
     if mode == "L":
         probe = Image.frombytes("L", (256, 1), bytes(range(256)))
         table = [level for channel in apply(probe).split() for level in channel.tobytes()]
-        apply = functools.partial(_looked_up, table)
+        apply = functools.partial(_look_up, table)
     else:
         levels = bytes(min(level, 255) for level in range(0, 257, 16))
         colours = bytes(channel for r in levels for g in levels for b in levels for channel in (r, g, b))
@@ -276,5 +276,5 @@ def _transform(profile: bytes, mode: str) -> tuple[str, Any]:
     return name, SRGB if max(high for _, high in moved) <= SRGB_LEVELS else apply
 
 
-def _looked_up(table: list[int], grey: Image.Image) -> Image.Image:
+def _look_up(table: list[int], grey: Image.Image) -> Image.Image:
     return grey.convert("RGB").point(table)

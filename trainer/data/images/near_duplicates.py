@@ -87,7 +87,7 @@ def _labels(looks: np.ndarray) -> np.ndarray:
             places = np.flatnonzero(near & (sorted_whole[step:] | sorted_whole[:-step]))
             one, other = order[places], order[places + step]
             close = _are_alike(bits, colours, one, other, least=np.where(whole[one] & whole[other], 0, 2 * EQUAL))
-            labels = _joined(labels, photos[one], photos[other], close)
+            labels = _join(labels, photos[one], photos[other], close)
     return labels
 
 
@@ -112,7 +112,7 @@ def _count(words: np.ndarray) -> np.ndarray:
     return counts[:, 0] + counts[:, 1]
 
 
-def _joined(labels: np.ndarray, one: np.ndarray, other: np.ndarray, close: np.ndarray) -> np.ndarray:
+def _join(labels: np.ndarray, one: np.ndarray, other: np.ndarray, close: np.ndarray) -> np.ndarray:
     """The labels, with both labels of each close pair replaced by the lesser."""
     one, other = one[close], other[close]
     while len(unequal := np.flatnonzero(labels[one] != labels[other])):
