@@ -4,7 +4,6 @@ folder of their own."""
 import itertools
 import os
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -150,27 +149,25 @@ class References:
         self._roots = [root for key, root in source.folders.items() if key.startswith("references")]
         self._tree, self._folder, self._problems = tree, folder, problems
         self.used: set[str] = set()  # paths
-        several, by_number = len(self._roots) > 1, defaultdict[int, list[tuple[str, str]]](list)
+        several, by_number = len(self._roots) > 1, dict[int, tuple[str, list[tuple[str, str]]]]()
         for place, root in enumerate(self._roots or [""] * bool(source.references), 1):
             for name in listed(root, folder, problems) if root else files:
                 stem, suffix = os.path.splitext(name)
                 numbered = None if several else _NUMBERED.fullmatch(stem)
                 if suffix.lower() in IMAGES and not name.startswith(".") and (numbered or root):
                     base, number = (numbered[1], int(numbered[2] or 1)) if numbered else (stem, place)
-                    by_number[number].append((base, name))
+                    by_number.setdefault(number, (root, []))[1].append((base, name))
         images = [name for name in files if _suffix(name) in IMAGES]
-        self._by_number = {number: Companions(by_number[number], images) for number in sorted(by_number)}
-        self.beside = set() if self._roots else {name for pairs in by_number.values() for _, name in pairs}
-
-    def _root(self, number: int) -> str:
-        return self._roots[min(number, len(self._roots)) - 1] if self._roots else ""
+        self._by_number = {number: (root, Companions(named, images)) for number, (root, named) in sorted(by_number.items())}
+        self.beside = {name for root, named in by_number.values() if not root for _, name in named}
 
     def take(self, image: str) -> tuple[Place, ...]:
         """The references of a photo, in order; none if one is missing. image: its name in the folder."""
-        matches = {number: names for number, files in self._by_number.items() if (names := files.of_name(_stem(image)))}
+        stem = _stem(image)
+        matches = {n: (root, names) for n, (root, files) in self._by_number.items() if (names := files.of_name(stem))}
         photo, places = printable(str(self._tree.place(self._folder + image))), []
-        for number, names in matches.items():
-            root, name = self._root(number), self._folder + names[0]
+        for number, (root, names) in matches.items():
+            name = self._folder + names[0]
             places.append(File(root, name) if root else self._tree.place(name))
             self.used |= {os.path.join(root or self._tree.root, self._folder, name) for name in names}
             if len(names) > 1:
@@ -179,17 +176,17 @@ class References:
         if not matches:
             folders = " and ".join(printable(os.path.join(root, self._folder)) for root in self._roots)
             looked = f".* in {folders}" if folders else ".ref.png beside it"
-            self._problems.append(f"{photo}: no reference image for it ({printable(_stem(image))}{looked})")
+            self._problems.append(f"{photo}: no reference image for it ({printable(stem)}{looked})")
         elif (first := next(n for n in itertools.count(1) if n not in matches)) <= max(len(self._roots), *matches):
-            lacking = f"reference {first}" + (f" (in {printable(self._root(first))})" if len(self._roots) > 1 else "")
+            lacking = f"reference {first}" + (f" (in {printable(self._roots[first - 1])})" if len(self._roots) > 1 else "")
             self._problems.append(f"{photo}: it has reference {max(matches)}, and {lacking} is missing")
             return ()
         return tuple(places)
 
     def rest(self, left_out: Collection[str]) -> list[tuple[str, str]]:
         """(name, reason) of references beside the photos that no photo has. left_out: images that are not trained on."""
-        files = () if self._roots else self._by_number.values()
-        rest = [each for companions in files for each in companions.rest(left_out, alone=f"a reference, and {NO_NAMESAKE}")]
+        beside = [files for root, files in self._by_number.values() if not root]
+        rest = [entry for files in beside for entry in files.rest(left_out, alone=f"a reference, and {NO_NAMESAKE}")]
         return [(name, reason) for name, reason in rest if os.path.join(self._tree.root, self._folder, name) not in self.used]
 
 
