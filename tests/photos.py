@@ -13,7 +13,7 @@ from trainer.data.batches import sampler
 from trainer.data.batches.ahead import draw_order, numbered
 from trainer.data.buckets import ReferenceLayout
 from trainer.data.examples import Example
-from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
+from trainer.data.layouts.walk import NO_EXCLUSIONS, Exclusions
 from trainer.data.memo import Memo
 from trainer.data.sources import Listing, Scanned, Source
 from workbench.sources import LAYOUTS

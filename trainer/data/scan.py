@@ -15,7 +15,7 @@ from trainer.data import buckets, layouts
 from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.kinds import IMAGES, JSON, MASK_ENDINGS
-from trainer.data.layouts import apart
+from trainer.data.layouts import walk
 from trainer.data.layouts.table import json_caption, unwrapped
 from trainer.data.memo import Facts, Memo
 from trainer.data.sources import Extras, ListedPhoto, Listing, Mask, Photo, Place, Scanned, Source, SourceReader
@@ -50,7 +50,7 @@ def survey(
     memo = memo or Memo()
     listings, used_apart = [], defaultdict[int, set[str]](set)
     for source in reversed(sources):  # held-out photos, which follow their source, are listed before it
-        exclusions = apart.exclusions_of(source, sources, outputs)
+        exclusions = walk.exclusions_of(source, sources, outputs)
         listings.insert(0, layouts.listing(source, exclusions, memo.layouts, used_apart[source.index]))
     problems = [problem for listing in listings for problem in listing.problems]
     read = partial(_read, memo=memo, strict_captions=strict_captions)

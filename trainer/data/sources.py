@@ -184,7 +184,7 @@ class SourceReader(Protocol):
         ...
 
     def listing(self, source: Source, exclusions: Any) -> Listing:
-        """The contents of the source, in the order of names. Reads no image. exclusions: of layouts/apart.py."""
+        """The contents of the source, in the order of names. Reads no image. exclusions: of layouts/walk.py."""
         ...
 
 

@@ -13,11 +13,10 @@ from trainer.base.console import printable
 from trainer.base.errors import one_line, reading, shown
 from trainer.base.text import refuse_stand_in
 from trainer.data.images.kinds import IMAGES, TABLES
-from trainer.data.layouts import apart
-from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
+from trainer.data.layouts import walk
 from trainer.data.layouts.folder import captions_note
 from trainer.data.layouts.table import FIELDS, FILE_NAMES, caption_field, caption_in
-from trainer.data.layouts.walk import Folder, LeaveOut
+from trainer.data.layouts.walk import NO_EXCLUSIONS, Exclusions, Folder, LeaveOut
 from trainer.data.sources import HUB as PREFIX
 from trainer.data.sources import File, ListedPhoto, Listing, Source
 
@@ -103,7 +102,7 @@ def _listing(source: Source, exclusions: Exclusions) -> Listing:
     rows, split = _split(loaded, requested)
     _enter_the_rest(account, name, loaded, files, split, exclusions)
     for path in filter(_is_image, files.get(split, ())):
-        if odd := apart.looks_unintended(os.path.relpath(path, name), regularisation=source.regularisation):
+        if odd := walk.looks_unintended(os.path.relpath(path, name), regularisation=source.regularisation):
             account.add(Heading.WARNING, odd[0], [path], noun="photo", remedy=odd[1])
     dataset, column = _image_column(rows, source.image_column)
     field = caption_field([each for each in rows.column_names if each != column], source.caption_column)

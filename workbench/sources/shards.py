@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from trainer.base.console import printable
 from trainer.base.digests import Stamp
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
-from trainer.data.layouts import apart
-from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
+from trainer.data.layouts import walk
 from trainer.data.layouts.folder import Reading
 from trainer.data.layouts.table import FILE_NAMES
-from trainer.data.layouts.walk import LeaveOut
+from trainer.data.layouts.walk import NO_EXCLUSIONS, Exclusions, LeaveOut
 from trainer.data.sources import ARCHIVE, MAX_BYTES, Listing, Source, stamp_of_file, too_large
 from workbench.sources import tar
 
@@ -116,7 +115,7 @@ class Archives:
                         leave_out(f"{archive}/{member.name}", member.unread, 1)
                     elif ".." in parts or not parts or member.name.startswith("/"):
                         leave_out(f"{archive}/{member.name}", "its name leads out of the archive", 1)
-                    elif reason := apart.exclusion_in_archive("/".join(parts)):
+                    elif reason := walk.exclusion_in_archive("/".join(parts)):
                         leave_out(name, reason, 1)
                     elif parts[-1].lower() in FILE_NAMES:
                         leave_out(name, "a table in an archive is not read; put captions beside the images", 1)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from trainer.base.console import printable
 from trainer.data.layouts import folder
-from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
 from trainer.data.layouts.beside import misplaced
+from trainer.data.layouts.walk import NO_EXCLUSIONS, Exclusions
 from trainer.data.sources import Listing, Source, SourceReader
 
 CAPTIONS_OF_NAMES = (folder.OF_FILE, folder.OF_FOLDER, folder.OF_KOHYA)

@@ -12,12 +12,11 @@ from trainer.base.console import printable
 from trainer.base.text import composed, spaced
 from trainer.data.images import plugins
 from trainer.data.images.kinds import CAPTIONS, IMAGES, JSON, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, TABLES
-from trainer.data.layouts import apart, beside
+from trainer.data.layouts import beside, walk
 from trainer.data.layouts import table as metadata
-from trainer.data.layouts.apart import NO_EXCLUSIONS, Exclusions
 from trainer.data.layouts.beside import Companions, References, folded, pairs, readable, sort_out, why_no_photo
 from trainer.data.layouts.table import ImageRow, ImageTable, caption_field
-from trainer.data.layouts.walk import Folder, Tree
+from trainer.data.layouts.walk import NO_EXCLUSIONS, Exclusions, Folder, Tree
 from trainer.data.sources import File, ListedPhoto, Listing, Place, Source
 
 OF_FILE, OF_FOLDER, OF_KOHYA = "file names", "folder names", "kohya's folder names"
@@ -111,7 +110,7 @@ class Reading:
         self._count_out(os.path.join(self.root, name), reason, count)
 
     def _count_out(self, path: str, reason: str, count: int) -> None:
-        heading, noun = (Heading.WARNING, "folder") if reason.startswith(apart.OTHER_SOURCE) else (Heading.LEFT_OUT, "file")
+        heading, noun = (Heading.WARNING, "folder") if reason.startswith(walk.OTHER_SOURCE) else (Heading.LEFT_OUT, "file")
         self.account.add(heading, reason, [path], count=None if heading is Heading.WARNING else count, noun=noun)
 
     def _leave_out_folders_of_masks(self) -> None:
@@ -119,7 +118,7 @@ class Reading:
         probable = {
             photo.name
             for photo in self.photos
-            if any(map(apart.MASK_FOLDER.fullmatch, photo.name.split("/")[:-1]))
+            if any(map(walk.MASK_FOLDER.fullmatch, photo.name.split("/")[:-1]))
             and (photo.caption is None or isinstance(photo.caption, str))
             and not (photo.mask or photo.references or self._table_of(_folder(photo.name)))
         }
@@ -286,7 +285,7 @@ class Reading:
             warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
         self._warn_of_unused_captions(origins)
         for photo in self.photos:
-            if odd := apart.looks_unintended(photo.name, regularisation=self.source.regularisation):
+            if odd := walk.looks_unintended(photo.name, regularisation=self.source.regularisation):
                 warn(odd[0], [str(photo.image)], noun="photo", remedy=odd[1])
         self._note_kohya()
 

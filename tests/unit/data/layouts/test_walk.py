@@ -16,7 +16,7 @@ from tests import photos as photos_of
 from tests.photos import notes_of, survey
 from trainer.base.account import Account, Heading
 from trainer.data import layouts
-from trainer.data.layouts import apart
+from trainer.data.layouts import walk
 from trainer.data.scan import BLACK, WHITE
 from trainer.data.sources import Scanned, Source
 
@@ -75,7 +75,7 @@ def test_all_files_are_counted_each_once(tmp_path_factory, names: set[str], mask
         (root / name).write_text("file_name,text\n" if name.endswith(".csv") else "x")
     references = str(root / "refs") if references == "refs" else references
     source = Source(0, str(root), masks=masks, references=references)
-    listing = photos_of.listing(source, layouts.apart.exclusions_of(source, [source], ()))
+    listing = photos_of.listing(source, layouts.walk.exclusions_of(source, [source], ()))
     there = {os.path.join(folder, file) for folder, _, files in os.walk(root) for file in files}
     if not listing.photos:
         return
@@ -234,7 +234,7 @@ PHOTOS = ["masked ball/1", "old town/1", "class of 99/1", "control tower", "regi
     ids=["masks", "drawn", "priors", "photos"],
 )
 def test_names_that_mean_no_photos_in_other_spellings(names: list[str], why: str) -> None:
-    told = {name: apart.looks_unintended(f"{name}.png", regularisation=False) for name in names}
+    told = {name: walk.looks_unintended(f"{name}.png", regularisation=False) for name in names}
     assert {name: bool(said) and why in said[0] for name, said in told.items()} == dict.fromkeys(names, bool(why))
 
 
