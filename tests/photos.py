@@ -21,7 +21,7 @@ from workbench.sources import LAYOUTS
 
 def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
     """The contents of a source."""
-    return layouts.listing(source, exclusions, LAYOUTS)
+    return layouts.listing(source, exclusions, LAYOUTS, set())
 
 
 def survey(sources: Sequence[Source], **keys: Any) -> Scanned:

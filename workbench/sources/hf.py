@@ -45,7 +45,7 @@ def caption_places(source: Source) -> str:
     return f"column {' or '.join(FIELDS)} of its row; caption_column names another"
 
 
-def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
+def listing(source: Source, exclusions: Exclusions) -> Listing:
     """A dataset's photos and captions; samples are named by their rows, from 0 on. Its path: hf:NAME for the hub, or hf:PATH
     for a folder or file that `datasets` reads or `save_to_disk` wrote."""
     try:

@@ -18,7 +18,7 @@ from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
 from trainer.data.layouts import walk
 from trainer.data.layouts.folder import Reading
 from trainer.data.layouts.table import FILE_NAMES
-from trainer.data.layouts.walk import NO_EXCLUSIONS, Exclusions, LeaveOut
+from trainer.data.layouts.walk import Exclusions, LeaveOut
 from trainer.data.sources import ARCHIVE, MAX_BYTES, Listing, Source, stamp_of_file, too_large
 from workbench.sources import tar
 
@@ -36,7 +36,7 @@ def caption_places(source: Source) -> str:
     return f"{', '.join(CAPTIONS)} beside it in the archive"
 
 
-def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS) -> Listing:
+def listing(source: Source, exclusions: Exclusions) -> Listing:
     """The photos and captions of tar archives, read like folders; samples are named by archive and member. The path: an
     archive, or a pattern with `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
     problems: list[str] = []

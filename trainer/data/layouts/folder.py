@@ -16,7 +16,7 @@ from trainer.data.layouts import beside, walk
 from trainer.data.layouts import table as metadata
 from trainer.data.layouts.beside import Companions, References, folded, pairs, readable, sort_out, why_no_photo
 from trainer.data.layouts.table import ImageRow, ImageTable, caption_field
-from trainer.data.layouts.walk import NO_EXCLUSIONS, Exclusions, Folder, Tree
+from trainer.data.layouts.walk import Exclusions, Folder, Tree
 from trainer.data.sources import File, ListedPhoto, Listing, Place, Source
 
 OF_FILE, OF_FOLDER, OF_KOHYA = "file names", "folder names", "kohya's folder names"
@@ -37,7 +37,7 @@ class KohyaFolder(NamedTuple):
     words: str
 
 
-def listing(source: Source, exclusions: Exclusions = NO_EXCLUSIONS, used_apart: set[str] | None = None) -> Listing:
+def listing(source: Source, exclusions: Exclusions, used_apart: set[str]) -> Listing:
     """A folder's photos and captions. The source's path: the folder, or a table in it. If there is a table, the images that
     it names are used, else every image. With `captions = "auto"` the caption is the first of these that exists: the text of
     the image's row, the file beside it (CAPTIONS), the words of the kohya folder around it."""
