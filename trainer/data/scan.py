@@ -48,7 +48,7 @@ def survey(
     empty caption is a problem. outputs: folders in which the run writes; they hold no photos.
     """
     memo = memo or Memo()
-    listings, used_apart = [], defaultdict[int, set[str]](set)
+    listings, used_apart = list[Listing](), defaultdict[int, set[str]](set)
     for source in reversed(sources):  # held-out photos, which follow their source, are listed before it
         exclusions = walk.exclusions_of(source, sources, outputs)
         listings.insert(0, layouts.listing(source, exclusions, memo.layouts, used_apart[source.index]))

@@ -146,7 +146,7 @@ class Folder:
         self.title, self.root, self._exclusions = root, root, exclusions
 
     def walk(self, leave_out: LeaveOut, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-        pending, first_names = [""], {}
+        pending, first_names = [""], dict[tuple[int, int], str]()
         while pending:
             folder = pending.pop()
             path = os.path.join(self.root, folder) if folder else self.root
