@@ -20,9 +20,10 @@ from trainer import config as configs
 from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import Phases, Record
 from trainer.base.tensorfile import TensorFile
-from trainer.models import FAMILIES, hub
+from trainer.models import FAMILIES
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from workbench.commands import main as cli
+from workbench.hub import hub
 from workbench.summary.plan import describe
 
 ID = "someone/sdxl"
@@ -46,7 +47,7 @@ def at_once(monkeypatch) -> None:
 
 
 def open_hub(bench: Workbench, hub_id: str = ID, **overrides):
-    return open_source(bench.config(model__path=hub_id, **{"precision__compute": "bf16", **overrides}))
+    return open_source(bench.config(model__path=hub_id, **{"precision__compute": "bf16", **overrides}), hub)
 
 
 def fetch(source, **how):
@@ -177,7 +178,7 @@ def test_a_folder_without_variants_is_read_as_ever(bench: Workbench) -> None:
 
 def told(config) -> str:
     """Of a plan, without the memory that it needs."""
-    source = open_source(config)
+    source = open_source(config, hub)
     return describe(make_plan(resolve(config, source), source, processes=1), sizes=True)
 
 

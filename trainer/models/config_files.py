@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
@@ -18,7 +18,6 @@ from trainer.base.errors import AGAIN, UserError, raised_by_file, reading, shown
 from trainer.base.files import refuse_irregular
 from trainer.base.text import decoded
 from trainer.models.base import Component, Family
-from trainer.models.hub import Repository
 from trainer.models.names import ComponentConfig
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -94,11 +93,11 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return {**text, **{k: config[k] for k in ("projection_dim",) if k in config}} if isinstance(text, dict) else config
 
 
-def read_of(family: Family, repository: Repository) -> list[str]:
+def read_of(family: Family, files: Iterable[str]) -> list[str]:
     """The files of a repository that are read besides weights."""
     configs = [INDEX, MODULAR_INDEX, *(f"{component.name}/config.json" for component in family.components)]
     folders = ("scheduler/", *(f"{name}/" for name in family.files.tokenizers))
-    return [path for path in repository.files if path in configs or path.startswith(folders)]
+    return [path for path in files if path in configs or path.startswith(folders)]
 
 
 def shards(index: Path) -> list[str]:

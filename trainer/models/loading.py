@@ -16,9 +16,10 @@ from torch import nn
 
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
+from trainer.base.protocols import Repository
 from trainer.base.tensorfile import PICKLES, TensorFile, is_safetensors
 from trainer.base.types import HeldWeight, Link
-from trainer.models import config_files, hub, kinds, tokenizers, variants
+from trainer.models import config_files, kinds, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import Swap, allocate, build, shapes_of
 from trainer.models.weight_sets import WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
@@ -44,7 +45,7 @@ class ModelSource:
     overrides: Mapping[str, Path] = field(default_factory=dict)
     found: Mapping[str, Path] = field(default_factory=dict)
     wanted: Wanted = Wanted()
-    repository: hub.Repository | None = None
+    repository: Repository | None = None
     fetched: bool = True
     embedded: str | None = None
     _headers: Headers = field(default_factory=Headers, repr=False)
@@ -237,7 +238,7 @@ class ModelSource:
             return self
         if self.repository.unreachable is not None:
             raise self.repository.refusal()
-        names = [*config_files.read_of(self.family, self.repository), *self.weight_names()]
+        names = [*config_files.read_of(self.family, self.repository.files), *self.weight_names()]
         root = self.repository.fetch(names, phases=phases)
         return replace(self, root=root, fetched=True, embedded=None, _headers=Headers())
 

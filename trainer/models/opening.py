@@ -9,9 +9,10 @@ from typing import Any
 
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
+from trainer.base.protocols import Hub, Repository
 from trainer.base.tensorfile import PICKLES, TensorFile, is_safetensors, refuse_other_format
 from trainer.base.types import Recognised
-from trainer.models import hub, kinds, variants
+from trainer.models import kinds, variants
 from trainer.models.base import Family
 from trainer.models.config_files import PUBLISHED, is_whole, read_json, read_of
 from trainer.models.loading import ModelSource
@@ -23,17 +24,18 @@ def open_model(
     family: Family,
     path: str,
     *,
+    hub: Hub | None = None,
     config: str | None = None,
     component_paths: Mapping[str, str] = {},
-    revision: str | None = None,
     wanted: Wanted = ANY,
     recognise: Recognise = lambda entries: Recognised({}, frozenset()),
 ) -> ModelSource:
     """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id, of which configs and tokenizers are
     fetched. The embedded configs serve where a published model's cannot be had.
 
+    hub: lists what a hub id names; None: one is refused.
     config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
-    file's stem beside it, else the embedded configs of the published models. revision: a branch, tag or commit of a hub id.
+    file's stem beside it, else the embedded configs of the published models.
     recognise: finds the weights that a file holds quantised (quantization.recognise).
     """
     overrides = {name: Path(value) for name, value in component_paths.items()}
@@ -48,15 +50,23 @@ def open_model(
     opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, wanted=wanted)
     if config and not local.is_file():
         raise UserError(f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out")
-    if revision and local.exists():
-        raise UserError(f"model.revision = {revision!r} belongs to a hub id; model.path = {path!r} is here, leave it out")
+    if wanted.revision and local.exists():
+        raise UserError(
+            f"model.revision = {wanted.revision!r} belongs to a hub id; model.path = {path!r} is here, leave it out"
+        )
     if local.is_dir():
         source = _of_folder(opened, family, path)
     elif local.is_file():
         source = _of_file(opened, family, path, config)
     else:
         _check_hub_id(path, family)
-        source = _of_repository(opened, family, path, revision)
+        if hub is None:
+            raise UserError(
+                f"model.path = {path!r} is no local file or folder; a hub id is read by 'hub', a part that this run was "
+                "opened without; from Python give all parts: from workbench import PORTS, Session.open(config, ports=PORTS); "
+                "or give a diffusers folder or a .safetensors file"
+            )
+        source = _of_repository(opened, family, path, hub.look(path, wanted.revision))
     _check_variant(source, path)
     return source
 
@@ -100,8 +110,8 @@ def _check_hub_id(path: str, family: Family) -> None:
         raise UserError(f"model.path = {path!r} does not exist; {what}")
 
 
-def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str, revision: str | None) -> ModelSource:
-    repository, embedded = hub.look(path, revision), None
+def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str, repository: Repository) -> ModelSource:
+    embedded = None
     if repository.files and not is_whole(repository.files, family):
 
         def read(name: str) -> dict[str, Any]:
@@ -113,7 +123,7 @@ def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str
         what = kinds.instead_of_a_model(repository.files, read, on_the_hub=True)
         raise UserError(f"model.path = {path!r}: this repository is not in diffusers' layout (no model_index.json); {what}")
     try:
-        root = repository.fetch(read_of(family, repository))
+        root = repository.fetch(read_of(family, repository.files))
     except UserError as error:
         if path not in family.files.hub_ids:
             raise

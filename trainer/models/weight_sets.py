@@ -80,15 +80,16 @@ def weight_sets(listing: Mapping[str, int]) -> list[WeightSet]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The files that are wanted of a component that has several (`choose`).
+    """A user's choice among several files of a component (`choose`).
 
-    variant: as `model.variant` asks. stored: what a component is stored as, "fp32" also where it computes in fp32.
-    distillation: of `VariantPart.names`, where it is asked for in place of a variant.
+    variant: model.variant. stored: storage dtype by component, "fp32" also if it computes in fp32. distillation: one of
+    `VariantPart.names`, if model.variant names that. revision: model.revision, a branch, tag or commit of a hub id.
     """
 
     variant: str | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     distillation: str | None = None
+    revision: str | None = None
 
 
 ANY = Wanted()

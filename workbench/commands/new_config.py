@@ -32,6 +32,7 @@ from trainer.run.session import Session
 from trainer.runtime.device import Memory, check_device
 from trainer.runtime.precision import COMPUTE_DTYPES
 from workbench.adapter_files.opening import NamedModel, models_at
+from workbench.commands.ports import PORTS
 from workbench.planning.step_time import slow_in
 from workbench.sources import LAYOUTS
 
@@ -93,7 +94,7 @@ def write_first_config(
                 _set(document, "precision", "compute", "fp32", f"this CPU is slow in {compute}")
             _override(document, overrides)
             chosen = configs.parse(document.unwrap())
-            session = Session.open(chosen, only="measure")
+            session = Session.open(chosen, only="measure", ports=PORTS)
             _set_found(document, session.source.found)
             planned = plan_data(session.config, session.source.family, processes=1, phases=phases, scanned=memo)
             _set_length(document, *planned, given)
@@ -137,9 +138,8 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> set[str]:
 def _named(config: Config, given: set[str]) -> NamedModel:
     model = config.model
     paths = {name: component.path for name, component in model.components.items() if component.path}
-    models = models_at(
-        model.path, config=model.config, component_paths=paths, revision=model.revision, wanted=Wanted(model.variant)
-    )
+    wanted = Wanted(model.variant, revision=model.revision)
+    models = models_at(model.path, config=model.config, component_paths=paths, wanted=wanted)
     if "model.family" not in given:
         return models[0]
     family_named(model.family)

@@ -12,6 +12,7 @@ from trainer.run.session import Session
 from trainer.run.setup import Launch, begin, disk_needs, shortages, warn_of_disk
 from trainer.runtime.device import Memory, check_device
 from workbench.commands.launch import asked
+from workbench.commands.ports import PORTS
 from workbench.planning.describe import describe_memory, describe_time
 from workbench.planning.estimate import forecast
 from workbench.planning.suggestions import changes
@@ -32,7 +33,7 @@ def preview(
     accelerator is planned for, what this machine lacks is said and not refused. data: with the photos. otherwise: what is
     done where it does not fit. launch: how the run would be started; None: fresh."""
     elsewhere = memory is not None or not head
-    session = Session.open(config, only="measure")
+    session = Session.open(config, only="measure", ports=PORTS)
     config = session.config
     if head:
         write_head(config, memory)

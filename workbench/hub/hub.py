@@ -42,7 +42,7 @@ class HubFile:
 
 
 @dataclass(frozen=True)
-class Repository:
+class HubRepository:
     """A model repository as the hub lists it now, or where it cannot be asked, as it lies in the cache.
 
     snapshot: folder of its files on this machine, as far as they are here. revision: the branch, tag or commit that was asked
@@ -158,7 +158,7 @@ class Repository:
 class _Blob:
     """One file on its way. done: bytes of it that are on the disk."""
 
-    def __init__(self, repository: Repository, name: str, file: HubFile) -> None:
+    def __init__(self, repository: HubRepository, name: str, file: HubFile) -> None:
         self.repository, self.name, self.file = repository, name, file
         self.partial = _partial(repository.blobs, file)
         self.done = _size(self.partial)
@@ -265,7 +265,7 @@ def git_blob(size: int):
     return hashlib.sha1(b"blob %d\0" % size)
 
 
-def look(hub_id: str, revision: str | None = None) -> Repository:
+def look(hub_id: str, revision: str | None = None) -> HubRepository:
     """What the hub lists of a branch, tag or commit, or what of it is in the cache.
 
     Raises UserError for a name that cannot be a repository's, and for a revision that the repository has not.
@@ -276,7 +276,7 @@ def look(hub_id: str, revision: str | None = None) -> Repository:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # they would stand between our own lines
-    opened = partial(Repository, hub_id, revision=revision or MAIN)
+    opened = partial(HubRepository, hub_id, revision=revision or MAIN)
     try:
         folder = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=hub_id, repo_type="model")
         info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
