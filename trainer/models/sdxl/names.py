@@ -28,8 +28,8 @@ HARMLESS = (
     "conditioner.embedders.0.transformer.text_projection*", "vision_model.*", "visual_projection.weight",
 )  # fmt: skip
 
-# Of adapter files. The first encoder's module has no inner `text_model.`, which files of diffusers and ComfyUI have; of the
-# second one it is part of the name.
+# Names in adapter files. The first encoder's module has no inner `text_model.`, which files of diffusers and ComfyUI have; in
+# the second one's it is part of the name.
 KEY_STYLES = (
     KeyStyle("diffusers", "text_encoder", "text_encoder.text_model."),
     KeyStyle("ComfyUI generic", "text_encoder", "text_encoders.clip_l.transformer.text_model."),
@@ -66,8 +66,8 @@ def unet_names(config: ComponentConfig) -> Names:
 
 
 class _UNet:
-    """The blocks of a UNet, named one after another. The original numbers them without levels: one for every resnet, one
-    more for every change of resolution. skips: channels of what the way down hands to the way up."""
+    """A UNet's blocks, named in order. The original numbers them without levels: one for every resnet, one more for every
+    change of resolution. skips: channels of the skip connections that are still open."""
 
     def __init__(self, config: ComponentConfig) -> None:
         self.names, self.channels = Names(), list(config["block_out_channels"])
@@ -142,7 +142,7 @@ class _UNet:
 
 
 def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The config values that the tensors' shapes tell; {} where they are of something else."""
+    """Config values from the tensors' shapes; {} for tensors of something else."""
     if "input_blocks.0.0.weight" not in shapes:
         return {}
     channels, attends, depths, layers = [], [], [], []
@@ -183,7 +183,7 @@ def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
 
 
 def block_order(name: str) -> tuple[int, ...]:
-    """A sort key of blocks of the UNet, by name, as a forward pass goes through them: in each stage a resnet comes before the
+    """Sort key of the UNet's blocks by name, in the order of a forward pass: in each stage a resnet comes before the
     transformer beside it. diffusers' modules have all transformers of a stage first, and the middle at the end."""
     stage, *parts = name.split(".")
     numbers = [int(part) for part in parts if part.isdigit()]
