@@ -25,7 +25,7 @@ def build(component: Component, config: ComponentConfig, where: Path | str = "")
     """
     from accelerate import init_empty_weights
 
-    config = {key: value for key, value in component.built(config).items() if not key.startswith("_")}
+    config = {key: value for key, value in component.shorten(config).items() if not key.startswith("_")}
     cls: Any = getattr(importlib.import_module(component.library), component.class_name)
 
     def made(config: dict[str, Any]) -> nn.Module:

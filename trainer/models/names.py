@@ -67,7 +67,7 @@ class Names:
         if self.bias if bias is None else bias:
             self.add(f"{original}.bias", {f"{part}.bias": shape[:1]}, op if op == SWAP else "rows")
 
-    def same(self, name: str, shape: Shape, bias: bool | None = None) -> None:
+    def same_layer(self, name: str, shape: Shape, bias: bool | None = None) -> None:
         """A `layer` with one name in both."""
         self.layer(name, name, shape, bias)
 

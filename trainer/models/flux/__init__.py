@@ -117,12 +117,12 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.full((noised.shape[0],), float(model.options["guidance"]), device=noised.device)
-    shown, ids = pack(noised), flow.positions(0, height // 2, width // 2, device=noised.device)
+    image_tokens, ids = pack(noised), flow.positions(0, height // 2, width // 2, device=noised.device)
     for index, reference in enumerate(batch.references, 1):
         its_ids = flow.positions(index, reference.shape[-2] // 2, reference.shape[-1] // 2, device=noised.device)
-        shown, ids = torch.cat([shown, pack(reference.to(noised))], dim=1), torch.cat([ids, its_ids])
+        image_tokens, ids = torch.cat([image_tokens, pack(reference.to(noised))], dim=1), torch.cat([ids, its_ids])
     tokens = transformer(
-        hidden_states=shown,
+        hidden_states=image_tokens,
         encoder_hidden_states=conditioning.sequence,
         pooled_projections=conditioning.pooled,
         timestep=time,

@@ -93,8 +93,8 @@ def transformer_names(config: ComponentConfig) -> Names:
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
     """`flow.infer_transformer`, and the value that FLUX.1 alone has."""
-    found = flow.infer_transformer(shapes, base)
-    return found and found | {"pooled_projection_dim": shapes["vector_in.in_layer.weight"][1]}
+    config = flow.infer_transformer(shapes, base)
+    return config and config | {"pooled_projection_dim": shapes["vector_in.in_layer.weight"][1]}
 
 
 def infer_t5(shapes: Mapping[str, Shape], base: dict) -> dict:

@@ -96,10 +96,10 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
     """The predicted velocity, noise - latents: [B, 128, h, w]. References' tokens follow, as images 10, 20, ..."""
     (height, width), device = noised.shape[-2:], noised.device
-    shown = (noised, *batch.references)
-    ids = [flow.positions(APART * index, *each.shape[-2:], 1, device=device) for index, each in enumerate(shown)]
+    images = (noised, *batch.references)
+    ids = [flow.positions(APART * index, *each.shape[-2:], 1, device=device) for index, each in enumerate(images)]
     tokens = model.modules["transformer"](
-        hidden_states=torch.cat([each.to(noised).flatten(2).transpose(1, 2) for each in shown], dim=1),
+        hidden_states=torch.cat([each.to(noised).flatten(2).transpose(1, 2) for each in images], dim=1),
         encoder_hidden_states=conditioning.sequence,
         timestep=time,
         img_ids=torch.cat(ids),

@@ -62,8 +62,8 @@ def transformer_names(config: ComponentConfig) -> Names:
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
     """`flow.infer_transformer`, and the values that FLUX.2 alone has."""
-    found = flow.infer_transformer(shapes, base)
-    if not found:
+    config = flow.infer_transformer(shapes, base)
+    if not config:
         return {}
     feed, width = shapes["double_blocks.0.img_mlp.2.weight"][1], shapes["img_in.weight"][0]
-    return found | {"mlp_ratio": feed / width, "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1]}
+    return config | {"mlp_ratio": feed / width, "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1]}

@@ -113,12 +113,12 @@ def velocity(
     model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, references: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """`predict` with the references' latents (images -1, -2, ...). Captions of one window go through together."""
-    transformer, results, shown = model.modules["transformer"], {}, {}
+    transformer, results, options = model.modules["transformer"], {}, {}
     if references:
-        shown["image_cond_ids"] = torch.cat([positions(each, -number) for number, each in enumerate(references, 1)])
+        options["image_cond_ids"] = torch.cat([positions(each, -number) for number, each in enumerate(references, 1)])
     for length, indices, pick in flow.each_length(conditioning):
         if references:
-            shown["image_cond_hidden_states"] = torch.cat([_packed(pick(each)) for each in references], dim=1)
+            options["image_cond_hidden_states"] = torch.cat([_packed(pick(each)) for each in references], dim=1)
         out = transformer(
             hidden_states=_packed(pick(noised)),
             encoder_hidden_states=pick(conditioning.sequence)[:, :length],
@@ -126,7 +126,7 @@ def velocity(
             img_ids=positions(noised, 0),
             txt_ids=text_positions(length, noised.device),
             return_dict=False,
-            **shown,
+            **options,
         )[0]
         results |= zip(indices, out, strict=True)
     return flow.in_order(results).transpose(1, 2).unflatten(2, noised.shape[-2:])

@@ -168,7 +168,7 @@ def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[
     if model.options.get("weighted_captions"):
         for name, (_, length) in counts.items():
             counts[name] = [len(each) + 2 for each in clip.weighted_ids(model.tokenizers[name], captions)], length
-    return {name: (own, chunks * (length - 2) + 2) for name, (own, length) in counts.items()}
+    return {name: (tokens, chunks * (length - 2) + 2) for name, (tokens, length) in counts.items()}
 
 
 def time_ids(batch: Batch) -> torch.Tensor:

@@ -91,23 +91,23 @@ class _UNet:
     def transformer(self, original: str, part: str, level: int) -> None:
         width, context = self.channels[level], self.contexts[level]
 
-        def same(name: str, shape: Shape, bias: bool = True) -> None:
+        def layer(name: str, shape: Shape, bias: bool = True) -> None:
             self.names.layer(f"{original}.{name}", f"{part}.{name}", shape, bias)
 
         projection = (width, width) if self.linear else (width, width, 1, 1)
-        same("norm", (width,))
-        same("proj_in", projection)
+        layer("norm", (width,))
+        layer("proj_in", projection)
         for block in (f"transformer_blocks.{i}" for i in range(self.depths[level])):
             for attention, inputs in (("attn1", width), ("attn2", context)):
-                same(f"{block}.{attention}.to_q", (width, width), bias=False)
-                same(f"{block}.{attention}.to_k", (width, inputs), bias=False)
-                same(f"{block}.{attention}.to_v", (width, inputs), bias=False)
-                same(f"{block}.{attention}.to_out.0", (width, width))
-            same(f"{block}.ff.net.0.proj", (8 * width, width))  # GEGLU: values and gates
-            same(f"{block}.ff.net.2", (width, 4 * width))
+                layer(f"{block}.{attention}.to_q", (width, width), bias=False)
+                layer(f"{block}.{attention}.to_k", (width, inputs), bias=False)
+                layer(f"{block}.{attention}.to_v", (width, inputs), bias=False)
+                layer(f"{block}.{attention}.to_out.0", (width, width))
+            layer(f"{block}.ff.net.0.proj", (8 * width, width))  # GEGLU: values and gates
+            layer(f"{block}.ff.net.2", (width, 4 * width))
             for norm in ("norm1", "norm2", "norm3"):
-                same(f"{block}.{norm}", (width,))
-        same("proj_out", projection)
+                layer(f"{block}.{norm}", (width,))
+        layer("proj_out", projection)
 
     def down(self, kinds: Sequence[str]) -> None:
         width, index = self.channels[0], count(1)

@@ -93,8 +93,8 @@ def chunked_ids(
         for each in zip(*texts, strict=True)
     ]
     tensors = [
-        [torch.tensor([_row(tokenizer, own, k * room) for k in range(count)]) for own, count in zip(ids, rows, strict=True)]
-        for tokenizer, ids, room in zip(tokenizers, texts, rooms, strict=True)
+        [torch.tensor([_row(tokenizer, ids, k * room) for k in range(count)]) for ids, count in zip(text, rows, strict=True)]
+        for tokenizer, text, room in zip(tokenizers, texts, rooms, strict=True)
     ]
     return tensors if weighted else [[rows[:, 0].long() for rows in captions] for captions in tensors]
 
@@ -111,12 +111,12 @@ def rows_joined(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """All rows [N, L, D] -> [B, L * rows, D], each caption's rows in a line."""
     if len(rows) == len(hidden):
         return hidden
-    return repeated([own.flatten(0, 1).unsqueeze(0) for own in hidden.split(list(rows))])
+    return repeated([states.flatten(0, 1).unsqueeze(0) for states in hidden.split(list(rows))])
 
 
 def first_rows(pooled: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """All rows' [N, P] -> [B, P]: each caption's first."""
-    return pooled if len(rows) == len(pooled) else torch.stack([own[0] for own in pooled.split(list(rows))])
+    return pooled if len(rows) == len(pooled) else torch.stack([vectors[0] for vectors in pooled.split(list(rows))])
 
 
 def repeated(sequences: Sequence[torch.Tensor]) -> torch.Tensor:

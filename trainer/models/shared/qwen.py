@@ -37,7 +37,7 @@ def component(layers: int) -> Component:
     """Qwen3 as a component. layers: how many are built; the family reads nothing after them."""
     return Component(
         "text_encoder", "transformers", "Qwen3Model", "text_encoder",
-        defaults=DEFAULTS, infer=infer, built=lambda config: first_layers(config, layers),
+        defaults=DEFAULTS, infer=infer, shorten=lambda config: first_layers(config, layers),
         prefixes=tuple(f"text_encoders.{name}.transformer." for name in NAMES.values()),
         file="qwen_3_4b.safetensors", blocks=("layers.*",),
     )  # fmt: skip

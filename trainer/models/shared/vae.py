@@ -39,7 +39,7 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
         for layer in range(count):
             resnet(f"{original}.{layer}", f"{part}.{layer}", outputs if layer else inputs, outputs)
 
-    names.same("encoder.conv_in", (channels[0], config["in_channels"], 3, 3))
+    names.same_layer("encoder.conv_in", (channels[0], config["in_channels"], 3, 3))
     width = channels[0]
     for level, outputs in enumerate(channels):
         original, part = f"encoder.down.{level}", f"encoder.down_blocks.{level}"
@@ -49,14 +49,14 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
             names.layer(f"{original}.downsample.conv", f"{part}.downsamplers.0.conv", (width, width, 3, 3))
     middle("encoder", width)
     names.layer("encoder.norm_out", "encoder.conv_norm_out", (width,))
-    names.same("encoder.conv_out", (2 * latent, width, 3, 3))  # mean and log variance
+    names.same_layer("encoder.conv_out", (2 * latent, width, 3, 3))  # mean and log variance
     if config.get("use_quant_conv", True):
         names.layer(quant, "quant_conv", (2 * latent, 2 * latent, 1, 1))
 
     if config.get("use_post_quant_conv", True):
         names.layer(post_quant, "post_quant_conv", (latent, latent, 1, 1))
     width = (channels := list(config.get("decoder_block_out_channels") or channels))[-1]
-    names.same("decoder.conv_in", (width, latent, 3, 3))
+    names.same_layer("decoder.conv_in", (width, latent, 3, 3))
     middle("decoder", width)
     # The original counts the decoder's levels by resolution as well, so from the outside in.
     for level in range(top, -1, -1):
@@ -66,7 +66,7 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
         if level > 0:
             names.layer(f"{original}.upsample.conv", f"{part}.upsamplers.0.conv", (width, width, 3, 3))
     names.layer("decoder.norm_out", "decoder.conv_norm_out", (width,))
-    names.same("decoder.conv_out", (config["out_channels"], width, 3, 3))
+    names.same_layer("decoder.conv_out", (config["out_channels"], width, 3, 3))
     return names
 
 

@@ -126,10 +126,10 @@ def padded(transformer: nn.Module, *masks: torch.Tensor) -> Iterator[None]:
     of the captions in their order; a forward may take the first of them alone."""
     absent = ~torch.cat([mask.flatten() for mask in masks])[:, None]
 
-    def put(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+    def replace_padding(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         return torch.where(absent[: len(embedded)], transformer.cap_pad_token.to(embedded.dtype), embedded)
 
-    hook = transformer.cap_embedder.register_forward_hook(put)
+    hook = transformer.cap_embedder.register_forward_hook(replace_padding)
     try:
         yield
     finally:

@@ -32,19 +32,19 @@ def transformer_names(config: ComponentConfig) -> Names:
         for part in "qk":
             names.layer(f"{name}.attention.{part}_norm", f"{name}.attention.norm_{part}", (head,))
         for layer, shape in (("w1", (feed, width)), ("w2", (width, feed)), ("w3", (feed, width))):
-            names.same(f"{name}.feed_forward.{layer}", shape)
+            names.same_layer(f"{name}.feed_forward.{layer}", shape)
         for norm in ("attention_norm1", "ffn_norm1", "attention_norm2", "ffn_norm2"):
-            names.same(f"{name}.{norm}", (width,))
+            names.same_layer(f"{name}.{norm}", (width,))
         if modulated:
-            names.same(f"{name}.adaLN_modulation.0", (4 * width, read), bias=True)
+            names.same_layer(f"{name}.adaLN_modulation.0", (4 * width, read), bias=True)
 
     names.layer("x_embedder", "all_x_embedder.2-1", (width, patch), bias=True)
     names.layer("final_layer.linear", "all_final_layer.2-1.linear", (patch, width), bias=True)
     names.layer("final_layer.adaLN_modulation.1", "all_final_layer.2-1.adaLN_modulation.1", (width, read), bias=True)
-    names.same("t_embedder.mlp.0", (1024, 256), bias=True)
-    names.same("t_embedder.mlp.2", (read, 1024), bias=True)
-    names.same("cap_embedder.0", (config["cap_feat_dim"],))
-    names.same("cap_embedder.1", (width, config["cap_feat_dim"]), bias=True)
+    names.same_layer("t_embedder.mlp.0", (1024, 256), bias=True)
+    names.same_layer("t_embedder.mlp.2", (read, 1024), bias=True)
+    names.same_layer("cap_embedder.0", (config["cap_feat_dim"],))
+    names.same_layer("cap_embedder.1", (width, config["cap_feat_dim"]), bias=True)
     for token in ("x_pad_token", "cap_pad_token"):
         names.add(token, {token: (1, width)})
     for i in range(config["n_refiner_layers"]):
