@@ -254,8 +254,8 @@ class MemoryPart:
     compiled: tuple[str, ...] = ("*",)  # fnmatch patterns of blocks that step.compile compiles: many of few shapes
     # Component -> groups of suffixes of layer names: Linears whose names differ in these alone read one tensor.
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    # (attention layer of the denoiser, attend, kernels) -> a processor of diffusers that calls attend(query, key, value, mask)
-    # like torch's scaled_dot_product_attention; None: the layer keeps its own.
+    # (attention layer of the denoiser, attend, kernels) -> a processor of diffusers that calls attend(query, key, value,
+    # mask) like torch's scaled_dot_product_attention; None: the layer keeps its own.
     attention: Callable[[nn.Module, Callable[..., torch.Tensor], Kernels], Any] = lambda layer, attend, kernels: None
     no_fp16: Mapping[str, str] = field(default_factory=dict)  # component that cannot compute in fp16 -> reason
 
