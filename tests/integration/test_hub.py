@@ -171,7 +171,7 @@ def test_a_local_copy_gives_the_same_choice(bench: Workbench, both: Path, monkey
 def test_a_folder_without_variants_is_read_as_ever(bench: Workbench) -> None:
     source = open_hub(bench, hub_id=str(bench.models / "sdxl"))
     for component in FAMILIES["sdxl"].components:
-        assert source.weight_choice(component.name).why == ""
+        assert source.weight_choice(component.name).reason == ""
     single = open_hub(bench, hub_id=str(bench.models / "sdxl-one.safetensors"))
     assert single.weight_choice("unet") is None
 
@@ -201,7 +201,7 @@ def test_model_variant(bench: Workbench, both: Path) -> None:
             path.unlink()
     source = open_hub(bench, hub_id=str(only_unet), precision__compute="fp32", model__variant="fp16")
     assert source.weights("unet").files[0].path.name == "diffusion_pytorch_model.fp16.safetensors"
-    assert source.weight_choice("vae").why == "no fp16 files there"
+    assert source.weight_choice("vae").reason == "no fp16 files there"
     with pytest.raises(UserError, match="model.variant = 'fp8': no component of"):
         open_hub(bench, hub_id=str(both), model__variant="fp8")
     with pytest.raises(UserError, match="model.variant = 'fp16': no component of"):

@@ -20,8 +20,8 @@ def build(component: Component, config: ComponentConfig, file: Path | str = "") 
     """The component's module in eval mode, its parameters on the meta device. The buffers that it computes itself (position
     ids, rotary tables) are real.
 
-    file: the config's. Raises UserError for a config that the class does not take, or that makes a denoiser with other tensors
-    than our table of names has.
+    file: the config's. Raises UserError for a config that the class does not take, or that makes a denoiser with other
+    tensors than our table of names has.
     """
     from accelerate import init_empty_weights
 
@@ -57,8 +57,8 @@ def allocate(module: nn.Module, device: torch.device, stay: Collection[torch.Ten
 
 
 def shapes_of(component: Component, config: ComponentConfig, file: Path | str = "") -> dict[str, Shape]:
-    """The shapes of the component's tensors, by the module's names. file: the config's. Raises UserError for a config that the
-    class does not take."""
+    """The shapes of the component's tensors, by the module's names. file: the config's. Raises UserError for a config that
+    the class does not take."""
     if component.names is None:
         return _shapes(build(component, config, file))
     try:

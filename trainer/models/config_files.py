@@ -31,8 +31,8 @@ MOST_LAYERS = 1000  # bound of layers, and of lists with a value for each block:
 
 @contextmanager
 def blamed_on(file: Path | str, component: Component, culprit: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """A block in which a library's error about the component's config becomes a UserError that names the file. culprit: called
-    after an error, gives the key at fault, as text."""
+    """A block in which a library's error about the component's config becomes a UserError that names the file. culprit: is
+    called after an error, and gives the key at fault, as text."""
     try:
         with reading(file, f"describes no {component.class_name}", remedy=RESTORE):
             yield
@@ -41,8 +41,8 @@ def blamed_on(file: Path | str, component: Component, culprit: Callable[[], str]
 
 
 def culprit(config: ComponentConfig, library: str, class_name: str, build: Callable[[dict[str, Any]], object]) -> str:
-    """The first value without which the class takes the config, as text. If there is none, all values that are not the class's
-    defaults: they do not go together. build: makes the module of a config."""
+    """The first value without which the class takes the config, as text. If there is none, all values that are no defaults of
+    the class: they do not go together. build: makes the module of a config."""
     parameters = parameters_of(library, class_name)
     texts = {k: f"{k} = {shown(v)}" for k, v in config.items() if v != parameters.get(k, (None, None))[1]}
     nulls = [text for key, text in texts.items() if config[key] is None]  # left out as they are, so that the default counts
@@ -94,7 +94,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_of(family: Family, files: Iterable[str]) -> list[str]:
-    """Those of a repository's files that are read besides weights."""
+    """The files of a repository that are read besides weights."""
     configs = [INDEX, MODULAR_INDEX, *(f"{component.name}/config.json" for component in family.components)]
     folders = ("scheduler/", *(f"{name}/" for name in family.files.tokenizers))
     return [path for path in files if path in configs or path.startswith(folders)]
@@ -146,7 +146,7 @@ def parameters_of(library: str, class_name: str) -> Mapping[str, tuple[Any, Any]
 
 
 def strict_values(config: ComponentConfig, library: str, class_name: str) -> dict[str, Any]:
-    """The config as a strict class takes it: 1 becomes 1.0 for a float, and null is left out if the class has no None there."""
+    """The config as a strict class takes it: 1 becomes 1.0 for a float; a null that the class does not take is left out."""
     parameters, values = parameters_of(library, class_name), {}
     for key, value in config.items():
         hint, default = parameters.get(key, (Any, None))
