@@ -22,8 +22,9 @@ from trainer.base.types import HeldWeight, Link
 from trainer.models import config_files, kinds, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import Swap, allocate, build, shapes_of
+from trainer.models.names import Shape
 from trainer.models.weight_sets import WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
-from trainer.models.weights import Headers, Read, Recognise, Weights, plan_reads
+from trainer.models.weights import Read, Recognise, Weights, plan_reads
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ModelSource:
     repository: Repository | None = None
     fetched: bool = True
     embedded: str | None = None
-    _headers: Headers = field(default_factory=Headers, repr=False)
+    _shapes: dict[str, dict[str, Shape]] = field(default_factory=dict, repr=False)  # the modules' parameters' shapes, cached
 
     def beside(self, relative: str) -> Path:
         """The path of a file or folder of configs."""
@@ -134,10 +135,13 @@ class ModelSource:
 
     def weights(self, name: str) -> Weights:
         """The component's tensors, unread. Raises UserError if a file is missing or is a pickle."""
-        opened = self._headers.opened
-        if name not in opened:
-            opened[name] = Weights(*self._files(name), self.recognise)
-        return opened[name]
+        if name not in self._opened:
+            self._opened[name] = Weights(*self._files(name), self.recognise)
+        return self._opened[name]
+
+    @cached_property
+    def _opened(self) -> dict[str, Weights]:
+        return {}
 
     def _files(self, name: str) -> tuple[tuple[TensorFile, ...], str, tuple[Link, ...] | None]:
         """(files, prefix, links) of the component's weights."""
@@ -180,16 +184,19 @@ class ModelSource:
 
     def with_parts(self, found: Mapping[str, Path]) -> Self:
         """This source with components from discovered paths."""
-        headers = Headers(shapes={name: shapes for name, shapes in self._headers.shapes.items() if name not in found})
-        return replace(self, overrides={**self.overrides, **found}, found={**self.found, **found}, _headers=headers)
+        shapes = {name: shapes for name, shapes in self._shapes.items() if name not in found}
+        return replace(self, overrides={**self.overrides, **found}, found={**self.found, **found}, _shapes=shapes)
 
     def check_kind(self) -> None:
         """Refuse a model trained for something else, and present parts that do not belong together."""
         configs = {c.name: self.config(c.name) | {"_assumed": self.lacks(c.name)} for c in self.family.components}
         for name in (self.family.denoiser, self.family.vae):
             kinds.refuse_part(self.config_file(name), configs[name], self.family.component(name))
-        shape = self.shape(self.family.denoiser, self.family.files.input_layer)
-        self.family.files.check(configs, shape[1] if shape else configs[self.family.denoiser].get("in_channels"))
+        denoiser, inputs = self.family.denoiser, configs[self.family.denoiser].get("in_channels")
+        if self.is_here(denoiser):
+            shape = self.weights(denoiser).shapes.get(self._tensors(denoiser).get(self.family.files.input_layer, ""))
+            inputs = shape[1] if shape else inputs
+        self.family.files.check(configs, inputs)
 
     def weight_choice(self, name: str) -> WeightChoice | None:
         """The component's files to read in its folder; None for a single file, and without a hub's listing. Raises UserError
@@ -240,7 +247,7 @@ class ModelSource:
             raise self.repository.refusal()
         names = [*config_files.read_of(self.family, self.repository.files), *self.weight_names()]
         root = self.repository.fetch(names, phases=phases)
-        return replace(self, root=root, fetched=True, embedded=None, _headers=Headers())
+        return replace(self, root=root, fetched=True, embedded=None, _shapes={})
 
     def held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
         """The weights that the files hold quantised, and the dtype of all others, by layer of the module; empty if none is
@@ -249,31 +256,23 @@ class ModelSource:
             return {}
         weights = self.weights(name)
         return {
-            part.removesuffix(".weight"): weights.recognised.weights.get(original) or weights.entry(original).dtype
-            for original, parts in self._module_names(name, weights).items()
-            for part in parts
-            if part.endswith(".weight")
+            parameter.removesuffix(".weight"): weights.recognised.weights.get(tensor) or weights.entry(tensor).dtype
+            for parameter, tensor in self._tensors(name).items()
+            if parameter.endswith(".weight")
         }
 
-    def _module_names(self, name: str, weights: Weights) -> dict[str, tuple[str, ...]]:
-        """Names of the module's parameters, by the file's tensor that they are read from."""
-        links = weights.links_to(self._expected(name))
-        return {link.original: link.parts for link in links if link.original in weights.shapes}
-
-    def shape(self, name: str, parameter: str) -> tuple[int, ...] | None:
-        """A parameter's shape in the component's files; None if they are not on this machine, or do not show it."""
-        if not self.is_here(name):
-            return None
+    def _tensors(self, name: str) -> dict[str, str]:
+        """The file's tensor that each parameter of the module is read from."""
         weights = self.weights(name)
-        originals = (original for original, parts in self._module_names(name, weights).items() if parameter in parts)
-        return weights.shapes.get(next(originals, ""))
+        links = [link for link in weights.links_to(self._expected(name)) if link.original in weights.shapes]
+        return {part: link.original for link in links for part in link.parts}
 
-    def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
-        shapes = self._headers.shapes
-        if name not in shapes:
+    def _expected(self, name: str) -> dict[str, Shape]:
+        if name not in self._shapes:
             component = self.family.component(name)
-            shapes[name] = shapes_of(component, self.config(name, whole=component.names is None), self.config_file(name))
-        return shapes[name]
+            config = self.config(name, whole=component.names is None)
+            self._shapes[name] = shapes_of(component, config, self.config_file(name))
+        return self._shapes[name]
 
     def fingerprint(self, name: str, digest: Callable[[Path], str]) -> str:
         """SHA-256 over the component's file contents (`digest` of each) and its config."""

@@ -1,7 +1,7 @@
 """A component's tensors in its files, and their way into the module: split, converted, or taken over quantised."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -174,14 +174,6 @@ def _place_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             getattr(owner, leaf).copy_(tensor)
-
-
-@dataclass(frozen=True)
-class Headers:
-    """Headers read so far, by component: the weights' files, and the shapes of the module's parameters."""
-
-    opened: dict[str, Weights] = field(default_factory=dict)
-    shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def plan_reads(

@@ -145,7 +145,7 @@ def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
     """Config values from the tensors' shapes; {} for tensors of something else."""
     if "input_blocks.0.0.weight" not in shapes:
         return {}
-    channels, attends, depths, layers = [], [], [], []
+    channels, depths, layers = [], [], []
     context, linear = base["cross_attention_dim"], base["use_linear_projection"]
     for level in range(how_many(shapes, "input_blocks.")):  # more than there are levels: stops at the deepest
         start = 1 + sum(layers) + level
@@ -158,8 +158,7 @@ def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
         layers.append(end - start)
         channels.append(shapes[f"input_blocks.{start}.0.in_layers.2.weight"][0])
         depths.append(how_many(shapes, f"{attention}.transformer_blocks."))
-        attends.append(depths[-1] > 0)
-        if attends[-1]:
+        if depths[-1]:
             context = shapes[f"{attention}.transformer_blocks.0.attn2.to_k.weight"][1]
             linear = len(shapes[f"{attention}.proj_in.weight"]) == 2
     if not channels or len(set(layers)) != 1:
@@ -169,8 +168,8 @@ def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
         "block_out_channels": channels,
         "attention_head_dim": [max(1, width // head) for width in channels],  # the number of heads, by an old mistake
         "cross_attention_dim": context,
-        "down_block_types": [("CrossAttn" if attend else "") + "DownBlock2D" for attend in attends],
-        "up_block_types": [("CrossAttn" if attend else "") + "UpBlock2D" for attend in reversed(attends)],
+        "down_block_types": [("CrossAttn" if depth else "") + "DownBlock2D" for depth in depths],
+        "up_block_types": [("CrossAttn" if depth else "") + "UpBlock2D" for depth in reversed(depths)],
         "in_channels": shapes["input_blocks.0.0.weight"][1],
         "layers_per_block": layers[0],
         "out_channels": shapes["out.2.weight"][0],
