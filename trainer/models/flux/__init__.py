@@ -174,11 +174,7 @@ FAMILY = base.Family(
     name="flux",
     components=(
         # The prefixes are those of all-in-one files; a component's own file has none.
-        base.Component(
-            "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
-            infer=clip.infer_clip, prefixes=("text_encoders.clip_l.transformer.",), file="clip_l.safetensors",
-            blocks=clip.BLOCKS,
-        ),
+        clip.component("text_encoders.clip_l.transformer."),
         base.Component(
             "text_encoder_2", "transformers", "T5EncoderModel", "text_encoder",
             infer=names.infer_t5, prefixes=("text_encoders.t5xxl.transformer.",), file="t5xxl_fp16.safetensors",

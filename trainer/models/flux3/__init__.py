@@ -67,11 +67,6 @@ def text_length(model: Model) -> int:
     return length
 
 
-def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
-    """The ids of each caption, without padding: int64 [L]."""
-    return qwen.chat_ids(model, captions, text_length(model))
-
-
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Qwen3-VL's hidden states after 4, 8, ..., 32 layers, side by side: "sequence" [B, L, 8 D]. Each caption is read alone,
     in its own window, as the pipeline reads it; behind a shorter window are zeros, which nothing reads."""
@@ -113,13 +108,14 @@ def velocity(
     model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, references: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """`predict` with the references' latents (images -1, -2, ...). Captions of one window go through together."""
-    transformer, results, options = model.modules["transformer"], {}, {}
+    options = {}
     if references:
         options["image_cond_ids"] = torch.cat([positions(each, -number) for number, each in enumerate(references, 1)])
-    for length, indices, pick in flow.each_length(conditioning):
+
+    def forward(length: int, pick: flow.Pick) -> torch.Tensor:
         if references:
             options["image_cond_hidden_states"] = torch.cat([_packed(pick(each)) for each in references], dim=1)
-        out = transformer(
+        return model.modules["transformer"](
             hidden_states=_packed(pick(noised)),
             encoder_hidden_states=pick(conditioning.sequence)[:, :length],
             timestep=pick(time),
@@ -128,8 +124,8 @@ def velocity(
             return_dict=False,
             **options,
         )[0]
-        results |= zip(indices, out, strict=True)
-    return flow.in_order(results).transpose(1, 2).unflatten(2, noised.shape[-2:])
+
+    return flow.by_length(conditioning, forward).transpose(1, 2).unflatten(2, noised.shape[-2:])
 
 
 def _packed(latents: torch.Tensor) -> torch.Tensor:
@@ -200,7 +196,10 @@ FAMILY = base.Family(
     ),
     reads=(*flow.READS, "data.text_length", "validation.samples.*.negative",
            "data.sources.*.references", "validation.samples.*.references"),
-    text=base.TextPart(tokens, encode_text, partial(qwen.count_tokens, length=text_length), collate=flow.collate, rows=rows),
+    text=base.TextPart(
+        partial(qwen.tokens, length=text_length), encode_text, partial(qwen.count_tokens, length=text_length),
+        collate=flow.collate, rows=rows,
+    ),
     images=base.ImagePart(
         objective, patched_vae.encode_images, predict, sample, flow.beginning_with("sigmoid"), latent_side=16,
         adjust=qwen.leave_out_last_norm,

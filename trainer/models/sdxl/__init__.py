@@ -233,11 +233,7 @@ FAMILY = base.Family(
             sensitive=("conv_in", "conv_out", "time_embedding.*", "add_embedding.*"),
             names=names.unet_names, defaults=names.DEFAULTS, infer=names.infer_unet, prefixes=("model.diffusion_model.",),
         ),
-        base.Component(
-            "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
-            defaults=clip.CLIP_DEFAULTS, infer=clip.infer_clip,
-            prefixes=("conditioner.embedders.0.transformer.",), file="clip_l.safetensors", blocks=clip.BLOCKS,
-        ),
+        clip.component("conditioner.embedders.0.transformer.", clip.CLIP_DEFAULTS),
         base.Component(
             "text_encoder_2", "transformers", "CLIPTextModelWithProjection", "text_encoder",
             sensitive=("text_projection",), names=clip.open_clip_names,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.base.types import Conditioning
+from trainer.models.base import Component
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 BLOCKS = ("*encoder.layers.*",)
@@ -21,6 +22,14 @@ CLIP_DEFAULTS = {
 MARKS = re.compile(r"\\[\\()\[\]]?|[()\[\]]|:([+-]?(?:\d+\.?\d*|\.\d+))\)|[^\\()\[\]:]+|:")
 STRONGER = 1.1  # a pair of round brackets
 OPEN_CLIP_DEFAULTS = {**CLIP_DEFAULTS, "projection_dim": 512}
+
+
+def component(prefix: str, defaults: ComponentConfig = {}) -> Component:
+    """CLIP's smaller text encoder as a component. prefix: before its names in a single file."""
+    return Component(
+        "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
+        defaults=defaults, infer=infer_clip, prefixes=(prefix,), file="clip_l.safetensors", blocks=BLOCKS,
+    )  # fmt: skip
 
 
 def clip_ids(tokenizer: Any, captions: Sequence[str], length: int | None = None) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Shared by the rectified-flow families: objective, positions, captions of several lengths, pipeline, names in files."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from trainer.models.names import ComponentConfig, Shape, check_head, how_many
 from trainer.models.shared import vae
 from trainer.objectives import KEYS, Flow, Loss, Noise, Times, from_choices
 
+Pick = Callable[[torch.Tensor], torch.Tensor]
 SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"})
 TIMESTEPS = ("logit_normal", "uniform", "sigmoid", "mode", "cosmap", "power")
 READS = (*KEYS, "objective.mode_scale", "objective.shift")
@@ -90,18 +91,15 @@ def collate(parts: Sequence[Conditioning]) -> Conditioning:
     return replace(base.collate(parts), lengths=tuple(part.sequence.shape[1] for part in parts))
 
 
-def each_length(conditioning: Conditioning) -> Iterator[tuple[int, list[int], Callable[[torch.Tensor], torch.Tensor]]]:
-    """(rows, indices of the captions with so many, function that takes these from a batch's tensor), length by length."""
-    count = len(conditioning.sequence)
-    lengths = conditioning.lengths or (conditioning.sequence.shape[1],) * count
+def by_length(conditioning: Conditioning, forward: Callable[[int, Pick], Iterable[torch.Tensor]]) -> torch.Tensor:
+    """The outputs of a batch, computed length by length. forward: (rows, a function that picks the captions of so many from a
+    batch's tensor) -> their outputs."""
+    lengths = conditioning.lengths or (conditioning.sequence.shape[1],) * len(conditioning.sequence)
+    outputs: dict[int, torch.Tensor] = {}
     for length in dict.fromkeys(lengths):
         indices = [index for index, each in enumerate(lengths) if each == length]
-        yield length, indices, partial(_picked, indices=indices)
-
-
-def in_order(results: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The captions' results as one batch. results: by their index in it."""
-    return torch.stack([results[index] for index in range(len(results))])
+        outputs |= zip(indices, forward(length, partial(_picked, indices=indices)), strict=True)
+    return torch.stack([outputs[index] for index in range(len(outputs))])
 
 
 def _picked(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:

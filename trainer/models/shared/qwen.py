@@ -97,11 +97,13 @@ def count_tokens(
     return {"tokenizer": (count_prompt_tokens(model, texts)["tokenizer"][0], length(model))}
 
 
-def chat_ids(model: Model, captions: Sequence[str], length: int) -> list[torch.Tensor]:
+def tokens(
+    model: Model, encoder: str, captions: Sequence[str], *, length: Callable[[Model], int] = text_length
+) -> list[torch.Tensor]:
     """The ids of each caption's chat message with thinking on, at most `length`, without padding: int64 [L]."""
     tokenizer = model.tokenizers["tokenizer"]
     texts = [chat(tokenizer, caption, thinking=True) for caption in captions]
-    return [torch.tensor(ids) for ids in tokenizer(texts, max_length=length, truncation=True).input_ids]
+    return [torch.tensor(ids) for ids in tokenizer(texts, max_length=length(model), truncation=True).input_ids]
 
 
 def check_depth(encoder: ComponentConfig, least: int, after: str, name: str = "Qwen3") -> None:

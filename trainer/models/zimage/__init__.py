@@ -104,11 +104,6 @@ def rows(count: int) -> int:
     return -(-count // names.MULTIPLE) * names.MULTIPLE
 
 
-def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
-    """The ids of each caption, without padding: int64 [L]."""
-    return qwen.chat_ids(model, captions, qwen.text_length(model))
-
-
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Qwen3's hidden states before its last layer: "sequence" [B, L, D], padded to a multiple of 32, and "mask" bool [B, L],
     False for padding. Qwen3 reads as many rows as in the pipeline, whatever the captions' lengths."""
@@ -139,13 +134,15 @@ def padded(transformer: nn.Module, *masks: torch.Tensor) -> Iterator[None]:
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
     """The predicted velocity, noise - latents: [B, 16, h, w]. Captions of one padded length go through the transformer
     together: others beside them would need a mask, and change their last bits."""
-    transformer, results = model.modules["transformer"], {}
-    for length, indices, pick in flow.each_length(conditioning):
+    transformer = model.modules["transformer"]
+
+    def forward(length: int, pick: flow.Pick) -> Sequence[torch.Tensor]:
         text, mask = pick(conditioning.sequence)[:, :length], pick(conditioning.mask)[:, :length]
         with padded(transformer, mask):
             images, texts = list(pick(noised).unsqueeze(2)), list(text)
-            results |= zip(indices, transformer(images, 1 - pick(time), texts, return_dict=False)[0], strict=True)
-    return -flow.in_order(results).squeeze(2)
+            return transformer(images, 1 - pick(time), texts, return_dict=False)[0]
+
+    return -flow.by_length(conditioning, forward).squeeze(2)
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
@@ -218,7 +215,7 @@ FAMILY = base.Family(
         vae.component("vae.", "ae.safetensors"),
     ),
     reads=(*flow.READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative"),
-    text=base.TextPart(tokens, encode_text, qwen.count_tokens, collate=flow.collate, rows=rows),
+    text=base.TextPart(qwen.tokens, encode_text, qwen.count_tokens, collate=flow.collate, rows=rows),
     images=base.ImagePart(objective, vae.encode_images, predict, sample, flow.beginning_with("sigmoid"), adjust=adjust),
     files=base.FilePart(
         chat_templates=("tokenizer",), check=check, harmless=names.HARMLESS, published=published,
