@@ -178,12 +178,13 @@ def _config(span: Span, overrides: Sequence[str], elsewhere: Path) -> Config:
 
 
 def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
-    session = Session.open(config, only="measure", ports=Ports(hub=hub))
+    ports = Ports(hub=hub, adapter_files=start, layouts=LAYOUTS, planning=fitting)
+    session = Session.open(config, only="measure", ports=ports)
     config, source, peers = session.config, session.source, session.processes
     if peers.count > 1:
         raise UserError(f"{peers.count} processes were started; a replay is one process, which does the share of all")
     there, allowed = Memory.of(peers.device, config), Allowance(resume_from="")
-    asked = Launch(str(span.folder), allowed, Ports(hub=hub, adapter_files=start, layouts=LAYOUTS, planning=fitting))
+    asked = Launch(str(span.folder), allowed, ports)
     # The device is left out: an environment that differs is told of, and never refused.
     begun = begin(config, source, replace(there, device=None), asked, processes=1, phases=phases, say=peers.say)
     pieces, differs = begun.pieces, list[str]()
