@@ -176,11 +176,6 @@ def no_gradient(component: str, config: ComponentConfig, references: bool) -> tu
     return () if references or component != "transformer" else (f"*.{names.REFERENCES}", f"*.{names.REFERENCES}.*")
 
 
-def metadata(config: dict, prediction: str) -> dict[str, str]:
-    """The family's entries in an adapter file's metadata."""
-    return flow.metadata("flux-3-image-klein", "black-forest-labs/flux-3-image-klein", "flux3")
-
-
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0")
 _MLP = ("*.ff.linear_in", "*.ff.linear_out")
 _OUTSIDE = ("x_embedders.*", "context_embedder", "timestep_embedder.*", "norm_out.linear", "proj_out")  # outside the blocks
@@ -227,6 +222,8 @@ FAMILY = base.Family(
             base.KeyStyle("ComfyUI generic", "text_encoder", qwen.VISION_PREFIX),
             base.KeyStyle("PEFT of a whole Qwen3-VL", "text_encoder", "base_model.model.model.language_model."),
         ),
-        metadata=metadata,
+        metadata=lambda config, prediction: flow.metadata(
+            "flux-3-image-klein", "black-forest-labs/flux-3-image-klein", "flux3"
+        ),
     ),
 )  # fmt: skip

@@ -190,16 +190,6 @@ def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, norm.dim, norm.weight.to(x.dtype), norm.eps)
 
 
-def published(tensors: set[str], variant: str | None = None) -> str:
-    """The folder of embedded configs for a single file: Turbo's scheduler is another."""
-    return "zimage-turbo" if variant == DISTILLED else "zimage"
-
-
-def metadata(config: dict, prediction: str) -> dict[str, str]:
-    """The family's entries in an adapter file's metadata."""
-    return flow.metadata("Z-Image", "Tongyi-MAI/Z-Image", "zimage", "networks.lora_zimage")
-
-
 _ATTENTION = ("layers.*.attention.to_?", "layers.*.attention.to_out.0")
 _MLP = ("layers.*.feed_forward.w?",)
 _REFINERS = ("*_refiner.*.attention.to_?", "*_refiner.*.attention.to_out.0", "*_refiner.*.feed_forward.w?")
@@ -218,7 +208,8 @@ FAMILY = base.Family(
     text=base.TextPart(qwen.tokens, encode_text, qwen.count_tokens, collate=flow.collate, rows=rows),
     images=base.ImagePart(objective, vae.encode_images, predict, sample, flow.beginning_with("sigmoid"), adjust=adjust),
     files=base.FilePart(
-        chat_templates=("tokenizer",), check=check, harmless=names.HARMLESS, published=published,
+        chat_templates=("tokenizer",), check=check, harmless=names.HARMLESS,
+        published=lambda tensors, variant=None: "zimage-turbo" if variant == DISTILLED else "zimage",  # for their schedulers
         hub_ids={"Tongyi-MAI/Z-Image": "zimage", "Tongyi-MAI/Z-Image-Turbo": "zimage-turbo"},
     ),
     variants=base.VariantPart((BASE, DISTILLED), distillation),
@@ -240,6 +231,9 @@ FAMILY = base.Family(
         presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
         kohya={"text_encoder": qwen.prefix}, peft={"text_encoder": "model."},
         key_styles=(base.KeyStyle("ai-toolkit", "transformer", "diffusion_model."), *qwen.KEY_STYLES),
-        metadata=metadata, in_diffusers=("lora", "dora", "lokr"),
+        metadata=lambda config, prediction: flow.metadata(
+            "Z-Image", "Tongyi-MAI/Z-Image", "zimage", "networks.lora_zimage"
+        ),
+        in_diffusers=("lora", "dora", "lokr"),
     ),
 )  # fmt: skip
