@@ -201,5 +201,5 @@ class Repository(Protocol):
 class Hub(Protocol):
     """Lists model repositories. The core opens no connection: whoever opens a run gives it one (artifacts/ports.py)."""
 
-    def look(self, hub_id: str, revision: str | None = None) -> Repository:
+    def list_repository(self, hub_id: str, revision: str | None = None) -> Repository:
         """List a repository at a branch, tag or commit. Raises UserError for an invalid name, and an unknown revision."""

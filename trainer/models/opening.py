@@ -65,7 +65,7 @@ def open_model(
                 "opened without; from Python give all parts: from workbench import PORTS, Session.open(config, ports=PORTS); "
                 "or give a diffusers folder or a .safetensors file"
             )
-        source = _of_repository(opened, family, path, hub.look(path, wanted.revision))
+        source = _of_repository(opened, family, path, hub.list_repository(path, wanted.revision))
     _check_variant(source, path)
     return source
 

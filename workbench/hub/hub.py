@@ -264,7 +264,7 @@ def git_blob(size: int):
     return hashlib.sha1(b"blob %d\0" % size)
 
 
-def look(hub_id: str, revision: str | None = None) -> HubRepository:
+def list_repository(hub_id: str, revision: str | None = None) -> HubRepository:
     """List a repository's files at a branch, tag or commit: from the hub, or from the cache if the hub is unreachable.
 
     Raises UserError for a name that cannot be a repository's, and for an unknown revision.
