@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("workbench/watch",),
     tuple(f"workbench/{room}" for room in ("adapters", "audit", "compare", "drawing", "importing", "replay")),
     tuple(f"workbench/{room}" for room in ("adapter_files", "mirror", "pages", "planning", "trackers")),
-    ("workbench/sources", "workbench/summary"),
+    ("workbench/hub", "workbench/sources", "workbench/summary"),
     ("run",),
     ("artifacts",),
     ("engine",),

@@ -37,6 +37,7 @@ from trainer import config as configs
 from trainer import kernels
 from trainer.models import FAMILIES
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
+from workbench.hub import hub
 from workbench.planning.describe import band, step_seconds
 from workbench.planning.dry_run import without_values
 from workbench.planning.estimate import SHARE, STEP, Forecast, Forecaster, forecast
@@ -105,7 +106,7 @@ def plan_of(model: Model, folder: Path) -> RunPlan:
         "validation": {"prompts": ["a photo"]},
     }
     config = configs.parse(tree)
-    source = open_source(config)
+    source = open_source(config, hub)
     return make_plan(resolve(config, source), source, processes=1)
 
 
@@ -219,7 +220,7 @@ def step_on(card: str, plan: RunPlan, needs: Forecast, graphs: bool) -> Range:
 def ways(preset: str, folder: Path) -> list[Way]:
     """All ways of a preset, the fastest first by the middle of its band. folder: for the photos."""
     config = configs.load(f"{preset}.toml", [f"data.sources.0.path={str(photos_in(folder, 1024))!r}"])
-    source, own = open_source(config), config.memory.gradient_checkpointing
+    source, own = open_source(config, hub), config.memory.gradient_checkpointing
     plan, found = make_plan(resolve(config, source), source, processes=1), []
     for keys in REMEDIES[0].levels(plan):
         needs, (recomputed,) = forecast(with_keys(plan, keys), kernels.planned("auto")), keys.values()

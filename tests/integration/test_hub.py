@@ -20,9 +20,10 @@ from trainer import config as configs
 from trainer.base.errors import Interrupted, UserError
 from trainer.base.progress import Phases, Record
 from trainer.base.tensorfile import TensorFile
-from trainer.models import FAMILIES, hub
+from trainer.models import FAMILIES
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from workbench.commands import main as cli
+from workbench.hub import hub
 from workbench.summary.plan import describe
 
 ID = "someone/sdxl"
@@ -46,7 +47,7 @@ def at_once(monkeypatch) -> None:
 
 
 def open_hub(bench: Workbench, hub_id: str = ID, **overrides):
-    return open_source(bench.config(model__path=hub_id, **{"precision__compute": "bf16", **overrides}))
+    return open_source(bench.config(model__path=hub_id, **{"precision__compute": "bf16", **overrides}), hub)
 
 
 def fetch(source, **how):
@@ -170,14 +171,14 @@ def test_a_local_copy_gives_the_same_choice(bench: Workbench, both: Path, monkey
 def test_a_folder_without_variants_is_read_as_ever(bench: Workbench) -> None:
     source = open_hub(bench, hub_id=str(bench.models / "sdxl"))
     for component in FAMILIES["sdxl"].components:
-        assert source.weight_choice(component.name).why == ""
+        assert source.weight_choice(component.name).reason == ""
     single = open_hub(bench, hub_id=str(bench.models / "sdxl-one.safetensors"))
     assert single.weight_choice("unet") is None
 
 
 def told(config) -> str:
     """Of a plan, without the memory that it needs."""
-    source = open_source(config)
+    source = open_source(config, hub)
     return describe(make_plan(resolve(config, source), source, processes=1), sizes=True)
 
 
@@ -200,7 +201,7 @@ def test_model_variant(bench: Workbench, both: Path) -> None:
             path.unlink()
     source = open_hub(bench, hub_id=str(only_unet), precision__compute="fp32", model__variant="fp16")
     assert source.weights("unet").files[0].path.name == "diffusion_pytorch_model.fp16.safetensors"
-    assert source.weight_choice("vae").why == "no fp16 files there"
+    assert source.weight_choice("vae").reason == "no fp16 files there"
     with pytest.raises(UserError, match="model.variant = 'fp8': no component of"):
         open_hub(bench, hub_id=str(both), model__variant="fp8")
     with pytest.raises(UserError, match="model.variant = 'fp16': no component of"):

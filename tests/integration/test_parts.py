@@ -31,13 +31,23 @@ STANDS_ON = {"compare": ("watch",)}
 ALONE = """
 import sys
 sys.modules["workbench"] = None  # whoever imports it fails
+import socket
 from trainer import config
 from trainer import Session
+from trainer.base.errors import UserError
 
+def connect(*words):
+    raise AssertionError("the core opened a connection")
+
+socket.socket.connect = connect
 for resume_from, stop in ((None, 2), ("auto", 3)):
     loaded = config.load(sys.argv[1], [f"run.stop_after={stop}"])
     with Session.open(loaded, resume_from=resume_from) as session:
         assert session.train() == (stop == 3)
+try:
+    Session.open(config.load(sys.argv[1], ['model.path="someone/sdxl"']))
+except UserError as error:
+    print(error)
 """
 
 
@@ -63,6 +73,7 @@ def test_the_core_trains_saves_resumes_and_exports_alone(bench: Workbench) -> No
     done = run("-c", ALONE, str(path), folder=bench.tmp)
     assert done.returncode == 0, done.stderr
     assert "no advice on memory, report, verdict, model card, summary, TensorBoard files" in done.stdout
+    assert "model.path = 'someone/sdxl' is no local file or folder; a hub id is read by 'hub', a part that" in done.stdout
     assert launch.train(configs.parse(tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "all")}}), resume_from=None)
     for file in ("adapter.safetensors", "optimizer.safetensors"):
         alone, everything = (bench.tmp / folder / "checkpoints" / "step-00000003" / file for folder in ("alone", "all"))

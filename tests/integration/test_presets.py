@@ -20,6 +20,7 @@ from trainer.models import FAMILIES
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime.device import without_graphs
 from trainer.runtime.streaming import device_bytes
+from workbench.hub import hub
 from workbench.planning.dry_run import without_values
 from workbench.planning.estimate import SAMPLES, STEP, Forecaster, forecast
 from workbench.planning.suggestions import with_keys
@@ -47,7 +48,7 @@ def test_a_preset_fits_its_card_with_5_percent_to_spare(tmp_path, monkeypatch, p
     config = configs.load(path.name, [f"data.sources.0.path={str(tmp_path)!r}"])
     family, card = re.fullmatch(r"(\w+)_(\d+)gb", path.stem).groups()
     assert config.model.family == family
-    source = open_source(config)
+    source = open_source(config, hub)
     plan, count = make_plan(resolve(config, source), source, processes=1), config.data.batch_size
     with without_values():
         forecaster = Forecaster(plan, kernels.planned("auto"))
@@ -81,7 +82,7 @@ def test_what_a_step_over_float8_takes(
     keys.append(f"optimizer.name={optimizer}")
     config = configs.load(f"{preset}.toml", [*keys, f"memory.gradient_checkpointing={str(recomputed).lower()}"])
     assert config.adapter.type == "dora" and config.adapter.rank == 16
-    source = open_source(config)
+    source = open_source(config, hub)
     found = forecast(make_plan(resolve(config, source), source, processes=1), kernels.planned("auto"))
     (step,) = (phase for phase in found.phases if phase.name.startswith(STEP))
     assert step.name == f"{STEP} 1024x1024, batch 1" and set(step.loaded) == {DENOISER[config.model.family]}

@@ -109,7 +109,7 @@ def test_one_session_trains_at_a_time_and_others_measure_beside_it(bench: Workbe
     with opened(bench, "out") as session:
         with pytest.raises(UserError, match="a Session is training in this process already"):
             opened(bench, "second").__enter__()
-        with pytest.raises(UserError, match="leave out resume_from, ports, loss and jobs"):
+        with pytest.raises(UserError, match="leave out resume_from, loss and jobs"):
             Session.open(bench.config("flux"), only="measure", resume_from="auto")
         beside = Session.open(bench.config("flux"), only="measure")
         assert beside.plan().length.max_steps == 3 and session.step == 0

@@ -90,7 +90,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("workbench/pages/rendering.py",),
     "markupsafe": ("workbench/pages/rendering.py",),
     "diffusers": ("models/*",),
-    "huggingface_hub": ("models/*", "workbench/adapters/push.py"),
+    "huggingface_hub": ("workbench/hub/*", "workbench/adapters/push.py"),  # the core opens no connection (transformers and
+    # diffusers import it, and are given local folders)
     "optimum": ("quantization/quanto.py",),
     "peft": ("adapters/*", "runtime/peft_dora.py"),
     "pytorch_optimizer": ("optim/*",),

@@ -16,6 +16,7 @@ from trainer.adapters.portable import Portable
 from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.files import FileGroup
+from trainer.base.protocols import Hub
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
 from trainer.checkpoint.state import Progress
@@ -151,6 +152,7 @@ class Attached:
 class Ports:
     """The parts that a run is given; None: it has none of that kind."""
 
+    hub: Hub | None = None
     adapter_files: StartReader | None = None
     layouts: Sequence[SourceReader] | None = None
     planning: Planning | None = None
@@ -179,6 +181,7 @@ def _auto(value: object) -> object:
 # By part the keys that it alone reads, and what a config asks for there; what counts as false asks for nothing. TensorBoard's
 # files are a default: a run without trackers says that there are none.
 ASKED: dict[str, dict[str, Callable[[Config], object]]] = {
+    "hub": {},  # models/opening.py refuses a model.path that is a hub id
     "adapter_files": {key: attrgetter(key) for key in ("adapter.init_from", "adapter.under")},
     "layouts": {"data.sources": _no_folder},
     "planning": {

@@ -3,12 +3,15 @@
 Legend of the shape letters: M rows of an activation (tokens), K input features, N output features, R rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
 from trainer.base.types import HeldWeight, StoredWeight
 
 
@@ -154,3 +157,49 @@ class WeightOwner(Protocol):
 
     def load_held(self, held: HeldWeight, payload: Mapping[str, Tensor]) -> None:
         """Take a weight that its file holds quantised. payload: the tensors that `held` gives."""
+
+
+class Repository(Protocol):
+    """A model repository on a hub, as it is listed now; if the hub is unreachable, as it is cached."""
+
+    @property
+    def hub_id(self) -> str:
+        """OWNER/NAME."""
+
+    @property
+    def files(self) -> Mapping[str, object]:
+        """The listed files, by path."""
+
+    @property
+    def snapshot(self) -> Path:
+        """Folder of its files on this machine, as far as they are downloaded."""
+
+    @property
+    def blobs(self) -> Path:
+        """The cache's folder that downloads fill."""
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why the hub could not be asked; None if it was."""
+
+    def listing(self, folder: str) -> dict[str, int]:
+        """Bytes of the files directly in one of its folders, by name."""
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """The listed files among `names` that are not on this machine."""
+
+    def to_fetch(self, names: Collection[str]) -> int:
+        """Bytes that fetching `names` would still download."""
+
+    def refusal(self) -> UserError:
+        """The error that says why files are not available."""
+
+    def fetch(self, names: Collection[str], *, phases: Phases = QUIET) -> Path:
+        """Download what is missing; returns the files' folder. Raises UserError, or OSError if the disk fails."""
+
+
+class Hub(Protocol):
+    """Lists model repositories. The core opens no connection: whoever opens a run gives it one (artifacts/ports.py)."""
+
+    def list_repository(self, hub_id: str, revision: str | None = None) -> Repository:
+        """List a repository at a branch, tag or commit. Raises UserError for an invalid name, and an unknown revision."""

@@ -1,6 +1,6 @@
-"""The parts that a single file lacks, found beside it: in its own folder, and where ComfyUI and others keep them.
+"""Discovery of the parts that a single file lacks: in its own folder, and in the folders of ComfyUI and others.
 
-Names only say where to look. Whether a file is the part that is missing, its header decides.
+Names only decide where to look. The header decides whether a file is the missing part.
 """
 
 import os
@@ -14,7 +14,7 @@ from trainer.models import tokenizers
 from trainer.models.kinds import kind_of
 from trainer.models.loading import ModelSource
 
-# Folders of encoders and VAEs, in lower case: ComfyUI's, and those of Forge. They lie beside the model's own, or above it.
+# Folders of encoders and VAEs in ComfyUI and Forge, in lower case. They lie beside the model's own, or above it.
 FOLDERS = ("text_encoders", "clip", "text_encoder", "vae")
 ABOVE = 3  # folders
 # Words in a file name that suggest a component.
@@ -23,9 +23,9 @@ MOST = 200  # files whose headers are read
 
 
 def complete(source: ModelSource) -> ModelSource:
-    """The source with the parts that its single file lacks, each from the one place beside it that fits.
+    """The source with the parts that its single file lacks, each from the only file or folder that fits.
 
-    Raises one UserError for all parts, tokenizers among them, that are nowhere or could be more than one file.
+    Raises one UserError for all parts and tokenizers that are missing or ambiguous.
     """
     missing = [component.name for component in source.family.components if source.lacks(component.name)]
     if not missing:
@@ -34,29 +34,29 @@ def complete(source: ModelSource) -> ModelSource:
     path = source.single_file.path
     if kind_of(source.single_file.shapes) is None:
         source.verify(source.family.denoiser)
-    beside, found, questions = list(_candidates(path)), {}, []
+    candidates, parts, questions = list(_candidates(path)), {}, []
     for name in missing:
-        own = path.parent / name  # of a whole repository of diffusers, beside the single file that it also holds
-        fitting = [own] if _fits(source, name, own) else [file for file in beside if _fits(source, name, file)]
+        folder = path.parent / name  # in a whole diffusers repository that also holds the single file
+        fitting = [folder] if _fits(source, name, folder) else [file for file in candidates if _fits(source, name, file)]
         if len(fitting) == 1:
-            found[name] = fitting[0]
+            parts[name] = fitting[0]
         else:
             questions.append(_question(source, name, fitting))
-    source = source.with_parts(found)
+    source = source.with_parts(parts)
     for name in source.family.files.tokenizers:
         if not tokenizers.is_usable(source.tokenizer_folder(name), chat=name in source.family.files.chat_templates):
             place = source.overrides.get(source.family.files.tokenizers[name], path).parent / name
             questions.append(f"{name}: none in {place}; copy that folder of the model's repository there")
     if questions:
-        there = ", ".join(component.name for component in source.family.components if component.name not in missing)
-        looked = ", ".join(str(folder) for folder in _folders(path))
+        present = ", ".join(component.name for component in source.family.components if component.name not in missing)
+        folders = ", ".join(str(folder) for folder in _folders(path))
         raise UserError(
             "\n".join(
                 [
-                    f"model.path = {str(path)!r} holds {there} alone, not {', '.join(missing)}; still to be given:",
+                    f"model.path = {str(path)!r} holds {present} alone, not {', '.join(missing)}; still to be given:",
                     *questions,
-                    *(f"{name}: found, {place}" for name, place in found.items()),
-                    f"looked in {looked}; a key is given in the config, or as --set KEY=VALUE",
+                    *(f"{name}: found, {place}" for name, place in parts.items()),
+                    f"looked in {folders}; a key is given in the config, or as --set KEY=VALUE",
                 ]
             )
         )
@@ -72,7 +72,7 @@ def _question(source: ModelSource, name: str, fitting: list[Path]) -> str:
 
 
 def _fits(source: ModelSource, name: str, place: Path) -> bool:
-    """Whether the component can be read from there, and goes with the denoiser. Reads headers only."""
+    """Whether the component can be read from that file or folder, and fits the denoiser. Reads headers only."""
     if not (place.is_file() or (place / "config.json").is_file()):
         return False
     try:
@@ -89,7 +89,7 @@ def _fits(source: ModelSource, name: str, place: Path) -> bool:
 
 
 def _candidates(model: Path) -> Iterator[Path]:
-    """The files that may be parts, each once, in the order of `_folders`."""
+    """Files that may be parts, each once, in the order of `_folders`."""
     seen = {model.resolve()}
     for folder in _folders(model):
         mixed = folder.resolve() == model.parent.resolve()
@@ -102,7 +102,7 @@ def _candidates(model: Path) -> Iterator[Path]:
 
 
 def _folders(model: Path) -> list[Path]:
-    """The model's own first, then those of encoders and VAEs in it, beside it and above it."""
+    """The model's own folder first, then those of encoders and VAEs in it, beside it and above it."""
     above = model.absolute().parent
     levels = [above, *above.parents][: ABOVE + 1]
     folders = [above, *(child for level in levels for child in _children(level) if child.name.lower() in FOLDERS)]

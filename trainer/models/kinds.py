@@ -1,15 +1,15 @@
-"""What a file or a folder is, by what it says of itself: so that a model of another kind is refused under its own name.
+"""The kind of model in a file or a folder, so that a model of another kind is refused under its own name.
 
-A file is told by the names and shapes of the tensors in its header, a folder by the classes in its model_index.json and
-config.json. catalogue.json has the kinds that are known, each a name for people or a family that is trained here:
-trained, pipelines: by family, its name for people and its usual pipeline.
-classes: by the beginning of a class's name; the longest counts.
-tensors: by patterns of the names, all of which a file has, or lacks behind a "!"; the first kind that fits counts.
-unets: by the channels of what the cross attention of a UNet reads.
-parts: of files without a denoiser: the beginning of the names of their classes, and a pattern.
-schedulers: by the beginning of a class's name, what the model is.
-names: by family, of what neither tensors nor classes show: words in the name of a file or a folder, and what they say; where
-a key says it too, as what it is trained without them, and the key.
+A file is recognised by the names and shapes of the tensors in its header, a folder by the classes in its model_index.json and
+config.json. catalogue.json has the known kinds, each a name for people or a family that is trained here:
+trained, pipelines: family -> its name for people, its usual pipeline.
+classes: beginning of a class's name -> kind; the longest match counts.
+tensors: kind and patterns of names, all of which a file has, or lacks if behind a "!"; the first match counts.
+unets: channels that a UNet's cross attention reads -> kind.
+parts: files without a denoiser: kind, beginning of their class names, pattern.
+schedulers: beginning of a class's name -> kind.
+names: family -> what neither tensors nor classes show: words in the name of a file or a folder, and their meaning; if a key
+says it too, also how the model is trained without that key, and the key.
 """
 
 import json
@@ -28,8 +28,8 @@ from trainer.models.names import Shape
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A kind of model that people have. name: for people. family: that trains it. part: of a file without a denoiser, the
-    beginning of the names of its classes."""
+    """A kind of model. name: for people. family: the one that trains it; None: untrained here. part: beginning of the class
+    names of a file without a denoiser."""
 
     name: str
     family: str | None = None
@@ -53,15 +53,14 @@ INPUT = re.compile(r"(^|\.)(input_blocks\.0\.0|conv_in)\.weight$")
 
 
 def kind_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
-    """The kind of a file with these tensors; None where nothing is known of it."""
+    """The kind of a file with these tensors; None if unknown."""
     names = "\n".join(shapes)
 
     def has(part: str) -> bool:
         return (re.search(part.removeprefix("!"), names, re.MULTILINE) is None) == part.startswith("!")
 
     def columns(pattern: re.Pattern[str], dimensions: int) -> int | None:
-        found = (shape[1] for key, shape in shapes.items() if pattern.search(key) and len(shape) == dimensions)
-        return next(found, None)
+        return next((s[1] for key, s in shapes.items() if pattern.search(key) and len(s) == dimensions), None)
 
     for kind, *parts in TENSORS:
         if all(map(has, parts)):
@@ -77,7 +76,7 @@ def _named(kind: str) -> ModelKind:
 
 
 def kind_of_class(name: str) -> ModelKind | None:
-    """The kind of a pipeline or a part, by the name of its class in diffusers; None where the name alone does not say."""
+    """The kind of a pipeline or a part, by its class in diffusers; None if the class's name does not say."""
     if CONTROLNET.search(name):
         return ModelKind("a ControlNet")
     beginnings = [beginning for beginning in CLASSES if name.startswith(beginning)]
@@ -85,7 +84,7 @@ def kind_of_class(name: str) -> ModelKind | None:
 
 
 def kind_of_folder(folder: Path) -> ModelKind | None:
-    """The kind of a folder with a pipeline's index. Its pipeline decides, unless its denoiser is of another kind."""
+    """The kind of a folder with a pipeline's index: its pipeline's, unless its denoiser is of another kind."""
     index = read_json(index_of(folder))
     pipeline = class_in(index)
     kind, denoiser, config = kind_of_class(pipeline), None, {}
@@ -106,18 +105,18 @@ def kind_of_folder(folder: Path) -> ModelKind | None:
 
 
 def class_in(config: Mapping[str, Any]) -> str:
-    """The class that a model_index.json or config.json names; "" where it names none."""
+    """The class that a model_index.json or config.json names, or ""."""
     return _last(config.get("_class_name"))
 
 
-def _last(named: Any) -> str:
-    """The class of an entry of an index, which may name its library, too."""
-    last = named[-1] if isinstance(named, list) and named else named
+def _last(entry: Any) -> str:
+    """The class in an entry of an index, which may name its library, too."""
+    last = entry[-1] if isinstance(entry, list) and entry else entry
     return last if isinstance(last, str) else ""
 
 
 def named_kinds(family: str, name: str) -> list[Sequence[str]]:
-    """What words in the name of a file, folder or repository say of a model of the family, as `names` of the catalogue."""
+    """The meanings (`names` of the catalogue) of words in the name of a file, folder or repository of the family."""
     last = name.rpartition("/")[2]
     words = f"{last} {'-'.join(WORD.findall(last))}".lower()
     return [kind for word, *kind in NAMES.get(family, ()) if re.search(rf"((?<![a-z])|xl|flux)({word})(?![a-z])", words)]
@@ -128,19 +127,19 @@ class OfAnotherFamily(UserError):
 
 
 def refuse_other(key: str, family: str, kind: ModelKind | None) -> None:
-    """Refuse a model of a kind that is known and is not the family's. key: what names it, with its value."""
+    """Refuse a model of a known kind that is not the family's. key: the config key with its value, for the message."""
     if kind is None or family not in TRAINED or kind.family == family:
         return
     if kind.part:
-        own = "it belongs into the path of its own component, for example model.components.vae.path"
-        raise UserError(f"{key} is {kind.name}: {own}; model.path names the file with the unet or transformer")
+        remedy = "it belongs into the path of its own component, for example model.components.vae.path"
+        raise UserError(f"{key} is {kind.name}: {remedy}; model.path names the file with the unet or transformer")
     if kind.family is not None:
         raise OfAnotherFamily(f"{key} is {kind.name}, and model.family = {family!r}; set model.family = {kind.family!r}")
     raise UserError(f"{key} is {kind.name}, which is not trained here; give {ANY_TRAINED}")
 
 
 def refuse_part(file: Path, config: Mapping[str, Any], component: Component) -> None:
-    """Refuse a part of a model whose config.json, `file`, names another class."""
+    """Refuse a component whose config.json, `file`, names another class."""
     named = class_in(config)
     if named not in ("", component.class_name):
         kind = kind_of_class(named)
@@ -149,7 +148,7 @@ def refuse_part(file: Path, config: Mapping[str, Any], component: Component) -> 
 
 
 def instead_of_a_model(names: Collection[str], read: Callable[[str], dict[str, Any]], *, on_the_hub: bool = False) -> str:
-    """What a folder or a repository of the files `names`, without model_index.json, is, and the remedy."""
+    """The content of a folder or repository without model_index.json, and the remedy, for a message. names: its files."""
     if not {"adapter_config.json", "pytorch_lora_weights.safetensors"}.isdisjoint(names):
         return "it holds an adapter; give the model that it is for (to start a run from it, set adapter.init_from)"
     config = next((name for name in ("config.json", "modular_model_index.json") if name in names), None)

@@ -1,5 +1,5 @@
-"""What the families' tables of names are made of: the original checkpoints' names ("original") against those of the
-libraries' modules ("parts"), by which single files are read and kohya's adapter files are named.
+"""Parts of the families' tables of names: the original checkpoints' names ("original") against those of the libraries'
+modules ("parts"). Single files are read, and kohya's adapter files named, by these tables.
 
 Sources of the original names: Stability-AI/generative-models (`sgm/modules`), mlfoundations/open_clip (`model.py`),
 black-forest-labs/flux (`src/flux/model.py`, `modules/layers.py`, `modules/autoencoder.py`).
@@ -19,11 +19,12 @@ from trainer.base.types import Link
 
 ComponentConfig = Mapping[str, Any]
 Shape = tuple[int, ...]
-# The lists of modules, by the key in a config that has their length: one of them is in a model.
+# Prefixes of a module list, by the config key that holds its length. A model has one of them.
 LISTS = {
     "num_layers": ("transformer_blocks.", "txt_mode_blocks."), "num_single_layers": ("single_transformer_blocks.",),
     "n_layers": ("layers.",), "n_refiner_layers": ("noise_refiner.",),
 }  # fmt: skip
+SWAP = "swap_halves"  # `Link.op` of a last modulation: (shift, scale) in the original, (scale, shift) in diffusers
 
 
 def join_parts(link: Link, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -49,8 +50,7 @@ def split_original(link: Link, original: torch.Tensor, rows: Sequence[int]) -> t
 
 @dataclass
 class Names:
-    """Links, and the shape of every module parameter, as they are laid down layer by layer. bias: whether layers have one,
-    where it is not said."""
+    """Links, and the shape of every module parameter, added layer by layer. bias: default of `layer`."""
 
     bias: bool = True
     links: list[Link] = field(default_factory=list)
@@ -65,7 +65,16 @@ class Names:
         """A Linear, convolution, norm or embedding: `.weight` of `shape`, `.bias` of its rows."""
         self.add(f"{original}.weight", {f"{part}.weight": shape}, op)
         if self.bias if bias is None else bias:
-            self.add(f"{original}.bias", {f"{part}.bias": shape[:1]})
+            self.add(f"{original}.bias", {f"{part}.bias": shape[:1]}, op if op == SWAP else "rows")
+
+    def same_layer(self, name: str, shape: Shape, bias: bool | None = None) -> None:
+        """A `layer` with one name in both."""
+        self.layer(name, name, shape, bias)
+
+    def embedder(self, original: str, part: str, inputs: int, width: int) -> None:
+        """Two layers that embed a time, a guidance or a pooled vector, as Flux and its successors name them."""
+        self.layer(f"{original}.in_layer", f"{part}.linear_1", (width, inputs))
+        self.layer(f"{original}.out_layer", f"{part}.linear_2", (width, width))
 
     def qk_norm(self, original: str, part: str, size: int, query: str = "norm_q", key: str = "norm_k") -> None:
         """The norms of query and key of an attention layer, as Flux and its successors name them."""
@@ -79,7 +88,7 @@ class Names:
 
 
 def check_head(size: int, axes: Sequence[int]) -> None:
-    """Refuse heads of another size than the published ones, which a rotary embedding divides into `axes`."""
+    """Refuse a head size other than the published models', which a rotary embedding divides into `axes`."""
     if size != sum(axes):
         raise UserError(
             f"the transformer of this file has heads of {size} (the published models: {sum(axes)}), and how its rotary "
@@ -93,7 +102,7 @@ def each_level(value: int | Sequence[int], levels: int) -> list[int]:
 
 
 def original_shape(parts: Sequence[Shape], op: str) -> Shape:
-    """The shape of the original's tensor that is made of parts of these shapes by `op`."""
+    """The shape of the original's tensor that `op` makes of parts of these shapes."""
     if not parts[0]:
         return ()
     rows = sum(part[0] for part in parts) if len(parts) > 1 else parts[0][0]  # a config may have a size that is no number
@@ -104,12 +113,12 @@ def original_shape(parts: Sequence[Shape], op: str) -> Shape:
 def under_original_names(
     shapes: Mapping[str, Shape], names: Callable[[ComponentConfig], Names], config: dict
 ) -> dict[str, Shape]:
-    """The shapes by the names of the original layout, of a file with those of the module. config: of a model of the kind."""
+    """Shapes of a file with the module's names, renamed to the original layout. config: of any model of the family."""
     counts = {key: max(how_many(shapes, prefix) for prefix in prefixes) for key, prefixes in LISTS.items()}
-    whole_config = counts | {"guidance_embeds": True, "flow_map": True}
-    links = names(config | {key: value for key, value in whole_config.items() if key in config}).links
-    whole = [link for link in links if shapes.keys() >= set(link.parts)]
-    return {link.original: original_shape([shapes[part] for part in link.parts], link.op) for link in whole}
+    complete = counts | {"guidance_embeds": True, "flow_map": True}
+    links = names(config | {key: value for key, value in complete.items() if key in config}).links
+    present = [link for link in links if shapes.keys() >= set(link.parts)]
+    return {link.original: original_shape([shapes[part] for part in link.parts], link.op) for link in present}
 
 
 def how_many(shapes: Mapping[str, Shape], prefix: str) -> int:

@@ -1,4 +1,4 @@
-"""Tokenizers: from a model's folder, or CLIP's from the merges embedded here (see published/NOTICE.md)."""
+"""Tokenizers: from a model's folder, or CLIP's from the embedded merges (see published/NOTICE.md)."""
 
 import gzip
 from collections.abc import Mapping, Sequence
@@ -12,25 +12,26 @@ from trainer.models.config_files import read_json
 EMBEDDED_MERGES = Path(__file__).parent / "published" / "clip_bpe_merges.txt.gz"
 START, END = "<|startoftext|>", "<|endoftext|>"
 CLIP_LENGTH = 77
-SHORTEST, LONGEST = 3, 2**20  # tokens of a text: a start, a word and an end; beyond any encoder's positions
+SHORTEST, LONGEST = 3, 2**20  # tokens of a text: a start, a word and an end; more than any encoder's positions
 # Any one of these makes a folder a whole tokenizer; a tokenizer_config.json alone does not.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
-# Where ComfyUI keeps a tokenizer of its own, below its folder, by the encoder's class.
+# ComfyUI's own tokenizers, below its folder, by the encoder's class.
 COMFYUI = {"T5EncoderModel": "comfy/text_encoders/t5_tokenizer"}
 
 
 def byte_alphabet() -> list[str]:
     """The 256 printable characters that stand for bytes in CLIP's (and GPT-2's) BPE, in vocabulary order.
 
-    Source: `bytes_to_unicode` in openai/CLIP, `simple_tokenizer.py`: printable bytes first, standing for themselves.
+    Source: `bytes_to_unicode` in openai/CLIP, `simple_tokenizer.py`: printable bytes stand for themselves, the others for
+    characters from 256 on; so the order is that of code points.
     """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = len(set(range(256)) - set(printable))
-    return [chr(code) for code in printable] + [chr(256 + i) for i in range(others)]
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
 
 
 def clip_vocabulary(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Ids in OpenAI's order: bytes, bytes that end a word, merges, start, end. "!" is 0, the end token the largest."""
+    """Ids in OpenAI's order: bytes, bytes that end a word, merges, start, end. "!" is 0, the end token has the largest."""
     alphabet = byte_alphabet()
     tokens = [*alphabet, *(f"{c}</w>" for c in alphabet), *(a + b for a, b in merges), START, END]
     return {token: i for i, token in enumerate(tokens)}
@@ -38,15 +39,15 @@ def clip_vocabulary(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
 
 @cache
 def embedded_merges() -> tuple[tuple[str, str], ...]:
-    """The 48,894 merges of both published CLIP tokenizers; with the bytes and two special tokens, 49,408 ids."""
+    """The 48,894 merges of both published CLIP tokenizers; 49,408 ids with the bytes and two special tokens."""
     lines = gzip.decompress(EMBEDDED_MERGES.read_bytes()).decode("utf-8").splitlines()
     return tuple((left, right) for left, right in (line.split() for line in lines[1:]))  # the first line is a version
 
 
 def build_clip_tokenizer(folder: Path | None, pad_token: str = END) -> Any:
-    """A transformers CLIPTokenizer of 77 tokens from `folder`, or from the embedded merges where it is None.
+    """A transformers CLIPTokenizer of 77 tokens from `folder`; None: from the embedded merges.
 
-    pad_token: of the embedded one: `<|endoftext|>` for CLIP-L, `!` (id 0) for SDXL's tokenizer_2.
+    pad_token: for the embedded one: `<|endoftext|>` for CLIP-L, `!` (id 0) for SDXL's tokenizer_2.
     """
     from transformers import CLIPTokenizer
 
@@ -60,8 +61,8 @@ def build_clip_tokenizer(folder: Path | None, pad_token: str = END) -> Any:
         if pad_token not in (START, END) and tokenizer.backend_tokenizer.model.token_to_id(pad_token) is not None:
             others = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content != pad_token}
             tokenizer = CLIPTokenizer.from_pretrained(folder, pad_token=END, added_tokens_decoder=others)
-    # Only now: one that is built with it takes it for a special token, and cuts it out of the text wherever it stands.
-    # To open_clip and ComfyUI the padding is an id, and "!" a word like any other.
+    # Set after construction: given to the constructor, it would be a special token, and be cut out of texts. To open_clip
+    # and ComfyUI the padding is an id, and "!" a word like any other.
     tokenizer.pad_token = pad_token
     return tokenizer
 
@@ -81,10 +82,9 @@ def _padding(config: dict[str, Any]) -> str:
 
 
 def padding_rule(folder: Path) -> bytes:
-    """What else than its files decides which ids a tokenizer gives.
+    """The part of a tokenizer's fingerprint besides its files.
 
-    Change this text when the same files give other ids than before. Empty as long as that has never happened: what was
-    cached before stays valid.
+    Change this text when the same files give other ids than before. Empty until then: earlier caches stay valid.
     """
     config = _config(folder)
     odd = _is_a("CLIPTokenizer", config) and _padding(config) != END
@@ -96,30 +96,28 @@ def _is_whole(folder: Path) -> bool:
 
 
 def is_usable(folder: Path, *, chat: bool = False) -> bool:
-    """Whether a tokenizer can be made of it: CLIP's vocabulary is embedded. chat: whether it needs a chat template."""
-    if chat:
-        return _is_whole(folder) and has_template(folder)
-    return _is_whole(folder) or _is_a("CLIPTokenizer", _config(folder))
+    """Whether the folder gives a tokenizer: CLIP's vocabulary is embedded. chat: whether it needs a chat template."""
+    return (
+        _is_whole(folder) and has_template(folder) if chat else _is_whole(folder) or _is_a("CLIPTokenizer", _config(folder))
+    )
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the tokenizer there can write chat messages."""
+    """Whether the folder's tokenizer has a chat template."""
     return "chat_template" in _config(folder) or any((folder / f"chat_template.{end}").is_file() for end in ("jinja", "json"))
 
 
 def beside(files: Sequence[Path], name: str, encoder_class: str, *, chat: bool = False) -> Path | None:
-    """A usable one for the encoder in one of these files: beside it, or ComfyUI's own, in whose folder it lies."""
+    """The folder of a usable tokenizer beside one of these files, or of ComfyUI's own above it; None if there is none."""
     comfy = COMFYUI.get(encoder_class)
-    places = [file.parent / name for file in files]
-    places += [folder / comfy for file in files for folder in file.absolute().parents if comfy]
-    return next((place for place in places if is_usable(place, chat=chat)), None)
+    folders = [file.parent / name for file in files]
+    folders += [parent / comfy for file in files for parent in file.absolute().parents if comfy]
+    return next((folder for folder in folders if is_usable(folder, chat=chat)), None)
 
 
 def check_tokenizer(folder: Path, name: str, *, chat: bool = False) -> bool:
-    """Whether the folder has a vocabulary of its own. Raises UserError where it needs one, or a chat template, and has none.
-
-    name: of the model's tokenizer.
-    """
+    """Whether the folder has its own vocabulary. name: of the tokenizer. Raises UserError if the folder lacks a vocabulary or
+    chat template that it needs."""
     whole = _is_whole(folder)
     if not whole and not is_usable(folder):
         raise UserError(
@@ -135,11 +133,11 @@ def check_tokenizer(folder: Path, name: str, *, chat: bool = False) -> bool:
 
 
 def load_tokenizer(folder: Path, name: str, encoder: Mapping[str, Any] | None = None) -> Any:
-    """The tokenizer in a folder; where that only says "CLIPTokenizer", the embedded vocabulary.
+    """The tokenizer in a folder, with the embedded vocabulary if the folder only says "CLIPTokenizer".
 
-    name: of the model's tokenizer. encoder: the config of the text encoder that reads its tokens. Raises UserError where the
-    folder needs a vocabulary and has none, where a file there gives no tokenizer of transformers that can encode a text, and
-    where that has tokens for which the encoder has no embedding.
+    name: of the tokenizer. encoder: the config of the text encoder that reads its tokens. Raises UserError if the folder
+    lacks a vocabulary that it needs, if its files give no tokenizer of transformers that encodes a text, and if that has
+    tokens without an embedding in the encoder.
     """
     whole = check_tokenizer(folder, name)
     config, file = _config(folder), folder / "tokenizer.json"
@@ -151,7 +149,7 @@ def load_tokenizer(folder: Path, name: str, encoder: Mapping[str, Any] | None = 
             Tokenizer.from_file(str(file))
     with reading(folder, "the tokenizer cannot be read", remedy=remedy):
         tokenizer = _made(folder, config, whole)
-        # What it is asked for later: padding, a length, and for chats its template.
+        # Later uses, tried now: padding, a length, and the template of chats.
         tokenizer(["a", "b c"], padding="max_length", max_length=8, truncation=True, return_tensors="pt")
         length = tokenizer.model_max_length
         if not isinstance(length, int) or length < SHORTEST:
@@ -163,8 +161,8 @@ def load_tokenizer(folder: Path, name: str, encoder: Mapping[str, Any] | None = 
 
 
 def _fit(tokenizer: Any, folder: Path, encoder: Mapping[str, Any]) -> None:
-    """Hold a tokenizer against its encoder's config. A text is no longer than the encoder has positions: transformers writes
-    10**30 for a length that nobody gave. Raises UserError for a token without an embedding."""
+    """Fit a tokenizer to its encoder's config: a text is no longer than the encoder has positions (transformers writes 10**30
+    for a length that nobody gave). Raises UserError for a token without an embedding."""
     added = tokenizer.get_added_vocab()
     last = max(added, key=added.__getitem__, default=None)
     largest, rows = max(tokenizer.vocab_size - 1, added.get(last, 0)), encoder.get("vocab_size")
@@ -183,6 +181,6 @@ def _made(folder: Path, config: dict[str, Any], whole: bool) -> Any:
         return build_clip_tokenizer(folder) if whole else build_clip_tokenizer(None, _padding(config))
     from transformers import AutoTokenizer, T5TokenizerFast
 
-    chosen = T5TokenizerFast if _is_a("T5Tokenizer", config) else AutoTokenizer
-    # Said in so many words: left out, transformers asks at the terminal whether it may run the folder's own code.
-    return chosen.from_pretrained(folder, trust_remote_code=False)
+    cls = T5TokenizerFast if _is_a("T5Tokenizer", config) else AutoTokenizer
+    # Explicit: otherwise transformers asks at the terminal whether it may run the folder's own code.
+    return cls.from_pretrained(folder, trust_remote_code=False)

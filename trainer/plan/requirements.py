@@ -191,8 +191,8 @@ def check_edits(source: ModelSource, examples: Iterable[Example]) -> None:
     variants, variant = source.family.variants, source.variant
     if variants.editing == variant.name is not None and not any(example.references for example in examples):
         raise UserError(
-            f"the model is {variant.name}, as {variant.why}, which is shown a reference beside each photo, and no source has "
-            f"any; set references in a source, or model.variant = {variants.names[0]!r} to train it without"
+            f"the model is {variant.name}, as {variant.reason}, which is shown a reference beside each photo, and no source "
+            f"has any; set references in a source, or model.variant = {variants.names[0]!r} to train it without"
         )
 
 

@@ -15,6 +15,7 @@ from trainer.adapters.splitting import fused_modules
 from trainer.base import patterns
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
+from trainer.base.protocols import Hub
 from trainer.base.types import Link
 from trainer.config import Config, DataTable, IntervalTable, with_values
 from trainer.data import buckets, held_out
@@ -166,8 +167,9 @@ class RunPlan:
         return last > 1 and (when.every_minutes > 0 or bool(self.length.every(when).steps(last - 1)))
 
 
-def open_source(config: Config) -> ModelSource:
-    """The model's configs and file headers; for a hub id only the configs, until `fetched`. Raises UserError."""
+def open_source(config: Config, hub: Hub | None = None) -> ModelSource:
+    """The model's configs and file headers; for a hub id only the configs, until `fetched`. hub: lists it; None: a hub id is
+    refused. Raises UserError."""
     family = family_named(config.model.family)
     refuse_unread(config, family)
     optimizer_rules.check(config)
@@ -179,10 +181,14 @@ def open_source(config: Config) -> ModelSource:
     source = open_model(
         family,
         config.model.path,
+        hub=hub,
         config=config.model.config,
         component_paths={name: c.path for name, c in config.model.components.items() if c.path},
-        revision=config.model.revision,
-        wanted=Wanted(config.model.variant, {c.name: storage.asked_precision(config, c) for c in family.components}),
+        wanted=Wanted(
+            config.model.variant,
+            {c.name: storage.asked_precision(config, c) for c in family.components},
+            revision=config.model.revision,
+        ),
         recognise=quantization.recognise,
     )
     source.check_kind()

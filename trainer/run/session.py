@@ -78,7 +78,7 @@ class Session:
     """
 
     def __init__(self, config: Config, only: Literal["train", "measure"], launch: Launch) -> None:
-        self.source = open_source(config)
+        self.source = open_source(config, launch.ports.hub)
         self.config = resolve(config, self.source)
         self.only, self.launch, self.quiet = only, launch, False
         self.jobs: Sequence[Job] = ()
@@ -110,8 +110,8 @@ class Session:
         loss: (prediction, target), fp32 [B, C, H, W] -> the loss of each latent, in place of objective.loss. jobs: are done
         between two steps, after the run's own. Neither stands in a checkpoint: whoever resumes gives them again.
         """
-        if only == "measure" and (resume_from is not None or loss is not None or jobs or ports is not ALONE):
-            raise UserError('only="measure" trains nothing; leave out resume_from, ports, loss and jobs')
+        if only == "measure" and (resume_from is not None or loss is not None or jobs):
+            raise UserError('only="measure" trains nothing; leave out resume_from, loss and jobs')
         session = cls(config, only, Launch(resume_from, Allowance(resume_from=resume_from or "auto"), ports))
         session.errors, session.jobs = loss, jobs
         return session
@@ -120,6 +120,7 @@ class Session:
 
     def plan(self, *, processes: int = 1, phases: Phases = QUIET, scanned: Scanned | Memo | None = None) -> RunPlan:
         """The run's plan, checked without weights. scanned: photos that were read, or what reads them. Raises UserError."""
+        scanned = scanned or Memo(layouts=self.launch.ports.layouts or ())
         return make_plan(self.config, self.source, processes=processes, phases=phases, scanned=scanned)
 
     # --- to measure

@@ -37,6 +37,7 @@ from trainer.optim.table import OPTIMIZERS
 from trainer.runtime.precision import COMPUTE_DTYPES
 from workbench.adapter_files.keys import Module, key_table
 from workbench.adapter_files.reading import ReadAdapter, Shapes, read_adapter, stems_of
+from workbench.hub import hub
 
 HINTS = ("modelspec.architecture", "ss_base_model_version")
 
@@ -122,7 +123,7 @@ def models_at(path: str, **keys: Any) -> list[NamedModel]:
     models, refusals = [], []
     for family in FAMILIES.values():
         try:
-            model = model_of(open_model(family, path, recognise=quantization.recognise, **keys), path)
+            model = model_of(open_model(family, path, hub=hub, recognise=quantization.recognise, **keys), path)
             model.config(family.denoiser)
             models.append(model)
         except UserError as error:

@@ -10,13 +10,13 @@ from dataclasses import replace
 from trainer import quantization
 from trainer.adapters.kinds import file_kind
 from trainer.adapters.portable import Portable
+from trainer.artifacts.ports import Ports
 from trainer.base.console import write
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.progress import Phases
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import AdapterTable, Config, RuleTable, with_values
 from trainer.data.cache.entries import MemoryCache
-from trainer.data.memo import Memo
 from trainer.engine.assembly import build_adapter
 from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
@@ -29,6 +29,7 @@ from trainer.runtime.device import Memory
 from trainer.runtime.jobs import Fields
 from workbench.adapter_files.start import check_fits
 from workbench.adapters.average import Averaged, check_digests, digests_in
+from workbench.hub import hub
 from workbench.planning.fitting import fitted
 from workbench.sources import LAYOUTS
 from workbench.summary.data import too_few
@@ -47,9 +48,11 @@ def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases:
     table, rank = config.adapter, max(*ranks, min(rank, sum(ranks)))
     kind = file_kind(magnitudes=any(adapter.portable.kind.magnitudes for adapter in adapters)).name
     room = AdapterTable(type=kind, rank=rank, init_resize=True, targets=table.targets, kernels=table.kernels, rules=rules)
-    session = Session.open(measuring(with_values(config, {"run.deterministic": False})), only="measure")
+    session = Session.open(
+        measuring(with_values(config, {"run.deterministic": False})), only="measure", ports=Ports(hub=hub, layouts=LAYOUTS)
+    )
     session.config, session.quiet = session.config.model_copy(update={"adapter": room}), True
-    plan, source = session.plan(phases=phases, scanned=Memo(layouts=LAYOUTS)), session.source
+    plan, source = session.plan(phases=phases), session.source
     for adapter in adapters:
         if adapter.model.family is not source.family:
             raise UserError(f"{adapter.path} is of {adapter.model.family.name}, the config's model of {source.family.name}")

@@ -10,8 +10,8 @@ from trainer.adapters.peft_config import CONFIG, WEIGHTS
 from trainer.adapters.portable import is_finite
 from trainer.base.errors import NonFiniteError, UserError, one_line
 from trainer.base.progress import QUIET, Phases
-from trainer.models.hub import git_blob, transport_error
 from workbench.adapter_files.opening import NamedModel, open_adapter
+from workbench.hub.hub import git_blob, transport_error
 
 CARD = "README.md"
 

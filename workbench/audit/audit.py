@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from trainer import kernels
+from trainer.artifacts.ports import Ports
 from trainer.base import patterns
 from trainer.base.errors import NonFiniteError, UserError, number_in
 from trainer.base.files import make_folder
@@ -23,7 +24,6 @@ from trainer.base.progress import QUIET, Phases
 from trainer.config import ComponentTable, Config
 from trainer.data.batches.loader import Reader
 from trainer.data.cache.entries import MemoryCache
-from trainer.data.memo import Memo
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
@@ -38,6 +38,7 @@ from trainer.runtime.streaming import Streamer
 from workbench.audit import storage_cost
 from workbench.audit.spilling import Spiller
 from workbench.audit.storage_cost import Audit, Effect, FormatCost, Formats, LayerCost, Predictions, Terms
+from workbench.hub import hub
 from workbench.sources import LAYOUTS
 
 
@@ -79,14 +80,16 @@ def plan_audit(config: Config, model: str, formats: Sequence[Format], phases: Ph
     asked = config.model.components.get(denoiser, ComponentTable())
     components = config.model.components | {denoiser: _unquantised(asked)}
     over_base = config.model.model_copy(update={"path": model, "components": components})
-    session = Session.open(measuring(config.model_copy(update={"model": over_base})), only="measure")
+    session = Session.open(
+        measuring(config.model_copy(update={"model": over_base})), only="measure", ports=Ports(hub=hub, layouts=LAYOUTS)
+    )
     source = session.source
     if (held := held_as(source, denoiser)) is not None:
         raise UserError(
             f"{model}: the {denoiser} is stored as {held[0]} ({held[1]}) in the model's files already, and there is "
             "nothing to compare it with; give the 16-bit model"
         )
-    run = session.plan(phases=phases, scanned=Memo(layouts=LAYOUTS))
+    run = session.plan(phases=phases)
     kind = next(iter(run.data.measured))  # held-out photos where there are any
     data = replace(run.data, measured={kind: run.data.measured[kind]}, requests=())
     # Nothing is trained, so no text encoder has to be at hand.

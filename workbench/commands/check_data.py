@@ -15,6 +15,7 @@ from trainer.plan.data_sources import read_sources
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import plan_data
 from trainer.run.session import Session
+from workbench.commands.ports import PORTS
 from workbench.pages import data_report
 from workbench.pages.page import render_data, write_page
 from workbench.sources import LAYOUTS
@@ -32,7 +33,7 @@ def report_data(config: Config, out: Path | None = None, *, strict: bool = True)
     names them and covers the other photos; then the UserError of a run is raised."""
     # Captions that strict mode refuses are counted here, not raised.
     config = with_values(config, {"data.strict_captions": False})
-    session = Session.open(config, only="measure")
+    session = Session.open(config, only="measure", ports=PORTS)
     config, source = session.config, session.source
     source.check_tokenizers()
     phases = Phases(show=True)

@@ -32,6 +32,7 @@ from trainer.run.session import Session
 from trainer.runtime.device import Memory, check_device
 from trainer.runtime.precision import COMPUTE_DTYPES
 from workbench.adapter_files.opening import NamedModel, models_at
+from workbench.commands.ports import PORTS
 from workbench.planning.step_time import slow_in
 from workbench.sources import LAYOUTS
 
@@ -91,7 +92,7 @@ def write_first_config(
             if on_cpu and slow_in(COMPUTE_DTYPES[compute]):
                 _set(document, "precision", "compute", "fp32", f"this CPU is slow in {compute}")
             _override(document, overrides)
-            session = Session.open(configs.parse(document.unwrap()), only="measure")
+            session = Session.open(configs.parse(document.unwrap()), only="measure", ports=PORTS)
             _set_component_paths(document, session.source.found)
             data, length = plan_data(session.config, session.source.family, processes=1, phases=phases, scanned=memo)
             _set_length(document, data, length, keys)
@@ -136,9 +137,8 @@ def _find_model(config: Config, keys: set[str]) -> NamedModel:
     """The model at model.path. keys: set by --set; model.family among them decides between families."""
     model = config.model
     paths = {name: component.path for name, component in model.components.items() if component.path}
-    models = models_at(
-        model.path, config=model.config, component_paths=paths, revision=model.revision, wanted=Wanted(model.variant)
-    )
+    wanted = Wanted(model.variant, revision=model.revision)
+    models = models_at(model.path, config=model.config, component_paths=paths, wanted=wanted)
     if "model.family" not in keys:
         return models[0]
     family_named(model.family)

@@ -12,6 +12,7 @@ from trainer.run.session import Session
 from trainer.run.setup import Launch, begin, disk_needs, shortages, warn_of_disk
 from trainer.runtime.device import Memory, check_device
 from workbench.commands.launch import make_launch
+from workbench.commands.ports import PORTS
 from workbench.planning.describe import describe_memory, describe_time
 from workbench.planning.estimate import forecast
 from workbench.planning.suggestions import changes
@@ -31,7 +32,7 @@ def preview(
     machine's. head: print `write_head`, too; without it, or for another accelerator, shortages of this machine are warnings.
     data: print the photos. otherwise: printed if the run does not fit. launch: None: a fresh run."""
     elsewhere = memory is not None or not head
-    session = Session.open(config, only="measure")
+    session = Session.open(config, only="measure", ports=PORTS)
     config = session.config
     if head:
         write_head(config, memory)

@@ -12,6 +12,7 @@ def _part(folder: str, module: str = "") -> Any:
 
 
 PORTS = Ports(
+    hub=_part("hub", ".hub"),
     adapter_files=_part("adapter_files", ".start"),
     layouts=getattr(_part("sources"), "LAYOUTS", None),
     planning=_part("planning", ".fitting"),

@@ -20,6 +20,7 @@ from typing import Any
 
 from trainer import __version__
 from trainer import config as configs
+from trainer.artifacts.ports import Ports
 from trainer.base.console import LIVE, printable, write
 from trainer.base.digests import FileDigests
 from trainer.base.errors import Interrupted, NonFiniteError, UserError
@@ -29,7 +30,6 @@ from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.config import Config
 from trainer.data import identity
-from trainer.data.memo import Memo
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
 from trainer.resume.initial_adapter import open_start
@@ -38,6 +38,7 @@ from workbench.adapter_files.start import read_start
 from workbench.compare.page import Seen, compare, grouped, not_judged, pairs_of, record, seen, without_samples
 from workbench.compare.paired import before_the_runs
 from workbench.compare.variations import Variation, Variations
+from workbench.hub import hub
 from workbench.sources import LAYOUTS
 
 # Keys by whose values no run becomes another: places, what it reports and what it keeps. The name is the folder's.
@@ -164,8 +165,8 @@ def planned(asked: Variations) -> list[Compared]:
     digests = FileDigests(cache / "digests.json" if cache.is_dir() else None, phases)
     for each in asked.runs:
         try:
-            session = Session.open(each.config, only="measure")
-            plan = session.plan(phases=phases, scanned=first.data.scanned if first else Memo(layouts=LAYOUTS))
+            session = Session.open(each.config, only="measure", ports=Ports(hub=hub, layouts=LAYOUTS))
+            plan = session.plan(phases=phases, scanned=first.data.scanned if first else None)
             if session.source.repository is not None:
                 plan = replace(plan, model=fetched(plan.model, session.processes, phases))
         except UserError as error:

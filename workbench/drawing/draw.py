@@ -12,6 +12,7 @@ from trainer.adapters import Adapter
 from trainer.adapters.norms import Norms
 from trainer.adapters.portable import Factors, Portable, derived
 from trainer.artifacts import sampling
+from trainer.artifacts.ports import Ports
 from trainer.base.errors import UserError
 from trainer.base.files import refuse_taken, write_atomic
 from trainer.base.pictures import asked_of, png, pngs
@@ -33,6 +34,7 @@ from trainer.plan.samples import check_references, check_sizes, references
 from trainer.resume.initial_adapter import Start
 from trainer.run.session import Session
 from workbench.adapter_files.opening import OpenedAdapter, model_of, open_adapter
+from workbench.hub import hub
 from workbench.pages.before_after import scaled, table
 from workbench.pages.rendering import embedded, render
 from workbench.summary import prompts
@@ -93,7 +95,7 @@ def draw(
     adapters that are applied together; all titles need adapters of one form. Raises UserError for what cannot be drawn.
     """
     refuse_taken(out, place="folder with --out")
-    session = Session.open(config, only="measure")
+    session = Session.open(config, only="measure", ports=Ports(hub=hub))
     config, source = session.config, session.source
     _refuse_unread(drawing, source)
     requests = [request for files in adapters.values() for request in drawing.requests(config, files)]

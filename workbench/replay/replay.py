@@ -39,6 +39,7 @@ from trainer.run.setup import Launch, begin, choose_attention, environment_pin, 
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory
 from workbench.adapter_files import start
+from workbench.hub import hub
 from workbench.planning import fitting
 from workbench.replay.exact import computing_exactly
 from workbench.replay.formulas import Kept, Update, Updates
@@ -177,12 +178,13 @@ def _config(span: Span, overrides: Sequence[str], elsewhere: Path) -> Config:
 
 
 def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
-    session = Session.open(config, only="measure")
+    ports = Ports(hub=hub, adapter_files=start, layouts=LAYOUTS, planning=fitting)
+    session = Session.open(config, only="measure", ports=ports)
     config, source, peers = session.config, session.source, session.processes
     if peers.count > 1:
         raise UserError(f"{peers.count} processes were started; a replay is one process, which does the share of all")
     there, allowed = Memory.of(peers.device, config), Allowance(resume_from="")
-    asked = Launch(str(span.folder), allowed, Ports(adapter_files=start, layouts=LAYOUTS, planning=fitting))
+    asked = Launch(str(span.folder), allowed, ports)
     # The device is left out: an environment that differs is told of, and never refused.
     begun = begin(config, source, replace(there, device=None), asked, processes=1, phases=phases, say=peers.say)
     pieces, differs = begun.pieces, list[str]()

@@ -18,11 +18,11 @@ def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
         other = next(name for name in source.family.variants.names if name != variant.name)
         account.add(
             Heading.NOTE if variant.certain else Heading.ASSUMED,
-            f"the model is {variant.name} or made of it, as {variant.why}{follows}",
+            f"the model is {variant.name} or made of it, as {variant.reason}{follows}",
             remedy="" if variant.certain else f"for {other}, model.variant = {other!r}",
         )
     if variant.otherwise:
-        account.add(Heading.WARNING, f"the model is {variant.name}, as {variant.why}, and not {variant.otherwise}")
+        account.add(Heading.WARNING, f"the model is {variant.name}, as {variant.reason}, and not {variant.otherwise}")
     _add_named(account, source, options)
     _add_parts(account, source)
     if source.embedded and not source.fetched:
@@ -64,5 +64,5 @@ def _add_parts(account: Account, source: ModelSource) -> None:
         account.add(Heading.ASSUMED, reason, parts, noun="part", remedy="model.config gives a folder of others")
     for component in source.family.components:
         choice = source.weight_choice(component.name)
-        if choice is not None and choice.why:
-            account.add(Heading.NOTE, f"{component.name} reads the {choice.files} ({choice.why})")
+        if choice is not None and choice.reason:
+            account.add(Heading.NOTE, f"{component.name} reads the {choice.files} ({choice.reason})")

@@ -12,6 +12,7 @@ from tests.harness import ROOT
 from trainer import config as configs
 from trainer.artifacts.ports import ASKED, Ports, refuse_unserved
 from trainer.base.errors import UserError
+from trainer.run.session import Session
 from workbench.commands.ports import PORTS
 
 MINIMAL = {
@@ -33,7 +34,7 @@ ASKING = {
     "step.compile": {"step": {"compile": "auto"}},
 }
 # Where a part's files are, and keys that are read only beside one that the table has.
-FOLDERS = {part: part for part in ("adapter_files", "planning", "pages", "summary", "trackers", "mirror")}
+FOLDERS = {part: part for part in ("hub", "adapter_files", "planning", "pages", "summary", "trackers", "mirror")}
 FOLDERS["layouts"] = "sources"
 TELLS = "summary"  # of any key, and does nothing by it
 BESIDE = {
@@ -75,6 +76,12 @@ def test_what_is_asked_of_a_part_that_is_not_there_is_refused_by_its_key(key: st
     with pytest.raises(UserError, match=rf"^{re.escape(key)} = .* this run was opened without; .*workbench import PORTS"):
         refuse_unserved(config, Ports())
     assert refuse_unserved(config, PORTS) == ""
+
+
+@pytest.mark.parametrize("only", ["train", "measure"])
+def test_a_hub_id_is_refused_by_its_key_without_the_hub(only: str) -> None:
+    with pytest.raises(UserError, match=r"^model.path = 'a/b' .* this run was opened without; .*workbench import PORTS"):
+        Session.open(configs.parse(MINIMAL | {"model": {"family": "sdxl", "path": "a/b"}}), only=only)
 
 
 def test_what_nobody_asked_for_is_said_and_not_refused() -> None:

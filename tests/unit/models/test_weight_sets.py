@@ -74,7 +74,7 @@ def sets(**sizes: float):
 )
 def test_the_smallest_that_loses_nothing(there, stored, taken, said) -> None:
     chosen = choose(sets(**there), variant=None, stored=stored, where="unet")
-    assert (chosen.files.variant, chosen.why) == (taken, said)
+    assert (chosen.files.variant, chosen.reason) == (taken, said)
 
 
 def test_a_variant_that_is_asked_for() -> None:
@@ -82,7 +82,7 @@ def test_a_variant_that_is_asked_for() -> None:
     for asked, taken in (("fp16", "fp16"), ("none", None), ("ema", "ema")):
         assert choose(both, variant=asked, stored="fp32", where="unet").files.variant == taken
     lacking = choose(both, variant="bf16", stored="bf16", where="unet")
-    assert (lacking.files.variant, lacking.why) == (None, "no bf16 files there")
+    assert (lacking.files.variant, lacking.reason) == (None, "no bf16 files there")
     with pytest.raises(UserError, match="model.variant = 'bf16': unet has no such files, only fp16 files"):
         choose(sets(fp16=5), variant="bf16", stored="bf16", where="unet")
     with pytest.raises(UserError, match="unet has only ema files.*model.variant"):

@@ -270,7 +270,7 @@ def test_how_many_padded_lengths_a_run_has_is_said() -> None:
 
 def test_our_attention_is_the_librarys(model: Model, encoded: Conditioning) -> None:
     """Bit by bit: on real angles, and with a mask, where a sample's captions differ in length."""
-    from trainer.models.zimage.attention import Angles
+    from trainer.models.zimage import Angles
 
     transformer = model.modules["transformer"]
     layers = [layer for layer in transformer.modules() if hasattr(layer, "set_processor")]

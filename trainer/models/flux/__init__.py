@@ -22,15 +22,15 @@ from trainer.models.shared import clip, flow, vae
 from trainer.models.shared.attention import JointAttention
 from trainer.objectives import Flow
 
-DEFAULT_GUIDANCE, KONTEXT_GUIDANCE = 3.5, 2.5  # the latter as in the examples of its pipeline
+DEFAULT_GUIDANCE, KONTEXT_GUIDANCE = 3.5, 2.5  # the latter from the examples of its pipeline
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
 DEV, SCHNELL, KONTEXT = "dev", "schnell", "kontext"
-# (width, height), of which FluxKontextPipeline gives a reference the one of the nearest aspect ratio.
+# (width, height): FluxKontextPipeline resizes a reference to the one of the nearest aspect ratio.
 REFERENCE_SIZES = (
     (672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104), (1024, 1024),
     (1104, 944), (1184, 880), (1248, 832), (1328, 800), (1392, 752), (1456, 720), (1504, 688), (1568, 672),
 )  # fmt: skip
-# What names of either say, and of models made of it without distillation: as people write them, in lower case.
+# Names of either model, and of models made from it without distillation, in lower case.
 NAMED_DEV = re.compile(r"(?<![a-z])(flux)?[-_. \d]*dev(?![a-z])|dev2pro|de[-_ ]?distil|un[-_ ]?distil")
 NAMED_SCHNELL = re.compile(r"schnell|libre[-_ ]?flux|open[-_ ]?flux")
 INPUTS = {
@@ -41,51 +41,49 @@ TEXTS = {"pooled_projection_dim": [("text_encoder", "hidden_size")], "joint_atte
 
 
 def objective(scheduler: ComponentConfig, markers: Markers, **choices: Any) -> Flow:
-    """Shifted by the resolution, if not asked otherwise; "sigmoid" is the name of times that are not."""
+    """Shifted by the resolution, unless the times are "sigmoid" or a shift is given."""
     return flow.objective(scheduler, "flux", "logit_normal", **choices)
 
 
 def distillation(name: str) -> str | None:
-    """The one that a name says, of itself or of what it is made of; None for neither, both, or Kontext."""
-    if "kontext" in name.lower():
+    """The variant that a model's name says it is, or is made of; None for neither, both, or Kontext."""
+    if "kontext" in (name := name.lower()):
         return None
-    dev, schnell = NAMED_DEV.search(name.lower()), NAMED_SCHNELL.search(name.lower())
-    if schnell:
+    dev = NAMED_DEV.search(name)
+    if NAMED_SCHNELL.search(name):
         return None if dev and "distil" not in dev[0] else SCHNELL
     return DEV if dev else None
 
 
 def follows(variant: str, options: Mapping[str, Any]) -> str:
-    """What the variant decides."""
+    """The variant's effects, for people."""
     tokens = options.get("text_length") or (T5_LENGTH_SCHNELL if variant == SCHNELL else T5_LENGTH_DEV)
     return f"T5 reads up to {tokens} tokens of a caption (data.text_length), and adapter files say flux-1-{variant}"
 
 
 def published(tensors: set[str], variant: str | None = SCHNELL) -> str:
-    """The folder of embedded configs for a file. A guidance embedding is dev's."""
+    """The folder of embedded configs for a single file. dev alone has a guidance embedding."""
     guided = any("guidance_in." in name or "guidance_embedder." in name for name in tensors)
     return "flux-dev" if guided or variant != SCHNELL else "flux-schnell"
 
 
 def t5_length(model: Model) -> int:
     """The tokens that T5 reads: data.text_length, else 512 (dev) or 256 (schnell). Raises UserError for too many."""
-    chosen, longest = model.options.get("text_length"), model.tokenizers["tokenizer_2"].model_max_length
-    if chosen and chosen > longest:
-        raise UserError(f"data.text_length = {chosen} is more than the model's T5 tokenizer takes; use at most {longest}")
+    length, longest = model.options.get("text_length"), model.tokenizers["tokenizer_2"].model_max_length
+    if length and length > longest:
+        raise UserError(f"data.text_length = {length} is more than the model's T5 tokenizer takes; use at most {longest}")
     dev = model.configs["transformer"].get("guidance_embeds", False) or model.options.get("distillation") in (DEV, KONTEXT)
-    length = chosen or (T5_LENGTH_DEV if dev else T5_LENGTH_SCHNELL)
-    return min(length, longest)
+    return min(length or (T5_LENGTH_DEV if dev else T5_LENGTH_SCHNELL), longest)
 
 
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
     """The ids of each caption, int64 [1, L]."""
-    if encoder == "text_encoder":
-        return clip.clip_ids(model.tokenizers["tokenizer"], captions).split(1)
-    return clip.clip_ids(model.tokenizers["tokenizer_2"], captions, t5_length(model)).split(1)
+    name, length = ("tokenizer", None) if encoder == "text_encoder" else ("tokenizer_2", t5_length(model))
+    return clip.clip_ids(model.tokenizers[name], captions, length).split(1)
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One encoder's output for the captions: of CLIP "pooled" [B, P], of T5 "sequence" [B, L, D]."""
+    """One encoder's output for the captions: "pooled" [B, P] from CLIP, "sequence" [B, L, D] from T5."""
     output = model.modules[encoder](torch.cat(list(tokens)))
     if encoder == "text_encoder":
         return {"pooled": output.pooler_output.to(model.compute[encoder])}
@@ -93,7 +91,7 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
 
 
 def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
-    """(tokens of each caption, tokens that are read) of every tokenizer, by name."""
+    """(tokens of each caption, tokens that are read) by tokenizer."""
     counts = count_prompt_tokens(model, captions)
     return counts | {"tokenizer_2": (counts["tokenizer_2"][0], t5_length(model))}
 
@@ -113,18 +111,18 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
-    """The predicted velocity, noise - latents: [B, 16, h, w]. A reference follows the noised tokens, as image 1."""
+    """The predicted velocity, noise - latents: [B, 16, h, w]. A reference's tokens follow the noised ones, as image 1."""
     transformer = model.modules["transformer"]
     height, width = noised.shape[-2:]
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.full((noised.shape[0],), float(model.options["guidance"]), device=noised.device)
-    shown, ids = pack(noised), flow.positions(0, height // 2, width // 2, device=noised.device)
-    for index, each in enumerate(batch.references, 1):
-        beside = flow.positions(index, each.shape[-2] // 2, each.shape[-1] // 2, device=noised.device)
-        shown, ids = torch.cat([shown, pack(each.to(noised))], dim=1), torch.cat([ids, beside])
+    image_tokens, ids = pack(noised), flow.positions(0, height // 2, width // 2, device=noised.device)
+    for index, reference in enumerate(batch.references, 1):
+        its_ids = flow.positions(index, reference.shape[-2] // 2, reference.shape[-1] // 2, device=noised.device)
+        image_tokens, ids = torch.cat([image_tokens, pack(reference.to(noised))], dim=1), torch.cat([ids, its_ids])
     tokens = transformer(
-        hidden_states=shown,
+        hidden_states=image_tokens,
         encoder_hidden_states=conditioning.sequence,
         pooled_projections=conditioning.pooled,
         timestep=time,
@@ -137,30 +135,30 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 
 
 def arguments(variant: str | None, request: SampleRequest) -> dict[str, Any]:
-    """What the pipeline is told beside the usual: Kontext's draws a million pixels unless it is given an area."""
-    given = {} if request.cfg is None else {"true_cfg_scale": request.cfg}
+    """Further arguments of the pipeline. Kontext's draws a million pixels unless it is given an area."""
+    options = {} if request.cfg is None else {"true_cfg_scale": request.cfg}
     if variant != KONTEXT:
-        return given
-    given |= {"max_area": request.width * request.height}
-    return given | ({"guidance_scale": KONTEXT_GUIDANCE} if request.guidance is None else {})
+        return options
+    options |= {"max_area": request.width * request.height}
+    return options | ({"guidance_scale": KONTEXT_GUIDANCE} if request.guidance is None else {})
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     """An image by diffusers' own pipeline."""
     variant = model.options.get("distillation")
-    given = arguments(variant, request)
-    given |= {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
+    options = arguments(variant, request)
+    options |= {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
     if request.cfg is not None:
-        given |= {"negative_prompt_embeds": negative.sequence, "negative_pooled_prompt_embeds": negative.pooled}
+        options |= {"negative_prompt_embeds": negative.sequence, "negative_pooled_prompt_embeds": negative.pooled}
     if variant == KONTEXT:
-        given["image"] = list(request.images) or None
+        options["image"] = list(request.images) or None
     name = "FluxKontextPipeline" if variant == KONTEXT else "FluxPipeline"
-    drawing = flow.pipeline(model, request, name, text_encoder_2=None, tokenizer_2=None)
-    return draw(drawing, request, given.pop("guidance_scale", DEFAULT_GUIDANCE), **given)
+    pipeline = flow.pipeline(model, request, name, text_encoder_2=None, tokenizer_2=None)
+    return draw(pipeline, request, options.pop("guidance_scale", DEFAULT_GUIDANCE), **options)
 
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
-    """What adapter files say of the family."""
+    """The family's entries in an adapter file's metadata."""
     variant = config.get("_variant") or SCHNELL
     variant = DEV if config.get("guidance_embeds") and variant != KONTEXT else variant
     return flow.metadata(f"flux-1-{variant}", "black-forest-labs/flux", "flux1", "networks.lora_flux")
@@ -169,28 +167,20 @@ def metadata(config: dict, prediction: str) -> dict[str, str]:
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out")
 _MLP = ("*.ff.net.0.proj", "*.ff.net.2", "*.ff_context.net.0.proj", "*.ff_context.net.2",
         "single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out")  # fmt: skip
-_OUTSIDE = ("x_embedder", "context_embedder", "time_text_embed.*", "norm_out.linear", "proj_out")  # of the blocks
+_OUTSIDE = ("x_embedder", "context_embedder", "time_text_embed.*", "norm_out.linear", "proj_out")  # outside the blocks
 _LINEAR = (*_ATTENTION, *_MLP, "*.norm*.linear", *_OUTSIDE)
 
 FAMILY = base.Family(
     name="flux",
     components=(
         # The prefixes are those of all-in-one files; a component's own file has none.
-        base.Component(
-            "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
-            infer=clip.infer_clip, prefixes=("text_encoders.clip_l.transformer.",), file="clip_l.safetensors",
-            blocks=clip.BLOCKS,
-        ),
+        clip.component("text_encoders.clip_l.transformer."),
         base.Component(
             "text_encoder_2", "transformers", "T5EncoderModel", "text_encoder",
             infer=names.infer_t5, prefixes=("text_encoders.t5xxl.transformer.",), file="t5xxl_fp16.safetensors",
             blocks=("encoder.block.*",),
         ),
-        base.Component(
-            "transformer", "diffusers", "FluxTransformer2DModel", "denoiser",
-            sensitive=_OUTSIDE, names=names.transformer_names, defaults=names.DEFAULTS, infer=names.infer_transformer,
-            prefixes=("model.diffusion_model.",),
-        ),
+        flow.transformer("FluxTransformer2DModel", names, _OUTSIDE),
         vae.component("vae.", "ae.safetensors"),
     ),
     reads=(*flow.READS, "objective.guidance", "data.text_length", "data.sources.*.references",

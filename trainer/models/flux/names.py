@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainer.base.types import KeyStyle, Link
-from trainer.models.names import ComponentConfig, Names, Shape, how_many
+from trainer.models.names import SWAP, ComponentConfig, Names, Shape, how_many
 from trainer.models.shared import flow
 
 # Defaults of the class for keys missing from config.json.
@@ -13,34 +13,30 @@ DEFAULTS = {
     "num_attention_heads": 24, "num_layers": 19, "num_single_layers": 38, "pooled_projection_dim": 768,
 }  # fmt: skip
 
+TIMES = 256  # width of the sinusoidal embedding, fixed in both codes
+# The last: what a whole CLIP given as the text encoder has, and the sentencepiece model inside single-file T5 encoders.
 HARMLESS = (
-    "*.position_ids",
-    "logit_scale",
-    "*.logit_scale",
+    "*.position_ids", "logit_scale", "*.logit_scale",
     "*text_projection.weight",
-    # a whole CLIP given as the text encoder
-    "vision_model.*",
-    "visual_projection.weight",
-    # the sentencepiece model inside single-file T5 encoders
-    "spiece_model",
-)
+    "vision_model.*", "visual_projection.weight", "spiece_model",
+)  # fmt: skip
 
 
 def other_names(links: Sequence[Link]) -> Iterator[Link]:
-    """The modules that XLabs trains, under its names: a block's attention is a processor; of linear1 q, k and v alone.
-    And OneTrainer's name of the embedder."""
+    """The modules that XLabs trains, under its names: a block's attention is a processor, and linear1 has q, k and v alone.
+    Also OneTrainer's name of the embedder."""
     for link in links:
-        if found := re.fullmatch(r"(double_blocks\.\d+)\.(img|txt)_attn\.(qkv|proj)", link.original):
-            yield Link(f"{found[1]}.processor.{found[3]}_lora{1 if found[2] == 'img' else 2}", link.parts)
-        elif found := re.fullmatch(r"(single_blocks\.\d+)\.linear([12])", link.original):
-            name, parts = ("qkv", link.parts[:3]) if found[2] == "1" else ("proj", link.parts)
-            yield from (Link(f"{found[1]}.{between}{name}", parts) for between in ("processor.", ""))
+        if match := re.fullmatch(r"(double_blocks\.\d+)\.(img|txt)_attn\.(qkv|proj)", link.original):
+            yield Link(f"{match[1]}.processor.{match[3]}_lora{1 if match[2] == 'img' else 2}", link.parts)
+        elif match := re.fullmatch(r"(single_blocks\.\d+)\.linear([12])", link.original):
+            name, parts = ("qkv", link.parts[:3]) if match[2] == "1" else ("proj", link.parts)
+            yield from (Link(f"{match[1]}.{between}{name}", parts) for between in ("processor.", ""))
         elif link.original == "img_in":
             yield Link("img_in.proj", link.parts)
 
 
-# Of adapter files. OneTrainer counts T5 as the second encoder (modules/util/convert/lora/convert_flux_lora.py), sd-scripts
-# as the third.
+# Names in adapter files. OneTrainer counts T5 as the second encoder (modules/util/convert/lora/convert_flux_lora.py),
+# sd-scripts as the third.
 KEY_STYLES = (
     KeyStyle("OneTrainer", "transformer", "lora_transformer_", flat=True),
     KeyStyle("OneTrainer", "text_encoder_2", "lora_te2_", flat=True),
@@ -63,14 +59,10 @@ def transformer_names(config: ComponentConfig) -> Names:
     width = config["num_attention_heads"] * head
     inputs = config["in_channels"]
 
-    def embedder(original: str, part: str, inputs: int) -> None:
-        names.layer(f"{original}.in_layer", f"time_text_embed.{part}.linear_1", (width, inputs))
-        names.layer(f"{original}.out_layer", f"time_text_embed.{part}.linear_2", (width, width))
-
-    embedder("time_in", "timestep_embedder", 256)  # width of the sinusoidal embedding, fixed in both codes
+    names.embedder("time_in", "time_text_embed.timestep_embedder", TIMES, width)
     if config["guidance_embeds"]:
-        embedder("guidance_in", "guidance_embedder", 256)
-    embedder("vector_in", "text_embedder", config["pooled_projection_dim"])
+        names.embedder("guidance_in", "time_text_embed.guidance_embedder", TIMES, width)
+    names.embedder("vector_in", "time_text_embed.text_embedder", config["pooled_projection_dim"], width)
     names.layer("txt_in", "context_embedder", (width, config["joint_attention_dim"]))
     names.layer("img_in", "x_embedder", (width, inputs))
 
@@ -93,22 +85,20 @@ def transformer_names(config: ComponentConfig) -> Names:
         names.qk_norm(f"{original}.norm", f"{part}.attn", head)
         names.layer(f"{original}.linear2", f"{part}.proj_out", (width, 5 * width))
 
-    # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
-    for leaf, shape in (("weight", (2 * width, width)), ("bias", (2 * width,))):
-        names.add(f"final_layer.adaLN_modulation.1.{leaf}", {f"norm_out.linear.{leaf}": shape}, "swap_halves")
+    names.layer("final_layer.adaLN_modulation.1", "norm_out.linear", (2 * width, width), op=SWAP)
     outputs = (config.get("patch_size") or 1) ** 2 * (config.get("out_channels") or inputs)
     names.layer("final_layer.linear", "proj_out", (outputs, width))
     return names
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of `flow.infer_transformer`, and those that FLUX.1 alone has."""
-    found = flow.infer_transformer(shapes, base)
-    return found and found | {"pooled_projection_dim": shapes["vector_in.in_layer.weight"][1]}
+    """`flow.infer_transformer`, and the value that FLUX.1 alone has."""
+    config = flow.infer_transformer(shapes, base)
+    return config and config | {"pooled_projection_dim": shapes["vector_in.in_layer.weight"][1]}
 
 
 def infer_t5(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values that shapes tell of the config of T5's encoder, whose files have the library's names."""
+    """Config values of T5's encoder from the shapes of its tensors, which files name as the library does."""
     attention = "encoder.block.0.layer.0.SelfAttention"
     if f"{attention}.relative_attention_bias.weight" not in shapes:
         return {}

@@ -6,7 +6,7 @@ statistics; positions have four axes (image, row, column, text); the transformer
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,21 +14,48 @@ import torch
 from torch import nn
 
 from trainer.base.errors import UserError
+from trainer.base.protocols import Kernels
 from trainer.base.types import Batch, Conditioning
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, draw
-from trainer.models.flux2 import attention, names
+from trainer.models.flux2 import names
 from trainer.models.shared import flow, patched_vae, qwen
+from trainer.models.shared.attention import JointAttention, Processor, Rotation, rotated
 from trainer.objectives import Flow
 
 BASE, DISTILLED = "base", "distilled"
 GUIDANCE = {BASE: 4.0, DISTILLED: 1.0}
-APART = 10  # between the numbers of two images, on the first axis of positions
+APART = 10  # distance of two images' numbers, on the first axis of positions
 SIZES = {3072: "4b", 4096: "9b"}  # by the transformer's width
 
 
+class ParallelAttention(Processor):
+    """A processor for diffusers' `Flux2ParallelSelfAttention`, whose one projection gives query, key, value and both halves
+    of the feed-forward."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotation | None = None,
+    ) -> torch.Tensor:
+        """[B, tokens, width] of text and image."""
+        parts = [3 * attn.inner_dim, attn.mlp_mult_factor * attn.mlp_hidden_dim]
+        attended, feed = attn.to_qkv_mlp_proj(hidden_states).split(parts, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, attn.head_dim)) for part in attended.chunk(3, dim=-1))
+        query, key = rotated(attn.norm_q(query), attn.norm_k(key), image_rotary_emb, self.kernels)
+        out = self.attended(query, key, value, attention_mask)
+        return attn.to_out(torch.cat([out, attn.mlp_act_fn(feed)], dim=-1))
+
+
+def processor(layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> Processor:
+    """The attention processor of a layer."""
+    return (ParallelAttention if hasattr(layer, "to_qkv_mlp_proj") else JointAttention)(attend, kernels)
+
+
 def objective(scheduler: Mapping[str, Any], markers: Markers, *, allow_distilled: bool = False, **choices: Any) -> Flow:
-    """Uniform times without a shift, if not asked otherwise; all others but "sigmoid" are shifted by the resolution."""
+    """Uniform times without a shift by default; all others but "sigmoid" are shifted by the resolution."""
     if markers.distillation is None:
         raise UserError(
             "neither this FLUX.2 klein's model_index.json (is_distilled) nor its name says whether it is the base model or "
@@ -44,22 +71,22 @@ def objective(scheduler: Mapping[str, Any], markers: Markers, *, allow_distilled
 
 
 def distillation(name: str) -> str | None:
-    """The one that a file or repository of this name is, as the publisher names them; None where the name does not say."""
+    """The variant of a file or repository, by the publisher's names; None if the name does not say."""
     if "klein" in name.lower() and re.search(r"(?<![a-z])base(?![a-z])", name.lower()):
         return BASE
     return DISTILLED if re.search(r"klein[-_ ]?[49]b(?![a-z])", name.lower()) else None
 
 
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
-    """The ids of each caption, and which of them are no padding: int64 [2, L]."""
+    """Each caption's ids and attention mask: int64 [2, L]."""
     tokenizer = model.tokenizers["tokenizer"]
     texts = [qwen.chat(tokenizer, caption, thinking=False) for caption in captions]
-    read = tokenizer(texts, padding="max_length", max_length=qwen.text_length(model), truncation=True, return_tensors="pt")
-    return torch.stack([read.input_ids, read.attention_mask], dim=1).unbind()
+    batch = tokenizer(texts, padding="max_length", max_length=qwen.text_length(model), truncation=True, return_tensors="pt")
+    return torch.stack([batch.input_ids, batch.attention_mask], dim=1).unbind()
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What Qwen3 has after 9, 18 and 27 of its layers, side by side: "sequence" [B, L, 3 D]. Rows of padding are read."""
+    """Qwen3's hidden states after 9, 18 and 27 layers, side by side: "sequence" [B, L, 3 D], rows of padding included."""
     ids, present = torch.stack(list(tokens)).unbind(1)
     states = qwen.hidden_states(model, encoder, ids, present.bool())
     sequence = torch.cat([states[layer] for layer in names.LAYERS], dim=-1)
@@ -67,12 +94,12 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
-    """The predicted velocity, noise - latents: [B, 128, h, w]. References follow the noised tokens, as images 10, 20, ..."""
+    """The predicted velocity, noise - latents: [B, 128, h, w]. References' tokens follow, as images 10, 20, ..."""
     (height, width), device = noised.shape[-2:], noised.device
-    shown = (noised, *batch.references)
-    ids = [flow.positions(APART * index, *each.shape[-2:], 1, device=device) for index, each in enumerate(shown)]
+    images = (noised, *batch.references)
+    ids = [flow.positions(APART * index, *each.shape[-2:], 1, device=device) for index, each in enumerate(images)]
     tokens = model.modules["transformer"](
-        hidden_states=torch.cat([each.to(noised).flatten(2).transpose(1, 2) for each in shown], dim=1),
+        hidden_states=torch.cat([each.to(noised).flatten(2).transpose(1, 2) for each in images], dim=1),
         encoder_hidden_states=conditioning.sequence,
         timestep=time,
         img_ids=torch.cat(ids),
@@ -85,9 +112,9 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     """An image by diffusers' own pipeline."""
     kind = model.options.get("distillation") or BASE
-    drawing = flow.pipeline(model, request, "Flux2KleinPipeline", is_distilled=kind == DISTILLED)
+    pipeline = flow.pipeline(model, request, "Flux2KleinPipeline", is_distilled=kind == DISTILLED)
     embedded = {"prompt_embeds": conditioning.sequence, "negative_prompt_embeds": negative.sequence}
-    return draw(drawing, request, GUIDANCE[kind], image=list(request.images) or None, **embedded)
+    return draw(pipeline, request, GUIDANCE[kind], image=list(request.images) or None, **embedded)
 
 
 def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
@@ -103,21 +130,20 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
 
 
 def adjust(component: str, module: nn.Module) -> None:
-    """Keep the transformer's times exact, and Qwen3's last layer that is read without the norm that follows all of them."""
+    """Keep the transformer's times exact, and leave out the text encoder's last norm."""
     if component == "transformer":
         flow.keep_time_exact(module, module.time_guidance_embed)
-    elif component == "text_encoder":
-        module.norm = nn.Identity()
+    qwen.leave_out_last_norm(component, module)
 
 
 def published(tensors: set[str], variant: str | None = None) -> str:
-    """The folder of embedded configs for a file: klein 9B has 8 double blocks, 4B has 5."""
+    """The folder of embedded configs for a single file: klein 9B has 8 double blocks, 4B has 5."""
     eighth = re.compile(r"(^|\.)(double_blocks|transformer_blocks)\.7\.")
     return "flux2-klein-9b" if any(map(eighth.search, tensors)) else "flux2-klein-4b"
 
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
-    """What adapter files say of the family."""
+    """The family's entries in an adapter file's metadata."""
     size = SIZES.get(config["num_attention_heads"] * config["attention_head_dim"], "4b")
     return flow.metadata(f"flux-2-klein-{size}", "black-forest-labs/flux2", "flux2", "networks.lora_flux_2")
 
@@ -125,7 +151,7 @@ def metadata(config: dict, prediction: str) -> dict[str, str]:
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out",
               "single_transformer_blocks.*.attn.to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out")  # fmt: skip
 _MLP = ("*.ff.linear_in", "*.ff.linear_out", "*.ff_context.linear_in", "*.ff_context.linear_out")
-_OUTSIDE = ("x_embedder", "context_embedder", "time_guidance_embed.*", "norm_out.linear", "proj_out")  # of the blocks
+_OUTSIDE = ("x_embedder", "context_embedder", "time_guidance_embed.*", "norm_out.linear", "proj_out")  # outside the blocks
 _MODULATION = ("*_modulation*.linear",)
 _LINEAR = (*_ATTENTION, *_MLP, *_MODULATION, *_OUTSIDE)
 _GATES = ("transformer.time_guidance_embed.*", "transformer.*_modulation*.linear")
@@ -134,11 +160,7 @@ FAMILY = base.Family(
     name="flux2",
     components=(
         qwen.component(names.LAYERS[-1]),
-        base.Component(
-            "transformer", "diffusers", "Flux2Transformer2DModel", "denoiser",
-            sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
-            infer=names.infer_transformer, prefixes=("model.diffusion_model.",),
-        ),
+        flow.transformer("Flux2Transformer2DModel", names, (*_OUTSIDE, *_MODULATION)),
         patched_vae.COMPONENT,
     ),
     reads=(*flow.READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative",
@@ -158,7 +180,7 @@ FAMILY = base.Family(
     ),
     variants=base.VariantPart((BASE, DISTILLED), distillation),
     memory=base.MemoryPart(
-        blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=attention.processor,
+        blocks=("transformer_blocks.*", "single_transformer_blocks.*"), attention=processor,
         unread=("*.ff.linear_out", "*.ff_context.linear_out", "single_transformer_blocks.*.attn.to_out"),
         gates=_GATES,
         shared_inputs={

@@ -6,7 +6,7 @@ has a bias.
 
 from collections.abc import Mapping
 
-from trainer.models.names import ComponentConfig, Names, Shape
+from trainer.models.names import SWAP, ComponentConfig, Names, Shape
 from trainer.models.shared import flow, patched_vae
 
 # Defaults of the class for keys missing from config.json.
@@ -16,7 +16,7 @@ DEFAULTS = {
     "timestep_guidance_channels": 256,
 }  # fmt: skip
 
-LAYERS = (9, 18, 27)  # of Qwen3, after so many of which the text is read; 0: its embeddings
+LAYERS = (9, 18, 27)  # Qwen3's hidden states after so many layers are read; 0: its embeddings
 # Layers above the last that is read, the output layer, a counter of the VAE's statistics.
 HARMLESS = (
     "*layers.2[789].*", "*layers.[3-9][0-9].*", "lm_head.weight", "*.lm_head.weight", patched_vae.COUNTER,
@@ -32,8 +32,7 @@ def transformer_names(config: ComponentConfig) -> Names:
 
     for original, part in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder")):
         if original == "time_in" or config["guidance_embeds"]:
-            names.layer(f"{original}.in_layer", f"time_guidance_embed.{part}.linear_1", (width, times))
-            names.layer(f"{original}.out_layer", f"time_guidance_embed.{part}.linear_2", (width, width))
+            names.embedder(original, f"time_guidance_embed.{part}", times, width)
     for modulation, count in (("double_stream_modulation_img", 6), ("double_stream_modulation_txt", 6),
                               ("single_stream_modulation", 3)):  # fmt: skip
         names.layer(f"{modulation}.lin", f"{modulation}.linear", (count * width, width))
@@ -55,17 +54,16 @@ def transformer_names(config: ComponentConfig) -> Names:
         names.qk_norm(f"{original}.norm", part, head)
         names.layer(f"{original}.linear2", f"{part}.to_out", (width, width + feed))
 
-    # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
-    names.add("final_layer.adaLN_modulation.1.weight", {"norm_out.linear.weight": (2 * width, width)}, "swap_halves")
+    names.layer("final_layer.adaLN_modulation.1", "norm_out.linear", (2 * width, width), op=SWAP)
     outputs = (config.get("patch_size") or 1) ** 2 * (config.get("out_channels") or config["in_channels"])
     names.layer("final_layer.linear", "proj_out", (outputs, width))
     return names
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of `flow.infer_transformer`, and those that FLUX.2 alone has."""
-    found = flow.infer_transformer(shapes, base)
-    if not found:
+    """`flow.infer_transformer`, and the values that FLUX.2 alone has."""
+    config = flow.infer_transformer(shapes, base)
+    if not config:
         return {}
     feed, width = shapes["double_blocks.0.img_mlp.2.weight"][1], shapes["img_in.weight"][0]
-    return found | {"mlp_ratio": feed / width, "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1]}
+    return config | {"mlp_ratio": feed / width, "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1]}

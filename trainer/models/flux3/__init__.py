@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 
 from trainer.base.errors import UserError
@@ -19,24 +18,41 @@ from trainer.base.types import Batch, Conditioning, ReferenceRule
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest
 from trainer.models.flux3 import names
-from trainer.models.flux3.attention import PreciseAttention
 from trainer.models.names import ComponentConfig
 from trainer.models.shared import flow, patched_vae, qwen
-from trainer.models.shared.lengths import collate, each_length, in_order
+from trainer.models.shared.attention import Processor, Rotation, projected, rotated
 from trainer.objectives import Flow
 
 GUIDANCE = 3.5
-HALF = 0.5  # what rows and columns of latents are multiplied by, for their positions
-WINDOW, LONGEST = 80, 8192  # a caption is padded to a multiple of so many tokens; the most that are read
+HALF = 0.5  # factor of the positions of rows and columns of latents
+WINDOW, LONGEST = 80, 8192  # tokens: a caption is padded to a multiple of the first; the most that are read
 PADDING_AT = 1  # the position of padding in Qwen3-VL: transformers 4.57 gave it this one when the model was trained
 MOST_REFERENCES = 10
 # The pipeline makes its scheduler itself, so that a folder need not have one.
 SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 6.93}
 
 
+class PreciseAttention(Processor):
+    """A processor for diffusers' `Flux3Attention`: queries and keys are normed and turned in fp32, and rounded once."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotation | None = None,
+    ) -> torch.Tensor:
+        """[B, tokens, width]."""
+        projections = (attn.to_q, attn.to_k, attn.to_v)
+        query, key, value = (project(hidden_states).unflatten(-1, (attn.heads, -1)) for project in projections)
+        query, key = attn.norm_q(query.float()), attn.norm_k(key.float())
+        query, key = rotated(query, key, image_rotary_emb, self.kernels)
+        return projected(attn, self.attended(query.to(value.dtype), key.to(value.dtype), value, attention_mask))
+
+
 def objective(scheduler: Mapping[str, Any], markers: Markers, **choices: Any) -> Flow:
-    """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
-    return flow.as_scheduled(scheduler, "flux3", **choices)
+    """Times of a sigmoid without a shift by default; all others are shifted as the model's scheduler shifts."""
+    return flow.objective(scheduler, "flux3", "sigmoid", scheduled=True, **choices)
 
 
 def rows(count: int) -> int:
@@ -45,19 +61,14 @@ def rows(count: int) -> int:
 
 
 def text_length(model: Model) -> int:
-    """The tokens that are read of a caption: data.text_length, else 8192, as in the pipeline. Raises UserError for more."""
-    if (chosen := model.options.get("text_length") or LONGEST) > LONGEST:
-        raise UserError(f"data.text_length = {chosen} is more than FLUX.3 takes; use at most {LONGEST}")
-    return chosen
-
-
-def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
-    """The ids of each caption, without padding: int64 [L]."""
-    return qwen.chat_ids(model, captions, text_length(model))
+    """The tokens read of a caption: data.text_length, else 8192, as in the pipeline. Raises UserError for more."""
+    if (length := model.options.get("text_length") or LONGEST) > LONGEST:
+        raise UserError(f"data.text_length = {length} is more than FLUX.3 takes; use at most {LONGEST}")
+    return length
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What Qwen3-VL has after 4, 8, ..., 32 of its layers, side by side: "sequence" [B, L, 8 D]. Each caption is read alone,
+    """Qwen3-VL's hidden states after 4, 8, ..., 32 layers, side by side: "sequence" [B, L, 8 D]. Each caption is read alone,
     in its own window, as the pipeline reads it; behind a shorter window are zeros, which nothing reads."""
     alone = [_window(model, encoder, ids) for ids in tokens]
     longest = max(each.shape[1] for each in alone)
@@ -66,20 +77,20 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
 
 
 def _window(model: Model, encoder: str, ids: torch.Tensor) -> torch.Tensor:
-    """[1, L, 8 D] of one caption's ids."""
+    """The hidden states [1, L, 8 D] of one caption's ids."""
     absent = rows(len(ids)) - len(ids)
     padded = pad(ids, (0, absent), value=model.tokenizers["tokenizer"].pad_token_id)[None]
     present = pad(torch.ones_like(ids, dtype=torch.bool), (0, absent))[None]
-    at = pad(torch.arange(len(ids), device=ids.device), (0, absent), value=PADDING_AT)[None]
-    states = qwen.hidden_states(model, encoder, padded, present, at)
+    places = pad(torch.arange(len(ids), device=ids.device), (0, absent), value=PADDING_AT)[None]
+    states = qwen.hidden_states(model, encoder, padded, present, places)
     return torch.cat([states[layer] for layer in names.LAYERS], dim=-1)
 
 
-def positions(latents: torch.Tensor, at: int) -> torch.Tensor:
-    """fp32 [h * w, 4] of latents [B, C, h, w]: (0, row / 2, column / 2, at) of every token of an image."""
+def positions(latents: torch.Tensor, image: int) -> torch.Tensor:
+    """fp32 [h * w, 4] of latents [B, C, h, w]: (0, row / 2, column / 2, image) of every token of an image."""
     ids = flow.positions(0, *latents.shape[-2:], 1, device=latents.device)
     ids[:, 1:3] *= HALF
-    ids[:, 3] = at
+    ids[:, 3] = image
     return ids
 
 
@@ -96,24 +107,25 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 def velocity(
     model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, references: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """`predict`, of the references' latents (images -1, -2, ...). Captions of one window go through together."""
-    transformer, made = model.modules["transformer"], {}
-    at = [positions(each, -place) for place, each in enumerate(references, 1)]
-    beside = {"image_cond_ids": torch.cat(at)} if at else {}
-    for length, indices, pick in each_length(conditioning):
+    """`predict` with the references' latents (images -1, -2, ...). Captions of one window go through together."""
+    options = {}
+    if references:
+        options["image_cond_ids"] = torch.cat([positions(each, -number) for number, each in enumerate(references, 1)])
+
+    def forward(length: int, pick: flow.Pick) -> torch.Tensor:
         if references:
-            beside["image_cond_hidden_states"] = torch.cat([_packed(pick(each)) for each in references], dim=1)
-        out = transformer(
+            options["image_cond_hidden_states"] = torch.cat([_packed(pick(each)) for each in references], dim=1)
+        return model.modules["transformer"](
             hidden_states=_packed(pick(noised)),
             encoder_hidden_states=pick(conditioning.sequence)[:, :length],
             timestep=pick(time),
             img_ids=positions(noised, 0),
             txt_ids=text_positions(length, noised.device),
             return_dict=False,
-            **beside,
+            **options,
         )[0]
-        made |= zip(indices, out, strict=True)
-    return in_order(made).transpose(1, 2).unflatten(2, noised.shape[-2:])
+
+    return flow.by_length(conditioning, forward).transpose(1, 2).unflatten(2, noised.shape[-2:])
 
 
 def _packed(latents: torch.Tensor) -> torch.Tensor:
@@ -122,15 +134,15 @@ def _packed(latents: torch.Tensor) -> torch.Tensor:
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
-    """An image as by diffusers' modular pipeline without its prompt upsampler. Its blocks would take the dtype of a weight
-    for that of the computation."""
+    """An image as by diffusers' modular pipeline without its prompt upsampler. The pipeline's own blocks would compute in the
+    dtype of a weight."""
     import numpy as np
     from diffusers import FlowMatchEulerDiscreteScheduler
     from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
 
     processor, scheduler = Flux3ImageProcessor(), FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler))
-    whole = "fill" if len(request.images) == 1 else "crop"
-    images = (processor.preprocess(image, resize_mode=whole)[0] for image in request.images)
+    mode = "fill" if len(request.images) == 1 else "crop"
+    images = (processor.preprocess(image, resize_mode=mode)[0] for image in request.images)
     references = [patched_vae.encode_images(model, image) for image in images]
     size = (model.configs["transformer"]["in_channels"], request.height // 16, request.width // 16)
     latents = torch.randn(1, *size, generator=torch.Generator("cpu").manual_seed(request.seed)).to(model.device)
@@ -138,10 +150,10 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / request.steps, request.steps), device=model.device)
     scheduler.set_begin_index(0)
     for time in scheduler.timesteps:
-        at = (time / 1000).expand(1)
-        predicted = velocity(model, latents, at, conditioning, references)
+        t = (time / 1000).expand(1)
+        predicted = velocity(model, latents, t, conditioning, references)
         if guidance != 1:
-            unguided = velocity(model, latents, at, negative, references)
+            unguided = velocity(model, latents, t, negative, references)
             predicted = unguided + guidance * (predicted - unguided)
         latents = scheduler.step(predicted, time, latents, return_dict=False)[0]
     return processor.postprocess(patched_vae.decode(model, latents))[0]
@@ -159,25 +171,14 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
     variants.check_latents(configs, inputs, fold=4, texts=texts)
 
 
-def adjust(component: str, module: nn.Module) -> None:
-    """Leave out the norm behind Qwen3-VL's last layer that is read."""
-    if component == "text_encoder":
-        module.norm = nn.Identity()
-
-
 def no_gradient(component: str, config: ComponentConfig, references: bool) -> tuple[str, ...]:
-    """What references alone pass through, where there are none."""
+    """The layers that references alone pass through, if there are none."""
     return () if references or component != "transformer" else (f"*.{names.REFERENCES}", f"*.{names.REFERENCES}.*")
-
-
-def metadata(config: dict, prediction: str) -> dict[str, str]:
-    """What adapter files say of the family."""
-    return flow.metadata("flux-3-image-klein", "black-forest-labs/flux-3-image-klein", "flux3")
 
 
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0")
 _MLP = ("*.ff.linear_in", "*.ff.linear_out")
-_OUTSIDE = ("x_embedders.*", "context_embedder", "timestep_embedder.*", "norm_out.linear", "proj_out")  # of the blocks
+_OUTSIDE = ("x_embedders.*", "context_embedder", "timestep_embedder.*", "norm_out.linear", "proj_out")  # outside the blocks
 _MODULATION = ("*_stream_modulations.*.linear",)
 _LINEAR = (*_ATTENTION, *_MLP, *_MODULATION, *_OUTSIDE)
 
@@ -185,18 +186,18 @@ FAMILY = base.Family(
     name="flux3",
     components=(
         qwen.vision_component(names.LAYERS[-1]),
-        base.Component(
-            "transformer", "diffusers", "Flux3Transformer2DModel", "denoiser",
-            sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
-            infer=names.infer_transformer, prefixes=("model.diffusion_model.",),
-        ),
+        flow.transformer("Flux3Transformer2DModel", names, (*_OUTSIDE, *_MODULATION)),
         patched_vae.COMPONENT,
     ),
     reads=(*flow.READS, "data.text_length", "validation.samples.*.negative",
            "data.sources.*.references", "validation.samples.*.references"),
-    text=base.TextPart(tokens, encode_text, partial(qwen.count_tokens, length=text_length), collate=collate, rows=rows),
+    text=base.TextPart(
+        partial(qwen.tokens, length=text_length), encode_text, partial(qwen.count_tokens, length=text_length),
+        collate=flow.collate, rows=rows,
+    ),
     images=base.ImagePart(
-        objective, patched_vae.encode_images, predict, sample, flow.beginning_with("sigmoid"), latent_side=16, adjust=adjust,
+        objective, patched_vae.encode_images, predict, sample, flow.beginning_with("sigmoid"), latent_side=16,
+        adjust=qwen.leave_out_last_norm,
         references=ReferenceRule(most=MOST_REFERENCES, whole=True), modular="Flux3AutoBlocks",
     ),
     files=base.FilePart(
@@ -221,6 +222,8 @@ FAMILY = base.Family(
             base.KeyStyle("ComfyUI generic", "text_encoder", qwen.VISION_PREFIX),
             base.KeyStyle("PEFT of a whole Qwen3-VL", "text_encoder", "base_model.model.model.language_model."),
         ),
-        metadata=metadata,
+        metadata=lambda config, prediction: flow.metadata(
+            "flux-3-image-klein", "black-forest-labs/flux-3-image-klein", "flux3"
+        ),
     ),
 )  # fmt: skip

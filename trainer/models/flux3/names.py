@@ -6,7 +6,7 @@ diffusers reads them. No layer has a bias.
 
 from collections.abc import Mapping
 
-from trainer.models.names import ComponentConfig, Names, Shape, check_head, how_many
+from trainer.models.names import SWAP, ComponentConfig, Names, Shape, check_head, how_many
 from trainer.models.shared import patched_vae
 
 # Defaults of the class for keys missing from config.json.
@@ -15,7 +15,7 @@ DEFAULTS = {
     "in_channels": 128, "joint_attention_dim": 20480, "mlp_ratio": 3.0, "num_attention_heads": 24, "num_layers": 5,
     "num_single_layers": 28, "timestep_channels": 256,
 }  # fmt: skip
-LAYERS = tuple(range(4, 33, 4))  # of Qwen3-VL, after so many of which the text is read
+LAYERS = tuple(range(4, 33, 4))  # Qwen3-VL's hidden states after so many layers are read
 IMAGE, REFERENCES, TEXT = "image", "image_cond", "txt"  # the kinds of tokens
 # Layers above the last that is read, what sees images, the output layer, what training alone had.
 HARMLESS = (
@@ -40,8 +40,7 @@ def transformer_names(config: ComponentConfig) -> Names:
 
     for original, part in (("time_in", "timestep_embedder"), ("ref_time_in", "target_timestep_embedder")):
         if original == "time_in" or config["flow_map"]:
-            names.layer(f"{original}.in_layer", f"{part}.linear_1", (width, times))
-            names.layer(f"{original}.out_layer", f"{part}.linear_2", (width, width))
+            names.embedder(original, part, times, width)
     for modulation in ("early_stream_modulations", "single_stream_modulations"):
         for kind in (IMAGE, REFERENCES, TEXT):
             names.layer(f"{modulation}.{kind}.lin", f"{modulation}.{kind}.linear", (3 * width, width))
@@ -51,15 +50,13 @@ def transformer_names(config: ComponentConfig) -> Names:
     names.layer("txt_in", "context_embedder", (width, config["joint_attention_dim"]))
     blocks("txt_mode_blocks", "txt_mode_blocks", config["num_layers"])
     blocks("single_blocks", "single_transformer_blocks", config["num_single_layers"])
-    # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
-    last = "final_layer.image"
-    names.add(f"{last}.adaLN_modulation.1.weight", {"norm_out.linear.weight": (2 * width, width)}, "swap_halves")
-    names.layer(f"{last}.linear", "proj_out", (config["in_channels"], width))
+    names.layer("final_layer.image.adaLN_modulation.1", "norm_out.linear", (2 * width, width), op=SWAP)
+    names.layer("final_layer.image.linear", "proj_out", (config["in_channels"], width))
     return names
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The config values that the tensors' shapes tell, by the original names; {} where they are of something else."""
+    """Config values from the tensors' shapes, by the original names; {} for tensors of something else."""
     norm = "single_blocks.0.norm.query_norm.scale"
     if norm not in shapes or "emb_in.image.weight" not in shapes:
         return {}

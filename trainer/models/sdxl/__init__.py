@@ -6,25 +6,27 @@ top, left, target height, width) in pixels; a dropped caption is the encoding of
 is cut, or has further chunks (`data.clip_chunks`, shared/clip.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
+from torch import nn
 
 from trainer.base.errors import UserError
+from trainer.base.protocols import Kernels
 from trainer.base.types import Batch, Conditioning
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.sdxl import names
-from trainer.models.sdxl.attention import BlockAttention
 from trainer.models.shared import clip, vae
+from trainer.models.shared.attention import Processor, projected
 from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, from_choices
 
 DEFAULT_GUIDANCE = 5.0
 TOKENIZERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-# Those that sample a DDPM by its betas. What the model predicts is the same for all of them.
+# Schedulers that sample a DDPM by its betas: the model predicts the same for all of them.
 SCHEDULERS = frozenset(
     f"{name}Scheduler"
     for name in (
@@ -34,7 +36,7 @@ SCHEDULERS = frozenset(
     )
 )  # fmt: skip
 TIMESTEPS = ("uniform", "logit_normal", "power")
-# By what diffusers calls them.
+# By diffusers' name.
 PREDICTIONS: dict[str, Literal["epsilon", "v"]] = {"epsilon": "epsilon", "v_prediction": "v"}
 INPUTS = {
     5: "a model for depth maps (latents and depth)",
@@ -48,15 +50,43 @@ TEXTS = {
 }
 
 
+class BlockAttention(Processor):
+    """A processor for diffusers' `Attention` between linear layers."""
+
+    @classmethod
+    def of(cls, layer: nn.Module, attend: Callable[..., torch.Tensor], kernels: Kernels) -> Self | None:
+        """None for a layer with norms or a residual of its own."""
+        more = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "added_kv_proj_dim")
+        has_more = layer.residual_connection or any(getattr(layer, name) is not None for name in more)
+        return None if has_more else cls(attend, kernels)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, tokens, width]. encoder_hidden_states: [B, keys, other width] to attend to; None: the tokens."""
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        batch, keys, _ = source.shape
+        projections = attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source)
+        query, key, value = (each.view(batch, -1, attn.heads, each.shape[-1] // attn.heads) for each in projections)
+        if attention_mask is not None:
+            attention_mask = attn.prepare_attention_mask(attention_mask, keys, batch)
+            attention_mask = attention_mask.view(batch, attn.heads, -1, attention_mask.shape[-1])
+        return projected(attn, self.attended(query, key, value, attention_mask)) / attn.rescale_output_factor
+
+
 def check_objective(scheduler: Mapping[str, Any], markers: Markers) -> None:
-    """Refuse what is trained neither on epsilon nor on v over a DDPM's discrete steps."""
+    """Refuse a model trained neither on epsilon nor on v over a DDPM's discrete steps."""
     if markers.edm is not None:
         raise UserError(f"{markers.edm}: an EDM model, whose objective is not trained here; use one of SDXL's own kind")
     variants.check_scheduler(scheduler, "sdxl", SCHEDULERS)
-    said = scheduler.get("prediction_type") or "epsilon"
-    if not isinstance(said, str) or said not in PREDICTIONS:
+    prediction = scheduler.get("prediction_type") or "epsilon"
+    if not isinstance(prediction, str) or prediction not in PREDICTIONS:
         raise UserError(
-            f"the model's scheduler_config.json has prediction_type = {said!r}, which is not trained here; "
+            f"the model's scheduler_config.json has prediction_type = {prediction!r}, which is not trained here; "
             f"use a model with {' or '.join(map(repr, PREDICTIONS))}"
         )
     for key, refused in (("use_flow_sigmas", True), ("timestep_type", "continuous")):
@@ -77,7 +107,7 @@ def objective(
     stratified: bool = False,
     **choices: Any,
 ) -> Diffusion:
-    """Epsilon or v, as asked, or as the marker tensors, or as the scheduler's config says."""
+    """Epsilon or v: by the choice, else by the marker tensors, else by the scheduler's config."""
     check_objective(scheduler, markers)
     if prediction == "auto":
         prediction = "v" if markers.v_prediction else PREDICTIONS[scheduler.get("prediction_type") or "epsilon"]
@@ -104,16 +134,16 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
 
 def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
     """The ids of each caption, int64 [chunks, 77]; with weights fp32 [chunks, 2, 77]."""
-    # How many chunks a caption has, both tokenizers say together.
+    # Both tokenizers together decide how many chunks a caption has.
     tokenizers, chunks = [model.tokenizers[name] for name in TOKENIZERS], model.options.get("clip_chunks", 1)
     ids = clip.chunked_ids(tokenizers, captions, chunks, weighted=model.options.get("weighted_captions", False))
     return dict(zip(TOKENIZERS.values(), ids, strict=True))[encoder]
 
 
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The hidden states of one encoder before its last layer, "sequence" [B, L, D]; of the second one "pooled" [B, P],
-    too. A weight multiplies its token's state, as in sd-scripts, and leaves the pooled vector."""
-    rows, ids, weights = [len(own) for own in tokens], torch.cat(list(tokens)), None
+    """One encoder's hidden states before its last layer, "sequence" [B, L, D]; of the second also "pooled" [B, P]. A weight
+    multiplies its token's state, as in sd-scripts, and leaves the pooled vector."""
+    rows, ids, weights = list(map(len, tokens)), torch.cat(list(tokens)), None
     if ids.dim() > 2:
         ids, weights = ids[:, 0].long(), ids[:, 1].unsqueeze(2)
     output = model.modules[encoder](ids, output_hidden_states=True)
@@ -125,20 +155,20 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
 
 
 def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:
-    """The features of both encoders, side by side."""
+    """Both encoders' features, side by side."""
     first, second = parts
     wide = torch.promote_types(first["sequence"].dtype, second["sequence"].dtype)
     return Conditioning(torch.cat([part["sequence"].to(wide) for part in parts], dim=-1), pooled=second["pooled"])
 
 
 def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
-    """The start and end tokens of all of a caption's chunks count as two."""
+    """(tokens of each caption, tokens that are read) by tokenizer; all chunks' start and end tokens count as two."""
     chunks = model.options.get("clip_chunks", 1)
     counts = count_prompt_tokens(model, captions)
     if model.options.get("weighted_captions"):
         for name, (_, length) in counts.items():
             counts[name] = [len(each) + 2 for each in clip.weighted_ids(model.tokenizers[name], captions)], length
-    return {name: (own, chunks * (length - 2) + 2) for name, (own, length) in counts.items()}
+    return {name: (tokens, chunks * (length - 2) + 2) for name, (tokens, length) in counts.items()}
 
 
 def time_ids(batch: Batch) -> torch.Tensor:
@@ -166,21 +196,19 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
     parts = {"unet": model.modules["unet"], "vae": vae.for_size(model.modules["vae"], request.width, request.height)}
     absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
     pipeline = StableDiffusionXLPipeline(scheduler=scheduler, **parts, **absent, add_watermarker=False)
-    told, untold = clip.repeated([conditioning.sequence, negative.sequence]).chunk(2)
-    embedded = {"prompt_embeds": told, "pooled_prompt_embeds": conditioning.pooled}
-    embedded |= {"negative_prompt_embeds": untold, "negative_pooled_prompt_embeds": negative.pooled}
+    positive, opposite = clip.repeated([conditioning.sequence, negative.sequence]).chunk(2)
+    embedded = {"prompt_embeds": positive, "pooled_prompt_embeds": conditioning.pooled}
+    embedded |= {"negative_prompt_embeds": opposite, "negative_pooled_prompt_embeds": negative.pooled}
     return draw(pipeline, request, DEFAULT_GUIDANCE, **embedded)
 
 
 def no_gradient(component: str, config: dict, references: bool) -> tuple[str, ...]:
     """The first encoder is read before its last layer, whose output goes nowhere; the second's pooled vector uses all."""
-    if component == "text_encoder":
-        return (f"*layers.{config['num_hidden_layers'] - 1}.*",)
-    return ()
+    return (f"*layers.{config['num_hidden_layers'] - 1}.*",) if component == "text_encoder" else ()
 
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
-    """What adapter files say of the family."""
+    """The family's entries in an adapter file's metadata."""
     return {
         "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",
         "modelspec.implementation": "https://github.com/Stability-AI/generative-models",
@@ -205,11 +233,7 @@ FAMILY = base.Family(
             sensitive=("conv_in", "conv_out", "time_embedding.*", "add_embedding.*"),
             names=names.unet_names, defaults=names.DEFAULTS, infer=names.infer_unet, prefixes=("model.diffusion_model.",),
         ),
-        base.Component(
-            "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
-            defaults=clip.CLIP_DEFAULTS, infer=clip.infer_clip,
-            prefixes=("conditioner.embedders.0.transformer.",), file="clip_l.safetensors", blocks=clip.BLOCKS,
-        ),
+        clip.component("conditioner.embedders.0.transformer.", clip.CLIP_DEFAULTS),
         base.Component(
             "text_encoder_2", "transformers", "CLIPTextModelWithProjection", "text_encoder",
             sensitive=("text_projection",), names=clip.open_clip_names,

@@ -28,8 +28,8 @@ HARMLESS = (
     "conditioner.embedders.0.transformer.text_projection*", "vision_model.*", "visual_projection.weight",
 )  # fmt: skip
 
-# Of adapter files. The first encoder's module has no inner `text_model.`, which files of diffusers and ComfyUI have; of the
-# second one it is part of the name.
+# Names in adapter files. The first encoder's module has no inner `text_model.`, which files of diffusers and ComfyUI have; in
+# the second one's it is part of the name.
 KEY_STYLES = (
     KeyStyle("diffusers", "text_encoder", "text_encoder.text_model."),
     KeyStyle("ComfyUI generic", "text_encoder", "text_encoders.clip_l.transformer.text_model."),
@@ -66,8 +66,8 @@ def unet_names(config: ComponentConfig) -> Names:
 
 
 class _UNet:
-    """The blocks of a UNet, named one after another. The original numbers them without levels: one for every resnet, one
-    more for every change of resolution. skips: channels of what the way down hands to the way up."""
+    """A UNet's blocks, named in order. The original numbers them without levels: one for every resnet, one more for every
+    change of resolution. skips: channels of the skip connections that are still open."""
 
     def __init__(self, config: ComponentConfig) -> None:
         self.names, self.channels = Names(), list(config["block_out_channels"])
@@ -91,23 +91,23 @@ class _UNet:
     def transformer(self, original: str, part: str, level: int) -> None:
         width, context = self.channels[level], self.contexts[level]
 
-        def same(name: str, shape: Shape, bias: bool = True) -> None:
+        def layer(name: str, shape: Shape, bias: bool = True) -> None:
             self.names.layer(f"{original}.{name}", f"{part}.{name}", shape, bias)
 
         projection = (width, width) if self.linear else (width, width, 1, 1)
-        same("norm", (width,))
-        same("proj_in", projection)
+        layer("norm", (width,))
+        layer("proj_in", projection)
         for block in (f"transformer_blocks.{i}" for i in range(self.depths[level])):
             for attention, inputs in (("attn1", width), ("attn2", context)):
-                same(f"{block}.{attention}.to_q", (width, width), bias=False)
-                same(f"{block}.{attention}.to_k", (width, inputs), bias=False)
-                same(f"{block}.{attention}.to_v", (width, inputs), bias=False)
-                same(f"{block}.{attention}.to_out.0", (width, width))
-            same(f"{block}.ff.net.0.proj", (8 * width, width))  # GEGLU: values and gates
-            same(f"{block}.ff.net.2", (width, 4 * width))
+                layer(f"{block}.{attention}.to_q", (width, width), bias=False)
+                layer(f"{block}.{attention}.to_k", (width, inputs), bias=False)
+                layer(f"{block}.{attention}.to_v", (width, inputs), bias=False)
+                layer(f"{block}.{attention}.to_out.0", (width, width))
+            layer(f"{block}.ff.net.0.proj", (8 * width, width))  # GEGLU: values and gates
+            layer(f"{block}.ff.net.2", (width, 4 * width))
             for norm in ("norm1", "norm2", "norm3"):
-                same(f"{block}.{norm}", (width,))
-        same("proj_out", projection)
+                layer(f"{block}.{norm}", (width,))
+        layer("proj_out", projection)
 
     def down(self, kinds: Sequence[str]) -> None:
         width, index = self.channels[0], count(1)
@@ -142,10 +142,10 @@ class _UNet:
 
 
 def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The config values that the tensors' shapes tell; {} where they are of something else."""
+    """Config values from the tensors' shapes; {} for tensors of something else."""
     if "input_blocks.0.0.weight" not in shapes:
         return {}
-    channels, attends, depths, layers = [], [], [], []
+    channels, depths, layers = [], [], []
     context, linear = base["cross_attention_dim"], base["use_linear_projection"]
     for level in range(how_many(shapes, "input_blocks.")):  # more than there are levels: stops at the deepest
         start = 1 + sum(layers) + level
@@ -158,8 +158,7 @@ def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
         layers.append(end - start)
         channels.append(shapes[f"input_blocks.{start}.0.in_layers.2.weight"][0])
         depths.append(how_many(shapes, f"{attention}.transformer_blocks."))
-        attends.append(depths[-1] > 0)
-        if attends[-1]:
+        if depths[-1]:
             context = shapes[f"{attention}.transformer_blocks.0.attn2.to_k.weight"][1]
             linear = len(shapes[f"{attention}.proj_in.weight"]) == 2
     if not channels or len(set(layers)) != 1:
@@ -169,8 +168,8 @@ def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
         "block_out_channels": channels,
         "attention_head_dim": [max(1, width // head) for width in channels],  # the number of heads, by an old mistake
         "cross_attention_dim": context,
-        "down_block_types": [("CrossAttn" if attend else "") + "DownBlock2D" for attend in attends],
-        "up_block_types": [("CrossAttn" if attend else "") + "UpBlock2D" for attend in reversed(attends)],
+        "down_block_types": [("CrossAttn" if depth else "") + "DownBlock2D" for depth in depths],
+        "up_block_types": [("CrossAttn" if depth else "") + "UpBlock2D" for depth in reversed(depths)],
         "in_channels": shapes["input_blocks.0.0.weight"][1],
         "layers_per_block": layers[0],
         "out_channels": shapes["out.2.weight"][0],
@@ -183,7 +182,7 @@ def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
 
 
 def block_order(name: str) -> tuple[int, ...]:
-    """A sort key of blocks of the UNet, by name, as a forward pass goes through them: in each stage a resnet comes before the
+    """Sort key of the UNet's blocks by name, in the order of a forward pass: in each stage a resnet comes before the
     transformer beside it. diffusers' modules have all transformers of a stage first, and the middle at the end."""
     stage, *parts = name.split(".")
     numbers = [int(part) for part in parts if part.isdigit()]

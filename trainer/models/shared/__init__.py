@@ -1,1 +1,1 @@
-"""What the families share: CLIP and the VAE."""
+"""Text encoders, VAEs, attention and objectives that several families share."""

@@ -1,4 +1,4 @@
-"""Attention as processors of diffusers that take any function of query, key and value; that over text and image."""
+"""Attention processors of diffusers that call any function of query, key and value."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.base.protocols import Kernels
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, fp32 [tokens, size]
 
 
 class _Rotated(torch.autograd.Function):
@@ -22,8 +24,8 @@ class _Rotated(torch.autograd.Function):
         return *ctx.kernels.rotate(*dys, *ctx.angles, back=True), None, None, None
 
 
-def rotated(query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor] | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Query and key [B, tokens, heads, size] at their positions. angles: cosines and sines, fp32 [tokens, size]."""
+def rotated(query: Tensor, key: Tensor, angles: Rotation | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """Query and key [B, tokens, heads, size], rotated by their positions' angles; None: as they are."""
     if angles is None:
         return query, key
     if torch.compiler.is_compiling():  # which makes one kernel of the pieces by itself
@@ -36,7 +38,7 @@ def rotated(query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor] | None, ke
 
 
 class Processor:
-    """What the processors share. attend: as torch's scaled_dot_product_attention."""
+    """Base of the processors. attend: a function like torch's scaled_dot_product_attention."""
 
     def __init__(self, attend: Callable[..., Tensor], kernels: Kernels) -> None:
         self.attend, self.kernels = attend, kernels
@@ -47,13 +49,13 @@ class Processor:
         return cls(attend, kernels)
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, tokens, heads * size] of query, key and value [B, tokens, heads, size]."""
+        """[B, tokens, heads * size] from query, key and value [B, tokens, heads, size]."""
         out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), mask)
         return out.transpose(1, 2).flatten(2)
 
 
 def projected(attn: Any, out: Tensor) -> Tensor:
-    """A layer's output projection, and its dropout, of what was attended to."""
+    """The attention output through the layer's output projection and dropout."""
     projection, dropout = attn.to_out
     return dropout(projection(out))
 
@@ -67,7 +69,7 @@ class JointAttention(Processor):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        image_rotary_emb: Rotation | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """[B, tokens, width] of the image; with encoder_hidden_states [B, text tokens, width] (image, text)."""
         size, joint = attn.head_dim, encoder_hidden_states is not None
@@ -84,10 +86,7 @@ class JointAttention(Processor):
         return projected(attn, image.contiguous()), attn.to_add_out(text.contiguous())
 
 
-_Heads = tuple[Tensor, Tensor, Tensor]
-
-
-def _heads(x: Tensor, size: int, to_q: Any, to_k: Any, to_v: Any, norm_q: Any, norm_k: Any) -> _Heads:
+def _heads(x: Tensor, size: int, to_q: Any, to_k: Any, to_v: Any, norm_q: Any, norm_k: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(query, key, value), [B, tokens, heads, size] each."""
     query, key, value = (project(x).unflatten(-1, (-1, size)) for project in (to_q, to_k, to_v))
     query = norm_q(query)

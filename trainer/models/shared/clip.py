@@ -1,4 +1,4 @@
-"""What the families share about CLIP: tokenisation, which layers read one tensor, the names in original files."""
+"""CLIP as a text encoder: tokenisation, chunks and weights of captions, names in original files."""
 
 import math
 import re
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.base.types import Conditioning
+from trainer.models.base import Component
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 BLOCKS = ("*encoder.layers.*",)
@@ -23,18 +24,25 @@ STRONGER = 1.1  # a pair of round brackets
 OPEN_CLIP_DEFAULTS = {**CLIP_DEFAULTS, "projection_dim": 512}
 
 
+def component(prefix: str, defaults: ComponentConfig = {}) -> Component:
+    """CLIP's smaller text encoder as a component. prefix: before its names in a single file."""
+    return Component(
+        "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
+        defaults=defaults, infer=infer_clip, prefixes=(prefix,), file="clip_l.safetensors", blocks=BLOCKS,
+    )  # fmt: skip
+
+
 def clip_ids(tokenizer: Any, captions: Sequence[str], length: int | None = None) -> torch.Tensor:
-    """int64 [B, L], padded and truncated to `length`, else the tokenizer's (CLIP's: 77), with its own padding token."""
+    """int64 [B, L], padded and truncated to `length`; None: the tokenizer's own (CLIP's: 77)."""
     length = length or tokenizer.model_max_length
-    encoded = tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    return encoded.input_ids
+    return tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
 
 
 def weighted_parts(caption: str) -> list[tuple[str, float]]:
     """The texts of a caption and their weights, as sd-scripts and A1111's web UI read them.
 
-    (word) is STRONGER, [word] weaker by as much, (word:1.3) has that weight; they multiply where one holds another. A bracket
-    that is not closed reaches to the end, and a backslash makes one a character.
+    (word) is STRONGER, [word] weaker by as much, (word:1.3) has that weight; nested weights multiply. An unclosed bracket
+    reaches to the end, and a backslash makes a bracket a character.
     """
     parts: list[tuple[str, float]] = []
     opened: dict[str, list[int]] = {"(": [], "[": []}
@@ -56,7 +64,7 @@ def weighted_parts(caption: str) -> list[tuple[str, float]]:
     for bracket, factor in (("(", STRONGER), ("[", 1 / STRONGER)):
         while opened[bracket]:
             close(bracket, factor)
-    # Texts of one weight are one: a word may be parted by an escaped bracket.
+    # Neighbours of one weight are joined: an escaped bracket may stand inside a word.
     runs = groupby(parts, key=lambda part: part[1])
     return [("".join(text for text, _ in run), weight) for weight, run in runs] or [("", 1.0)]
 
@@ -72,12 +80,12 @@ def weighted_ids(tokenizer: Any, captions: Sequence[str], *, weighted: bool = Tr
 def chunked_ids(
     tokenizers: Sequence[Any], captions: Sequence[str], chunks: int, *, weighted: bool = False
 ) -> list[list[torch.Tensor]]:
-    """The ids of each caption, by tokenizer: int64 [rows, L], up to `chunks` rows of 75 tokens; weighted: fp32 [rows, 2, L],
-    the ids and their weights.
+    """Each caption's ids, by tokenizer: int64 [rows, L], up to `chunks` rows of 75 tokens; weighted: fp32 [rows, 2, L], ids
+    and weights.
 
-    As ComfyUI takes a prompt without weights (its brackets are words here): comfy/sd1_clip.py, `tokenize_with_weights` and
-    `encode_token_weights`, read at commit 443393b.
-    - The text's tokens are cut every 75, wherever a word stands, which ComfyUI does where the text has 8 tokens or more.
+    Source: ComfyUI's way with a prompt without weights (its brackets are words here), comfy/sd1_clip.py,
+    `tokenize_with_weights` and `encode_token_weights`, read at commit 443393b.
+    - The text's tokens are cut every 75, wherever a word stands, as ComfyUI does if the text has 8 tokens or more.
     - Every chunk is a row of its own: start token, its tokens, end token, then padding up to 77 with the encoder's own
       padding: the end token, 0 for SDXL's second encoder (comfy/sdxl_clip.py).
     - A chunk without tokens arises only from a text without any: 75 tokens are one chunk, 76 are two.
@@ -93,11 +101,11 @@ def chunked_ids(
         max(1, min(chunks, *(math.ceil(len(ids) / room) for ids, room in zip(each, rooms, strict=True))))
         for each in zip(*texts, strict=True)
     ]
-    made = []
-    for tokenizer, ids, room in zip(tokenizers, texts, rooms, strict=True):
-        chunked = [[_row(tokenizer, own, k * room) for k in range(count)] for own, count in zip(ids, rows, strict=True)]
-        made.append([torch.tensor(own) if weighted else torch.tensor(own)[:, 0].long() for own in chunked])
-    return made
+    tensors = [
+        [torch.tensor([_row(tokenizer, ids, k * room) for k in range(count)]) for ids, count in zip(text, rows, strict=True)]
+        for tokenizer, text, room in zip(tokenizers, texts, rooms, strict=True)
+    ]
+    return tensors if weighted else [[rows[:, 0].long() for rows in captions] for captions in tensors]
 
 
 def _row(tokenizer: Any, tokens: list[tuple[int, float]], start: int) -> list[list[float]]:
@@ -109,19 +117,19 @@ def _row(tokenizer: Any, tokens: list[tuple[int, float]], start: int) -> list[li
 
 
 def rows_joined(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """[N, L, D] of all rows -> [B, L * rows, D], each caption's one after the other."""
+    """All rows [N, L, D] -> [B, L * rows, D], each caption's rows in a line."""
     if len(rows) == len(hidden):
         return hidden
-    return repeated([own.flatten(0, 1).unsqueeze(0) for own in hidden.split(list(rows))])
+    return repeated([states.flatten(0, 1).unsqueeze(0) for states in hidden.split(list(rows))])
 
 
 def first_rows(pooled: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """[N, P] of all rows -> [B, P] of each caption's first."""
-    return pooled if len(rows) == len(pooled) else torch.stack([own[0] for own in pooled.split(list(rows))])
+    """All rows' [N, P] -> [B, P]: each caption's first."""
+    return pooled if len(rows) == len(pooled) else torch.stack([vectors[0] for vectors in pooled.split(list(rows))])
 
 
 def repeated(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[b, L, D], of different L -> [B, least common multiple of all L, D].
+    """Sequences [b, L, D] of different L -> [B, least common multiple of all L, D].
 
     Repeating all tokens of a sequence changes no attention to them: every weight is shared by its copies. So ComfyUI puts
     prompts of different lengths side by side (comfy/conds.py, `CONDCrossAttn.concat`).
@@ -160,17 +168,17 @@ def open_clip_names(config: ComponentConfig) -> Names:
 
 
 def infer_clip(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The config values that the tensors' shapes tell, by the library's names; {} where they are of something else."""
+    """Config values from the tensors' shapes, by the library's names; {} for tensors of something else."""
     embeddings = "text_model.embeddings"
     tables = (f"{embeddings}.position_embedding.weight", f"{embeddings}.token_embedding.weight")
     return _inferred(shapes, base, *tables, "text_model.encoder.layers.", "mlp.fc1")
 
 
 def infer_open_clip(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the config that the tensors' shapes tell, under OpenCLIP's names; {} where they are of something else."""
+    """`infer_clip`, by OpenCLIP's names."""
     tables = ("positional_embedding", "token_embedding.weight")
-    found = _inferred(shapes, base, *tables, "transformer.resblocks.", "mlp.c_fc")
-    return found | {"projection_dim": shapes["text_projection"][1]} if found else {}
+    config = _inferred(shapes, base, *tables, "transformer.resblocks.", "mlp.c_fc")
+    return config | {"projection_dim": shapes["text_projection"][1]} if config else {}
 
 
 def _inferred(shapes: Mapping[str, Shape], base: dict, positions: str, tokens: str, layers: str, hidden: str) -> dict:

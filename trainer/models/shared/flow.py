@@ -1,21 +1,25 @@
-"""What the rectified-flow families share: objective, positions, pipeline, what their files say, a transformer's sizes."""
+"""Shared by the rectified-flow families: objective, positions, captions of several lengths, pipeline, names in files."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from trainer.models import variants
-from trainer.models.base import Model, SampleRequest
+from trainer.base.types import Conditioning
+from trainer.models import base, variants
+from trainer.models.base import Component, Model, SampleRequest
 from trainer.models.names import ComponentConfig, Shape, check_head, how_many
 from trainer.models.shared import vae
 from trainer.objectives import KEYS, Flow, Loss, Noise, Times, from_choices
 
+Pick = Callable[[torch.Tensor], torch.Tensor]
 SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"})
 TIMESTEPS = ("logit_normal", "uniform", "sigmoid", "mode", "cosmap", "power")
 READS = (*KEYS, "objective.mode_scale", "objective.shift")
-# Of Flux's and FLUX.2's double blocks: original stream, suffix of the module's, q/k/v, output, norms of q and k.
+# Streams of Flux's and FLUX.2's double blocks: original name, the module's suffix, q/k/v, output, norms of q and k.
 STREAMS = (
     ("img", "", ("to_q", "to_k", "to_v"), "to_out.0", ("norm_q", "norm_k")),
     ("txt", "_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", ("norm_added_q", "norm_added_k")),
@@ -28,8 +32,16 @@ def resolution_shift(tokens: int) -> float:
 
 
 def beginning_with(usual: str) -> tuple[str, ...]:
-    """TIMESTEPS of a family, the usual one first."""
+    """The family's TIMESTEPS, its default first."""
     return (usual, *(name for name in TIMESTEPS if name != usual))
+
+
+def transformer(class_name: str, names: Any, sensitive: tuple[str, ...]) -> Component:
+    """The denoiser as a component. names: the family's module of names. sensitive: as in Component."""
+    return Component(
+        "transformer", "diffusers", class_name, "denoiser", sensitive, names.transformer_names, names.DEFAULTS,
+        names.infer_transformer, ("model.diffusion_model.",),
+    )  # fmt: skip
 
 
 def objective(
@@ -39,16 +51,21 @@ def objective(
     *,
     timesteps: str = "auto",
     unshifted: Collection[str] = ("sigmoid",),
+    scheduled: bool = False,
     shift: Literal["auto"] | float = "auto",
     **choices: Any,
 ) -> Flow:
-    """An objective that is shifted by the resolution, if not asked otherwise, and but for times that are `unshifted`
-    ("sigmoid" is the name of such). usual: the times that "auto" is. Raises UserError for an impossible choice, and for a
-    scheduler of another kind."""
+    """The family's objective. Raises UserError for an impossible choice, and for a scheduler of another kind.
+
+    usual: the distribution of times that "auto" means. unshifted: distributions that shift = "auto" leaves alone ("sigmoid"
+    means without a shift). scheduled: "auto" shifts others by the scheduler's own number, else by the resolution.
+    """
     variants.check_scheduler(scheduler, family, SCHEDULERS)
     timesteps = usual if timesteps == "auto" else timesteps
-    if shift == "auto":
-        shift = 1.0 if timesteps in unshifted else resolution_shift
+    if shift == "auto" and timesteps in unshifted:
+        shift = 1.0
+    elif shift == "auto":
+        shift = float(scheduler.get("shift", 1.0)) if scheduled else resolution_shift
     return Flow(
         times=from_choices(Times, choices, timesteps=timesteps),
         shift=shift,
@@ -58,23 +75,40 @@ def objective(
     )
 
 
-def as_scheduled(scheduler: ComponentConfig, family: str, *, timesteps: str = "auto", shift: Any = "auto", **choices) -> Flow:
-    """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
-    if shift == "auto" and timesteps not in ("auto", "sigmoid"):
-        shift = float(scheduler.get("shift", 1.0))
-    return objective(scheduler, family, "sigmoid", timesteps=timesteps, shift=shift, **choices)
-
-
 def positions(image: int, *counts: int, device: torch.device | str) -> torch.Tensor:
-    """fp32 [product of the counts, 1 + their number]: (image, index on each axis) of every token, the last axis fastest."""
+    """fp32 [product of the counts, 1 + their number]: each token's (image, index on each axis), the last axis fastest."""
     ids = torch.full((*counts, 1 + len(counts)), float(image), device=device)
     for axis, count in enumerate(counts, 1):
         ids[..., axis] = torch.arange(count, device=device).view(-1, *(1 for _ in counts[axis:]))
     return ids.view(-1, 1 + len(counts))
 
 
+# Captions of several numbers of rows, for denoisers that take those of one number at once: a mask would change last bits.
+
+
+def collate(parts: Sequence[Conditioning]) -> Conditioning:
+    """Several captions' conditioning side by side, with the rows of each."""
+    return replace(base.collate(parts), lengths=tuple(part.sequence.shape[1] for part in parts))
+
+
+def by_length(conditioning: Conditioning, forward: Callable[[int, Pick], Iterable[torch.Tensor]]) -> torch.Tensor:
+    """The outputs of a batch, computed length by length. forward: (rows, a function that picks the captions of so many from a
+    batch's tensor) -> their outputs."""
+    lengths = conditioning.lengths or (conditioning.sequence.shape[1],) * len(conditioning.sequence)
+    outputs: dict[int, torch.Tensor] = {}
+    for length in dict.fromkeys(lengths):
+        indices = [index for index, each in enumerate(lengths) if each == length]
+        outputs |= zip(indices, forward(length, partial(_picked, indices=indices)), strict=True)
+    return torch.stack([outputs[index] for index in range(len(outputs))])
+
+
+def _picked(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """The tensor's rows at these indices, without an index tensor on its device."""
+    return tensor if len(indices) == len(tensor) else torch.cat([tensor[index : index + 1] for index in indices])
+
+
 def pipeline(model: Model, request: SampleRequest, name: str, **others: Any) -> Any:
-    """diffusers' pipeline of that name for one image of the model, without encoders. others: of its arguments."""
+    """diffusers' pipeline `name` for one image, without encoders. others: its further arguments."""
     import diffusers
 
     return getattr(diffusers, name)(
@@ -86,7 +120,7 @@ def pipeline(model: Model, request: SampleRequest, name: str, **others: Any) -> 
 
 
 def metadata(architecture: str, implementation: str, version: str, module: str = "") -> dict[str, str]:
-    """What adapter files say of a family. module: of sd-scripts, where it has one."""
+    """Metadata of the family's adapter files. module: sd-scripts' network module, if it has one."""
     entries = {
         "modelspec.architecture": f"{architecture}/lora",
         "modelspec.implementation": f"https://github.com/{implementation}",
@@ -97,7 +131,7 @@ def metadata(architecture: str, implementation: str, version: str, module: str =
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The config values that the tensors' shapes tell, by Flux's original names; {} where they are of something else."""
+    """Config values from the tensors' shapes, by Flux's original names; {} for tensors of something else."""
     norm = "double_blocks.0.img_attn.norm.query_norm.scale"
     if norm not in shapes:
         return {}
@@ -121,7 +155,7 @@ def keep_time_exact(transformer: nn.Module, embedding: nn.Module) -> None:
     """Let the sinusoidal embedding see t and guidance in fp32.
 
     diffusers casts both to the activations' dtype before it multiplies by 1000: in bf16 a t of 0.501 becomes 0.5.
-    embedding: the layer that takes them first, which has a `timestep_embedder`, whose input keeps the activations' dtype.
+    embedding: the layer that takes them first; the input of its `timestep_embedder` keeps the activations' dtype.
     """
     exact: dict[str, Any] = {}
 
@@ -130,10 +164,8 @@ def keep_time_exact(transformer: nn.Module, embedding: nn.Module) -> None:
 
     def restore(module, args):
         exact["dtype"] = args[0].dtype
-        given = [exact["time"] * 1000]
-        if exact["guidance"] is not None:
-            given.append(exact["guidance"] * 1000)
-        return (*given, *args[len(given) :])
+        scaled = [value * 1000 for value in (exact["time"], exact["guidance"]) if value is not None]
+        return (*scaled, *args[len(scaled) :])
 
     def narrow(module, args):
         return (args[0].to(exact["dtype"]), *args[1:])

@@ -1,4 +1,4 @@
-"""What FLUX.2 and FLUX.3 share about AutoencoderKLFlux2: latents of 2 x 2 patches, normalised by statistics in the VAE.
+"""AutoencoderKLFlux2 of FLUX.2 and FLUX.3: latents of 2 x 2 patches, normalised by statistics in the VAE.
 
 Source of the original names: black-forest-labs/flux2 (`src/flux2/autoencoder.py`).
 """
@@ -12,7 +12,7 @@ from trainer.models.base import LATENT_SIDE, Component, Model
 from trainer.models.names import ComponentConfig, Names, Shape
 from trainer.models.shared import vae
 
-COUNTER = "*bn.num_batches_tracked"  # of the statistics, in its files
+COUNTER = "*bn.num_batches_tracked"  # the statistics' counter, in its files
 # Defaults of the class for keys missing from config.json.
 DEFAULTS = {
     "batch_norm_eps": 1e-4, "block_out_channels": [128, 256, 512, 512], "in_channels": 3, "latent_channels": 32,
@@ -49,22 +49,22 @@ def decode(model: Model, latents: torch.Tensor) -> torch.Tensor:
 
 
 def names(config: ComponentConfig) -> Names:
-    """The names of AutoencoderKLFlux2, with the statistics of its latents."""
-    made = vae.vae_names(config, quant="encoder.quant_conv", post_quant="decoder.post_quant_conv")
+    """AutoencoderKLFlux2, with the statistics of its latents."""
+    names = vae.vae_names(config, quant="encoder.quant_conv", post_quant="decoder.post_quant_conv")
     for name in ("bn.running_mean", "bn.running_var"):
-        made.add(name, {name: (4 * config["latent_channels"],)})
-    return made
+        names.add(name, {name: (4 * config["latent_channels"],)})
+    return names
 
 
 def infer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the VAE's config that its tensors' shapes tell; {} where they are of something else."""
-    found = vae.infer_vae(shapes, base)
-    if found:
-        decoder = [shapes[f"decoder.up.{i}.block.0.conv2.weight"][0] for i in range(len(found["block_out_channels"]))]
-        found["decoder_block_out_channels"] = None if decoder == found["block_out_channels"] else decoder
-        found["use_quant_conv"] = "encoder.quant_conv.weight" in shapes
-        found["use_post_quant_conv"] = "decoder.post_quant_conv.weight" in shapes
-    return found
+    """Config values from the tensors' shapes; {} for tensors of something else."""
+    config = vae.infer_vae(shapes, base)
+    if config:
+        decoder = [shapes[f"decoder.up.{i}.block.0.conv2.weight"][0] for i in range(len(config["block_out_channels"]))]
+        config["decoder_block_out_channels"] = None if decoder == config["block_out_channels"] else decoder
+        config["use_quant_conv"] = "encoder.quant_conv.weight" in shapes
+        config["use_post_quant_conv"] = "decoder.post_quant_conv.weight" in shapes
+    return config
 
 
 COMPONENT = Component(

@@ -1,4 +1,4 @@
-"""What the families share about AutoencoderKL: the component, its names in original files, and images in tiles."""
+"""AutoencoderKL: the component, its names in original files, and images in tiles."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,7 @@ DEFAULTS = {"block_out_channels": [64], "in_channels": 3, "latent_channels": 4, 
 
 
 def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant: str = "post_quant_conv") -> Names:
-    """The VAE's names in the original layout, and the shapes of its tensors. quant, post_quant: the original names of the
-    convolutions between it and the latents."""
+    """The VAE's names and shapes. quant, post_quant: original names of the convolutions between encoder, latents, decoder."""
     names = Names()
     channels, latent = list(config["block_out_channels"]), config["latent_channels"]
     layers, top = config["layers_per_block"], len(channels) - 1
@@ -26,9 +25,6 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
             names.layer(f"{original}.{conv}", f"{part}.{conv}", (outputs, width, 3, 3))
         if inputs != outputs:
             names.layer(f"{original}.nin_shortcut", f"{part}.conv_shortcut", (outputs, inputs, 1, 1))
-
-    def same(name: str, shape: Shape) -> None:
-        names.layer(name, name, shape)
 
     def middle(side: str, width: int) -> None:
         resnet(f"{side}.mid.block_1", f"{side}.mid_block.resnets.0", width, width)
@@ -43,7 +39,7 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
         for layer in range(count):
             resnet(f"{original}.{layer}", f"{part}.{layer}", outputs if layer else inputs, outputs)
 
-    same("encoder.conv_in", (channels[0], config["in_channels"], 3, 3))
+    names.same_layer("encoder.conv_in", (channels[0], config["in_channels"], 3, 3))
     width = channels[0]
     for level, outputs in enumerate(channels):
         original, part = f"encoder.down.{level}", f"encoder.down_blocks.{level}"
@@ -53,14 +49,14 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
             names.layer(f"{original}.downsample.conv", f"{part}.downsamplers.0.conv", (width, width, 3, 3))
     middle("encoder", width)
     names.layer("encoder.norm_out", "encoder.conv_norm_out", (width,))
-    same("encoder.conv_out", (2 * latent, width, 3, 3))  # mean and log variance
+    names.same_layer("encoder.conv_out", (2 * latent, width, 3, 3))  # mean and log variance
     if config.get("use_quant_conv", True):
         names.layer(quant, "quant_conv", (2 * latent, 2 * latent, 1, 1))
 
     if config.get("use_post_quant_conv", True):
         names.layer(post_quant, "post_quant_conv", (latent, latent, 1, 1))
     width = (channels := list(config.get("decoder_block_out_channels") or channels))[-1]
-    same("decoder.conv_in", (width, latent, 3, 3))
+    names.same_layer("decoder.conv_in", (width, latent, 3, 3))
     middle("decoder", width)
     # The original counts the decoder's levels by resolution as well, so from the outside in.
     for level in range(top, -1, -1):
@@ -70,12 +66,12 @@ def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant:
         if level > 0:
             names.layer(f"{original}.upsample.conv", f"{part}.upsamplers.0.conv", (width, width, 3, 3))
     names.layer("decoder.norm_out", "decoder.conv_norm_out", (width,))
-    same("decoder.conv_out", (config["out_channels"], width, 3, 3))
+    names.same_layer("decoder.conv_out", (config["out_channels"], width, 3, 3))
     return names
 
 
 def infer_vae(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The values of the VAE's config that its tensors' shapes tell; {} where they are of something else."""
+    """Config values from the tensors' shapes; {} for tensors of something else."""
     if "encoder.mid.block_1.conv1.weight" not in shapes:
         return {}
     levels = how_many(shapes, "encoder.down.")
@@ -94,7 +90,7 @@ def infer_vae(shapes: Mapping[str, Shape], base: dict) -> dict:
 
 
 def for_size(module: Any, width: int, height: int) -> Any:
-    """The VAE, ready for an image of that many pixels: as a whole or in tiles, which diffusers blends where they overlap."""
+    """The VAE, set up for an image of that size: whole, or in tiles, which diffusers blends where they overlap."""
     side = tiles.side(width, height)
     module.use_tiling = side is not None
     if side is not None:
@@ -117,5 +113,5 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def component(prefix: str, file: str) -> Component:
-    """The VAE as a component of a family. prefix: of its names in a single file. file: what one of it alone is called."""
+    """The VAE as a component. prefix: before its names in a single file. file: usual name of a file of it alone."""
     return Component("vae", "diffusers", "AutoencoderKL", "vae", ("*",), vae_names, DEFAULTS, infer_vae, (prefix,), file)

@@ -7,7 +7,7 @@ velocity.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,19 +22,57 @@ from trainer.kernels import dora_torch
 from trainer.models import base, variants
 from trainer.models.base import Markers, Model, SampleRequest, draw
 from trainer.models.shared import flow, qwen, vae
-from trainer.models.shared.lengths import collate, each_length, in_order
+from trainer.models.shared.attention import Processor, projected, rotated
 from trainer.models.zimage import names
-from trainer.models.zimage.attention import Angles, SelfAttention
 from trainer.objectives import Flow
 
-READ = 35  # layers of Qwen3, after which the text is read
+READ = 35  # Qwen3's hidden states after so many layers are read
 BASE, DISTILLED = "base", "turbo"
-GUIDANCE = {BASE: 4.0, DISTILLED: 0.0}  # beyond the prediction with the caption, which 0 leaves alone
-SHIFT = {3.0: DISTILLED, 6.0: BASE}  # of the published schedulers
+GUIDANCE = {BASE: 4.0, DISTILLED: 0.0}  # added to the prediction with the caption; 0 leaves it alone
+SHIFT = {3.0: DISTILLED, 6.0: BASE}  # the published schedulers'
+
+
+class SelfAttention(Processor):
+    """A processor for the attention of diffusers' `ZImageTransformerBlock`."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        freqs_cis: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, tokens, width]. freqs_cis: fp32 [B, tokens, 2, size], as `Angles` gives them. attention_mask: bool
+        [B, tokens], for captions that differ in length."""
+        shape = (*hidden_states.shape[:2], attn.heads, -1)
+        query, key, value = (project(hidden_states).view(shape) for project in (attn.to_q, attn.to_k, attn.to_v))
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if freqs_cis is not None:
+            # Each caption's length moves its image's positions: all captions' tokens become one row, with their own angles.
+            rows = query.flatten(0, 1)[None], key.flatten(0, 1)[None]
+            turned = rotated(*rows, freqs_cis.flatten(0, 1).unbind(1), self.kernels)
+            query, key = (each.view(shape) for each in turned)
+        mask = None if attention_mask is None else attention_mask[:, None, None, :]
+        return projected(attn, self.attended(query, key, value, mask))
+
+
+class Angles:
+    """Cosines and sines of positions in place of complex numbers, which neither our kernels nor compilers take.
+
+    rope: diffusers' `RopeEmbedder`.
+    """
+
+    def __init__(self, rope: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.rope = rope
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens, 2, size] of positions [tokens, 3]."""
+        return torch.view_as_real(self.rope(ids)).transpose(1, 2).repeat_interleave(2, dim=2)
 
 
 def objective(scheduler: Mapping[str, Any], markers: Markers, *, allow_distilled: bool = False, **choices: Any) -> Flow:
-    """Times of a sigmoid without a shift, if not asked otherwise; all others are shifted as the model's scheduler shifts."""
+    """Times of a sigmoid without a shift by default; all others are shifted as the model's scheduler shifts."""
     if markers.distillation is None:
         raise UserError(
             "no name says whether this Z-Image is the base model or Turbo, the distilled one; set model.variant = "
@@ -42,17 +80,17 @@ def objective(scheduler: Mapping[str, Any], markers: Markers, *, allow_distilled
         )
     turbo = SHIFT.get(scheduler.get("shift")) == DISTILLED
     if not allow_distilled and (turbo or markers.distillation == DISTILLED):
-        who = "its name or model.variant" if markers.distillation == DISTILLED else "its scheduler's shift, 3,"
+        source = "its name or model.variant" if markers.distillation == DISTILLED else "its scheduler's shift, 3,"
         raise UserError(
-            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {who} says: trained as it is, it loses "
-            "that and blurs. Train on Z-Image, the base model, or over an adapter that undoes it (adapter.under); "
+            f"this Z-Image is Turbo, the distilled model (8 steps, no guidance), as {source} says: trained as it is, it "
+            "loses that and blurs. Train on Z-Image, the base model, or over an adapter that undoes it (adapter.under); "
             "model.allow_distilled = true trains it all the same, and what was made of Turbo without distillation (De-Turbo)"
         )
-    return flow.as_scheduled(scheduler, "zimage", **choices)
+    return flow.objective(scheduler, "zimage", "sigmoid", scheduled=True, **choices)
 
 
 def distillation(name: str) -> str | None:
-    """The one that a file or repository of this name is; None where the name does not say."""
+    """The variant of a file or repository, by its name; None if the name does not say."""
     name = name.lower().rpartition("/")[2]
     if re.search(r"de[-_ ]?turbo|de[-_ ]?distil|un[-_ ]?distil|z[-_ ]?image[-_ ]?base|(?<![a-z])zib(?![a-z])", name):
         return BASE
@@ -66,19 +104,12 @@ def rows(count: int) -> int:
     return -(-count // names.MULTIPLE) * names.MULTIPLE
 
 
-def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
-    """The ids of each caption, without padding: int64 [L]."""
-    return qwen.chat_ids(model, captions, qwen.text_length(model))
-
-
 def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What Qwen3 has before its last layer: "sequence" [B, L, D], padded to a multiple of 32, and "mask" [B, L], the tokens
-    there are. It reads as many rows as the pipeline has it read, whatever the captions' lengths."""
+    """Qwen3's hidden states before its last layer: "sequence" [B, L, D], padded to a multiple of 32, and "mask" bool [B, L],
+    False for padding. Qwen3 reads as many rows as in the pipeline, whatever the captions' lengths."""
     length = rows(qwen.text_length(model))
-    ids, present = (
-        torch.stack([pad(each, (0, length - len(each))) for each in some])
-        for some in (tokens, [torch.ones_like(each, dtype=torch.bool) for each in tokens])
-    )
+    ids = torch.stack([pad(each, (0, length - len(each))) for each in tokens])
+    present = torch.stack([pad(torch.ones_like(each, dtype=torch.bool), (0, length - len(each))) for each in tokens])
     sequence = qwen.hidden_states(model, encoder, ids, present)[READ]
     longest = rows(max(map(len, tokens)))
     return {"sequence": sequence[:, :longest].to(model.compute[encoder]), "mask": present[:, :longest]}
@@ -86,14 +117,14 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
 
 @contextmanager
 def padded(transformer: nn.Module, *masks: torch.Tensor) -> Iterator[None]:
-    """A block in which captions come with their padding, for which the transformer puts its learned token. masks: bool, which
-    rows are no padding, of the captions in their order; one forward may take the first ones alone."""
+    """A block in which the transformer replaces the captions' padding by its learned token. masks: bool, False for padding,
+    of the captions in their order; a forward may take the first of them alone."""
     absent = ~torch.cat([mask.flatten() for mask in masks])[:, None]
 
-    def put(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+    def replace_padding(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         return torch.where(absent[: len(embedded)], transformer.cap_pad_token.to(embedded.dtype), embedded)
 
-    hook = transformer.cap_embedder.register_forward_hook(put)
+    hook = transformer.cap_embedder.register_forward_hook(replace_padding)
     try:
         yield
     finally:
@@ -103,13 +134,15 @@ def padded(transformer: nn.Module, *masks: torch.Tensor) -> Iterator[None]:
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
     """The predicted velocity, noise - latents: [B, 16, h, w]. Captions of one padded length go through the transformer
     together: others beside them would need a mask, and change their last bits."""
-    transformer, made = model.modules["transformer"], {}
-    for length, indices, pick in each_length(conditioning):
+    transformer = model.modules["transformer"]
+
+    def forward(length: int, pick: flow.Pick) -> Sequence[torch.Tensor]:
         text, mask = pick(conditioning.sequence)[:, :length], pick(conditioning.mask)[:, :length]
         with padded(transformer, mask):
             images, texts = list(pick(noised).unsqueeze(2)), list(text)
-            made |= zip(indices, transformer(images, 1 - pick(time), texts, return_dict=False)[0], strict=True)
-    return -in_order(made).squeeze(2)
+            return transformer(images, 1 - pick(time), texts, return_dict=False)[0]
+
+    return -flow.by_length(conditioning, forward).squeeze(2)
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
@@ -136,10 +169,9 @@ def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
 def adjust(component: str, module: nn.Module) -> None:
     """Give the transformer real angles, its time embedding fp32 times whatever its weights are stored in, its padding the
     dtype of the tokens beside it, which all blocks would take from it, and fused norms, of which less is saved; leave out the
-    norm behind Qwen3's last layer that is read."""
-    if component == "text_encoder":
-        module.norm = nn.Identity()
-    elif component == "transformer":
+    text encoder's last norm."""
+    qwen.leave_out_last_norm(component, module)
+    if component == "transformer":
         module.rope_embedder, times = Angles(module.rope_embedder), module.t_embedder
         times.forward = lambda t: times.mlp(times.timestep_embedding(t, times.frequency_embedding_size))
         prepare = module._prepare_sequence
@@ -154,48 +186,35 @@ def adjust(component: str, module: nn.Module) -> None:
 
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """What diffusers' `RMSNorm` gives, by one operator."""
+    """diffusers' `RMSNorm` in one operator."""
     return rms_norm(x, norm.dim, norm.weight.to(x.dtype), norm.eps)
-
-
-def published(tensors: set[str], variant: str | None = None) -> str:
-    """The folder of embedded configs for a file: Turbo's scheduler is another."""
-    return "zimage-turbo" if variant == DISTILLED else "zimage"
-
-
-def metadata(config: dict, prediction: str) -> dict[str, str]:
-    """What adapter files say of the family."""
-    return flow.metadata("Z-Image", "Tongyi-MAI/Z-Image", "zimage", "networks.lora_zimage")
 
 
 _ATTENTION = ("layers.*.attention.to_?", "layers.*.attention.to_out.0")
 _MLP = ("layers.*.feed_forward.w?",)
 _REFINERS = ("*_refiner.*.attention.to_?", "*_refiner.*.attention.to_out.0", "*_refiner.*.feed_forward.w?")
 _MODULATION = ("*.adaLN_modulation.?",)
-_OUTSIDE = ("all_x_embedder.*", "all_final_layer.*.linear", "t_embedder.mlp.?", "cap_embedder.1")  # of the blocks
+_OUTSIDE = ("all_x_embedder.*", "all_final_layer.*.linear", "t_embedder.mlp.?", "cap_embedder.1")  # outside the blocks
 _LINEAR = (*_ATTENTION, *_MLP, *_REFINERS, *_MODULATION, *_OUTSIDE)
 
 FAMILY = base.Family(
     name="zimage",
     components=(
         qwen.component(READ),
-        base.Component(
-            "transformer", "diffusers", "ZImageTransformer2DModel", "denoiser",
-            sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
-            infer=names.infer_transformer, prefixes=("model.diffusion_model.",),
-        ),
+        flow.transformer("ZImageTransformer2DModel", names, (*_OUTSIDE, *_MODULATION)),
         vae.component("vae.", "ae.safetensors"),
     ),
     reads=(*flow.READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative"),
-    text=base.TextPart(tokens, encode_text, qwen.count_tokens, collate=collate, rows=rows),
+    text=base.TextPart(qwen.tokens, encode_text, qwen.count_tokens, collate=flow.collate, rows=rows),
     images=base.ImagePart(objective, vae.encode_images, predict, sample, flow.beginning_with("sigmoid"), adjust=adjust),
     files=base.FilePart(
-        chat_templates=("tokenizer",), check=check, harmless=names.HARMLESS, published=published,
+        chat_templates=("tokenizer",), check=check, harmless=names.HARMLESS,
+        published=lambda tensors, variant=None: "zimage-turbo" if variant == DISTILLED else "zimage",  # for their schedulers
         hub_ids={"Tongyi-MAI/Z-Image": "zimage", "Tongyi-MAI/Z-Image-Turbo": "zimage-turbo"},
     ),
     variants=base.VariantPart((BASE, DISTILLED), distillation),
     memory=base.MemoryPart(
-        # In the blocks a norm reads what each product gives: none is left out where they are recomputed.
+        # A norm reads each product of a block: none can be left out where blocks are recomputed.
         blocks=("noise_refiner.*", "context_refiner.*", "layers.*"), compiled=("layers.*",), attention=SelfAttention.of,
         shared_inputs={
             "transformer": (
@@ -212,6 +231,9 @@ FAMILY = base.Family(
         presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
         kohya={"text_encoder": qwen.prefix}, peft={"text_encoder": "model."},
         key_styles=(base.KeyStyle("ai-toolkit", "transformer", "diffusion_model."), *qwen.KEY_STYLES),
-        metadata=metadata, in_diffusers=("lora", "dora", "lokr"),
+        metadata=lambda config, prediction: flow.metadata(
+            "Z-Image", "Tongyi-MAI/Z-Image", "zimage", "networks.lora_zimage"
+        ),
+        in_diffusers=("lora", "dora", "lokr"),
     ),
 )  # fmt: skip

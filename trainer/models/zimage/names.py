@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from trainer.models.names import ComponentConfig, Names, Shape, check_head, how_many
 
-MULTIPLE = 32  # of tokens: images and captions are padded to it
+MULTIPLE = 32  # tokens: images and captions are padded to a multiple
 MODULATED = 256  # numbers of the time embedding that modulations read, at most
 # Defaults of the class for keys missing from config.json.
 DEFAULTS = {
@@ -21,33 +21,30 @@ HARMLESS = ("*layers.35.*", "lm_head.weight", "*.lm_head.weight", "*norm_final.w
 
 def transformer_names(config: ComponentConfig) -> Names:
     """ZImageTransformer2DModel."""
-    names = Names()
+    names = Names(bias=False)
     width, head = config["dim"], config["dim"] // config["n_heads"]
     feed, read, patch = int(width / 3 * 8), min(width, MODULATED), 4 * config["in_channels"]
 
     def block(name: str, *, modulated: bool) -> None:
         qkv = {f"{name}.attention.to_{part}.weight": (width, width) for part in "qkv"}
         names.add(f"{name}.attention.qkv.weight", qkv)
-        names.layer(f"{name}.attention.out", f"{name}.attention.to_out.0", (width, width), bias=False)
+        names.layer(f"{name}.attention.out", f"{name}.attention.to_out.0", (width, width))
         for part in "qk":
-            names.layer(f"{name}.attention.{part}_norm", f"{name}.attention.norm_{part}", (head,), bias=False)
+            names.layer(f"{name}.attention.{part}_norm", f"{name}.attention.norm_{part}", (head,))
         for layer, shape in (("w1", (feed, width)), ("w2", (width, feed)), ("w3", (feed, width))):
-            same(f"{name}.feed_forward.{layer}", shape)
+            names.same_layer(f"{name}.feed_forward.{layer}", shape)
         for norm in ("attention_norm1", "ffn_norm1", "attention_norm2", "ffn_norm2"):
-            same(f"{name}.{norm}", (width,))
+            names.same_layer(f"{name}.{norm}", (width,))
         if modulated:
-            same(f"{name}.adaLN_modulation.0", (4 * width, read), bias=True)
+            names.same_layer(f"{name}.adaLN_modulation.0", (4 * width, read), bias=True)
 
-    def same(name: str, shape: Shape, bias: bool = False) -> None:
-        names.layer(name, name, shape, bias)
-
-    names.layer("x_embedder", "all_x_embedder.2-1", (width, patch))
-    names.layer("final_layer.linear", "all_final_layer.2-1.linear", (patch, width))
-    names.layer("final_layer.adaLN_modulation.1", "all_final_layer.2-1.adaLN_modulation.1", (width, read))
-    same("t_embedder.mlp.0", (1024, 256), bias=True)
-    same("t_embedder.mlp.2", (read, 1024), bias=True)
-    same("cap_embedder.0", (config["cap_feat_dim"],))
-    same("cap_embedder.1", (width, config["cap_feat_dim"]), bias=True)
+    names.layer("x_embedder", "all_x_embedder.2-1", (width, patch), bias=True)
+    names.layer("final_layer.linear", "all_final_layer.2-1.linear", (patch, width), bias=True)
+    names.layer("final_layer.adaLN_modulation.1", "all_final_layer.2-1.adaLN_modulation.1", (width, read), bias=True)
+    names.same_layer("t_embedder.mlp.0", (1024, 256), bias=True)
+    names.same_layer("t_embedder.mlp.2", (read, 1024), bias=True)
+    names.same_layer("cap_embedder.0", (config["cap_feat_dim"],))
+    names.same_layer("cap_embedder.1", (width, config["cap_feat_dim"]), bias=True)
     for token in ("x_pad_token", "cap_pad_token"):
         names.add(token, {token: (1, width)})
     for i in range(config["n_refiner_layers"]):
@@ -59,7 +56,7 @@ def transformer_names(config: ComponentConfig) -> Names:
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """The config values that the tensors' shapes tell, by the original names; {} where they are of something else."""
+    """Config values from the tensors' shapes, by the original names; {} for tensors of something else."""
     if not {"layers.0.attention.q_norm.weight", "cap_pad_token", "x_embedder.weight"} <= shapes.keys():
         return {}
     (head,), (width, patch) = shapes["layers.0.attention.q_norm.weight"], shapes["x_embedder.weight"]

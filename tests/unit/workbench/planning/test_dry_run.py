@@ -15,6 +15,7 @@ from trainer.models import FAMILIES
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime import attention
 from trainer.runtime.attention import Attention
+from workbench.hub import hub
 from workbench.planning.dry_run import META, Rehearsal, Unread, without_values
 from workbench.planning.op_trace import Trace
 
@@ -99,7 +100,7 @@ def test_buffers_of_a_rehearsal_are_its_own() -> None:
 @pytest.mark.parametrize("kind", ["auto", "math"])
 def test_attention_is_that_of_the_device_which_is_planned_for(bench: Workbench, on_cpu: bool, kind: str) -> None:
     config = configs.parse(bench.tree("flux", adapter__targets=["*attn.to_q"], step__attention=kind))
-    source = open_source(config)
+    source = open_source(config, hub)
     run = Rehearsal(make_plan(resolve(config, source), source, processes=1), kernels=dora_torch, on_cpu=on_cpu)
     with without_values(on_cpu=on_cpu):
         run.trained  # noqa: B018
@@ -116,7 +117,7 @@ def test_a_tokenizer_that_was_not_fetched_gives_as_many_tokens_as_are_read(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub_id = next(iter(FAMILIES[family].files.hub_ids))
     config = configs.parse(bench.tree("sdxl", model__family=family, model__path=hub_id, adapter__targets=["*attn.to_q"]))
-    source = open_source(config)
+    source = open_source(config, hub)
     plan = make_plan(resolve(config, source), source, processes=1)
     model = Rehearsal(plan, kernels=dora_torch).components.model
     (*_, last), captions = plan.model.family.text_encoders, ["a bear", "a long one of a bear"]

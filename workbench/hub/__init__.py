@@ -1,0 +1,1 @@
+"""Models on the Hugging Face hub: listed, and downloaded into its cache."""
