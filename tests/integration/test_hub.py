@@ -414,6 +414,21 @@ def test_other_bytes_than_the_hub_lists_are_refused(bench: Workbench, both: Path
         assert fetch(open_hub(bench)).weights("unet").files
 
 
+@pytest.mark.parametrize("content", [b"", b"<html>Sign in</html>", None], ids=["empty", "page", "gone"])
+def test_a_damaged_file_of_the_cache_is_fetched_again(bench: Workbench, both: Path, monkeypatch, content) -> None:
+    """It alone: of the hub's cache, whatever damaged it."""
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        name = fetch(open_hub(bench)).repository.snapshot / FP16
+        blob, whole = name.resolve(), name.read_bytes()
+        blob.unlink() if content is None else blob.write_bytes(content)
+        served.asked.clear()
+        source = open_hub(bench)
+        assert source.repository.to_fetch([FP16]) == len(whole)
+        assert fetch(source).weights("unet").files and name.read_bytes() == whole
+        assert served.weights_sent() == [FP16]
+
+
 def test_a_download_ends_at_the_listed_size_whatever_is_sent(bench: Workbench, both: Path, monkeypatch) -> None:
     beyond, append = [], hub._Blob._append
 

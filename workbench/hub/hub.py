@@ -61,8 +61,8 @@ class HubRepository:
         return {name: size for parent, _, name, size in split if parent == folder}
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """The listed files among `names` that are not on this machine."""
-        return [name for name in names if name in self.files and not (self.snapshot / name).is_file()]
+        """The listed files among `names` that are not on this machine, or have another size there: damaged ones."""
+        return [name for name in names if name in self.files and not _is_whole(self.snapshot / name, self.files[name])]
 
     def to_fetch(self, names: Collection[str]) -> int:
         """Bytes that fetching `names` would still download, without those kept from an interruption."""
@@ -79,7 +79,9 @@ class HubRepository:
         return {
             name: self.files[name]
             for digest, name in by_hash.items()
-            if digest is not None and self.files[name].bytes is not None and not (self.blobs / digest).exists()
+            if digest is not None
+            and self.files[name].bytes is not None
+            and not _is_whole(self.blobs / digest, self.files[name])
         }
 
     def refusal(self) -> UserError:
@@ -174,7 +176,7 @@ class _Blob:
         lock = folder.parent / ".locks" / folder.name / f"{self.file.hash}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
-            if blob.exists():
+            if _is_whole(blob, self.file):
                 self.received = self.file.bytes
                 return
             with open(self.partial, "a+b", buffering=0) as out:
@@ -350,6 +352,11 @@ def transport_error() -> type[Exception]:
 
 def _partial(blobs: Path, file: HubFile) -> Path:
     return blobs / f"{file.hash}.incomplete"
+
+
+def _is_whole(path: Path, file: HubFile) -> bool:
+    """Whether a file of the cache is there, in the listed size."""
+    return path.is_file() and file.bytes in (None, path.stat().st_size)
 
 
 def _size(path: Path) -> int:
