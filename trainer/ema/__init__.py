@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UserError
-from trainer.base.memory import put_back
+from trainer.base.memory import preserved
 
 OF = "constant|"  # begins the tensors' names in a checkpoint
 
@@ -38,7 +38,7 @@ class Average:
     @contextmanager
     def used(self) -> Iterator[None]:
         """A block in which the parameters are the average; afterwards they are, bit for bit, what they were."""
-        with put_back(self.parameters, self.changed):
+        with preserved(self.parameters, self.changed):
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, list(self.weights.values()))
             self.changed()
