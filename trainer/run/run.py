@@ -278,7 +278,7 @@ def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
     changed = "; ".join(noted(state.progress.changes, LOSS, state.progress.step))
 
     def saved(step: int) -> None:
-        context.phases.made(f"checkpoint step {step}")
+        context.phases.event = f"checkpoint step {step}"
         if attached.mirror is not None:
             attached.mirror.offer(step)
 

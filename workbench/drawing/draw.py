@@ -14,7 +14,7 @@ from trainer.adapters.portable import Factors, Portable, derived
 from trainer.artifacts import sampling
 from trainer.base.errors import UserError
 from trainer.base.files import refuse_taken, write_atomic
-from trainer.base.pictures import asked_of, png, pngs
+from trainer.base.pictures import png, pngs, request_of
 from trainer.base.progress import QUIET, Phases
 from trainer.base.run_layout import Layout, step_of
 from trainer.base.text import visible
@@ -265,7 +265,7 @@ def prompts_of(config: Config, layout: Layout) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*samples.prompts, *(sample.prompt for sample in samples.samples))))
     steps = [step for path in layout.samples.glob("*") if (step := step_of(path.name)) is not None]
     files = pngs(layout.samples_of(max(steps))) if steps else ()
-    return tuple(dict.fromkeys(str(asked_of(file)["prompt"]) for file in files))
+    return tuple(dict.fromkeys(str(request_of(file)["prompt"]) for file in files))
 
 
 def show_in_report(layout: Layout) -> bool:
