@@ -122,7 +122,7 @@ def count_prompt_tokens(model: Model, captions: Sequence[str]) -> dict[str, tupl
 
 def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:
     """One conditioning of encoders that each give other tensors."""
-    return Conditioning.from_tensors({name: tensor for part in parts for name, tensor in part.items()})
+    return Conditioning(**{name: tensor for part in parts for name, tensor in part.items()})
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:
