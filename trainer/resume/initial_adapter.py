@@ -21,7 +21,7 @@ from trainer.adapters.ranks import shrunk
 from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file
-from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pieces
 from trainer.kernels.dora_torch import TINY
 
 

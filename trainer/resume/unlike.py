@@ -17,7 +17,7 @@ from trainer import config as configs
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError, shown
 from trainer.base.tensorfile import tensor_sha256
-from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pieces
 from trainer.config import Config
 from trainer.data import identity
 from trainer.plan.run_plan import RunPlan

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.base.errors import NonFiniteError
-from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.state import Progress
+from trainer.checkpoint.state import Pieces, Progress
 from trainer.runtime.context import RunContext
 from trainer.runtime.jobs import Every, Job, Position
 

@@ -22,9 +22,8 @@ from trainer.base.memory import give_back
 from trainer.base.protocols import Kernels
 from trainer.base.signals import Signals
 from trainer.base.types import Batch
-from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.state import Progress
+from trainer.checkpoint.state import Pieces, Progress
 from trainer.config import Config
 from trainer.data.batches import loader, sampler
 from trainer.engine.assembly import TrainState, build_adapter, build_step, load_trained

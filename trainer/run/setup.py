@@ -21,8 +21,7 @@ from trainer.base.errors import UserError
 from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import size_text
-from trainer.checkpoint.pieces import Pieces
-from trainer.checkpoint.state import Pin, Progress, Saved
+from trainer.checkpoint.state import Pieces, Pin, Progress, Saved
 from trainer.config import Config
 from trainer.data import identity
 from trainer.data.batches import sampler

@@ -13,7 +13,7 @@ from trainer.adapters.portable import Portable
 from trainer.base.console import write
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.progress import Phases
-from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pieces
 from trainer.config import AdapterTable, Config, RuleTable, with_values
 from trainer.data.cache.entries import MemoryCache
 from trainer.data.memo import Memo

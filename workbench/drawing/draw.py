@@ -18,7 +18,7 @@ from trainer.base.pictures import png, pngs, request_of
 from trainer.base.progress import QUIET, Phases
 from trainer.base.run_layout import Layout, step_of
 from trainer.base.text import visible
-from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pieces
 from trainer.config import Config, with_values
 from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
