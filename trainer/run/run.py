@@ -41,7 +41,7 @@ from trainer.plan.changes import in_words, never
 from trainer.plan.data_sources import cache_dir
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume import pins
-from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, noted
+from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, Allowance, change_lines
 from trainer.resume.unlike import refuse_unlike_data, refuse_unlike_states
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
@@ -209,7 +209,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
     """What the run does beside training, in this order; those that give fields before the step's line of the log."""
     config, artifacts, go_on, page = run.plan.config, run.artifacts(), "go on with --resume_from auto", run.attached.page
     held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating)
-    held_out.changed = noted(run.progress.changes, FIXED_LOSS)
+    held_out.changed = change_lines(run.progress.changes, FIXED_LOSS)
     held_out.errors = beside(run.step.graphs, held_out.errors)
 
     def change(at: Position) -> Fields:
@@ -274,7 +274,7 @@ def make_loop(run: Run, signals: Signals, more: Sequence[Job] = ()) -> Loop:
         enabled=peers.is_main,
         phases=context.phases,
     )
-    changed = "; ".join(noted(state.progress.changes, LOSS, state.progress.step))
+    changed = "; ".join(change_lines(state.progress.changes, LOSS, state.progress.step))
 
     def saved(step: int) -> None:
         context.phases.event = f"checkpoint step {step}"
