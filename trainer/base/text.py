@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 # Invisible in editors, yet tokens to a tokenizer: controls except white space, soft hyphens, direction marks, zero-width
-# and word-joining spaces, byte order marks. Not joiners, variation selectors and tags: Persian and emoji need them.
+# and word-joining spaces, byte order marks. Joiners, variation selectors and tags stay: Persian and emoji need them.
 INVISIBLE = re.compile(
     "[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
 )

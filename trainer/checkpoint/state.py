@@ -145,8 +145,8 @@ def own_census(listed: Mapping[str, Any]) -> dict[str, Piece]:
 
 
 class Saved:
-    """A verified checkpoint, read piece by piece. census: the pieces that the config requires; None: those of the checkpoint
-    itself, for reading without resuming. Raises UserError if a piece is missing, malformed or of another version."""
+    """A verified checkpoint, read piece by piece. census: the pieces that the config requires; None: the checkpoint's own
+    pieces, for reading without resuming. Raises UserError if a piece is missing, malformed or of another version."""
 
     def __init__(self, folder: Path, census: Mapping[str, Piece] | None, phases: Phases = QUIET) -> None:
         self.folder, self.phases = folder, phases

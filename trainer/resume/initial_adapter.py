@@ -21,7 +21,6 @@ from trainer.adapters.ranks import shrunk
 from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file
-from trainer.checkpoint.state import Pieces
 from trainer.kernels.dora_torch import TINY
 
 
@@ -49,11 +48,6 @@ class Start:
     def lineage(self) -> dict[str, str]:
         """The initial file as {"file", "sha256"}; empty without one."""
         return {"file": self.name, "sha256": self.sha256} if self.path else {}
-
-    def enter(self, pieces: Pieces) -> None:
-        """Enter the piece "start", if the run has one."""
-        if self.path:
-            pieces.enter("start", self)
 
     def state_dict(self) -> Mapping[str, Any]:
         """The lineage and the initial weights."""

@@ -209,19 +209,19 @@ def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None
     return Pin(record, check)
 
 
-def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
+def _difference(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
     """The change of a tensor's record, in words; "" for none. Another library version with equal bytes is none."""
-    if now is None:
+    if new is None:
         return "is not there now"
-    if saved is None:
+    if old is None:
         return "was not there then"
     # relative_error is not compared: its sums depend on the device.
-    changed = {key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key)} - {"library", "relative_error"}
+    changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)} - {"library", "relative_error"}
     if not changed:
         return ""
     if "format" in changed:
-        return f"is stored as {saved.get('format')} in the checkpoint, as {now.get('format')} now"
-    old_library, new_library = saved.get("library"), now.get("library")
+        return f"is stored as {old.get('format')} in the checkpoint, as {new.get('format')} now"
+    old_library, new_library = old.get("library"), new.get("library")
     if old_library == new_library:
         return "has other bytes now: the model's file changed"
     return f"has other bytes now: the model's file or the library changed ({old_library} then, {new_library} now)"

@@ -27,7 +27,7 @@ YEAR_9999 = 253_402_300_799  # the last Unix time with a date
 
 
 def census(config: Config) -> Mapping[str, Piece]:
-    """The pieces of this run's checkpoints: those of every run, and those that config keys require."""
+    """The pieces of this run's checkpoints: PIECES, and pieces that config keys require."""
     optional = {
         "ema": config.ema.kind != "none" and Piece("ema", file="ema.safetensors", asked_by="ema.kind"),
         "start": config.adapter.init_from and Piece("start", file="start.safetensors", asked_by="adapter.init_from"),
