@@ -25,8 +25,7 @@ def is_settled(stamp: Stamp) -> bool:
 
 
 class FileDigests:
-    """Digests by path, valid while the file keeps its stamp. memory: a JSON file, read now and rewritten with every new
-    digest; None: in this process only."""
+    """Digests by path, valid while a file keeps its stamp. memory: the JSON file that stores them; None: none does."""
 
     def __init__(self, memory: Path | None = None, phases: Phases = QUIET) -> None:
         self.memory, self.phases = memory, phases

@@ -40,9 +40,8 @@ def unheard(count: int) -> None:
 def write(
     path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
 ) -> tuple[str, int]:
-    """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask. sync: False for files
-    that are verified when read and can be made again. Raises OSError, naming the file, and leaves the part written so far;
-    FileExistsError if the file exists."""
+    """Write a new file and sync it; returns (sha256, bytes). The mode follows the umask. sync: False for files verified when
+    they are read, which can be made again. Raises OSError (FileExistsError, too), naming the file; a part written stays."""
     digest, count = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     with naming(path):
@@ -142,8 +141,7 @@ class FileGroup:
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A new folder to fill in a `with` block: it gets its name at the end, and is deleted if the block raises. A kill leaves
-    the folder that `leftovers_of` returns."""
+    """A new folder, which gets its name at the end of the block, or is deleted if that raises. Kills leave `leftovers_of`."""
     temporary = _temporary(folder)
     temporary.mkdir(parents=True)
     try:
@@ -185,8 +183,7 @@ def make_folder(folder: Path, key: str | None = None) -> None:
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Raises UserError, like `make_folder`, if it is clear beforehand that the folder cannot be made; OSError if the file
-    system is read-only."""
+    """Raises UserError if `make_folder` would foreseeably do so; OSError if the file system is read-only."""
     existing = next((parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent)), None)
     if existing is not None and not existing.is_dir():  # or a broken link
         code = errno.EEXIST if existing == folder else errno.ENOTDIR
@@ -298,9 +295,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
-    """Delete the temporaries of `write_atomic` and `appearing` whose writers have ended. Must not run while this process
-    writes there. idle: minimum seconds since the last write; above 0 in folders that other machines or containers may
-    share, where a process id says nothing."""
+    """Delete temporaries whose writers have ended. Must not run while this process writes there. idle: minimum seconds since
+    the last write; above 0 in folders shared with other machines or containers, whose process ids say nothing."""
     for path in temporaries:
         owner = re.fullmatch(r"\..*\.(\d+)\.[0-9a-f]+\.tmp", path.name)
         # Our own id may be that of a killed run: in a container every run has the same.
@@ -326,8 +322,7 @@ def _is_running(pid: int) -> bool:
 
 
 def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder that nobody else writes to; it may be partly gone already. A file or link is unlinked. Raises OSError,
-    naming the folder."""
+    """Delete a folder that nobody else writes to, or unlink a file or link. Raises OSError, naming the folder."""
     with naming(folder), contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
         if folder.is_symlink() or not folder.is_dir():
             folder.unlink()

@@ -24,8 +24,7 @@ _recompute_cache: dict[Any, torch.Tensor] | None = None
 
 
 def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The blocks of a denoiser by name, in module order: the outermost modules whose dotted names end in an index and match
-    one of the fnmatch patterns."""
+    """The blocks by name, in module order: the outermost modules with an index as last name that match a fnmatch pattern."""
     blocks: dict[str, nn.Module] = {}
     for name, module in denoiser.named_modules():
         nested = any(name.startswith(f"{outer}.") for outer in blocks)
@@ -304,8 +303,7 @@ def preserved(tensors: Sequence[torch.Tensor], changed: Callable[[], object]) ->
 
 
 def give_back() -> None:
-    """Return freed memory that the allocator holds to the system, if the C library can (glibc): 0.5 GB for SDXL at full
-    size."""
+    """Return freed memory that the allocator holds to the system (0.5 GB for SDXL), if the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -25,8 +25,7 @@ def suggestion(name: str, choices: Collection[str]) -> str:
 
 
 def advice(pattern: str, names: Sequence[str]) -> str:
-    """The remedy for a pattern that matches none of `names`: the pattern with one word corrected, or with wildcards around
-    it, else the nearest names, else any names."""
+    """The remedy for a pattern without a match: one word corrected, wildcards around it, the nearest names, or any names."""
     words = dict.fromkeys(part for name in names for part in name.split("."))
     candidates = [
         pattern[: match.start()] + near + pattern[match.end() :]

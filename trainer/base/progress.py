@@ -215,8 +215,7 @@ def quiet_for(silence: float) -> float:
 
 @dataclass(frozen=True)
 class Sign:
-    """The last heartbeat of a run that has not ended in order. time: Unix time. silence: its longest silence in seconds.
-    doing: its work, in words."""
+    """The last heartbeat of a run. time: Unix time. silence: its longest silence in seconds. doing: its work, in words."""
 
     time: float
     silence: float

@@ -75,8 +75,7 @@ def count_not_finite(tensor: torch.Tensor) -> int:
 
 
 class TensorFile:
-    """A safetensors file to be read tensor by tensor, without mapping it. Raises UserError if the file is missing, truncated
-    or malformed."""
+    """A safetensors file, read tensor by tensor without mapping it. Raises UserError if it is missing or damaged."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -117,8 +116,7 @@ class TensorFile:
 
 
 def parse(data: bytearray | memoryview, path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """(metadata, tensors sharing the writable memory of `data`) of a safetensors file's bytes. Raises UserError, naming the
-    path, if they are malformed."""
+    """(metadata, tensors sharing the writable memory of `data`) of a file's bytes. Raises UserError if they are damaged."""
     metadata, entries = _parse_header(path, io.BytesIO(data), len(data))
 
     def tensor(entry: TensorEntry) -> torch.Tensor:
@@ -196,8 +194,7 @@ def _is_shape(sizes: object) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A tensor computed when it is written, so that a file may be larger than the memory (at most two are held at once).
-    make: returns the tensor, of this dtype and shape."""
+    """A tensor computed by `make` when it is written, so that a file may exceed the memory; at most two are held at once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

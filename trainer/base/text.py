@@ -47,8 +47,7 @@ def opened(path: Path, newline: str | None = None) -> TextIO:
 
 
 def decoded(data: bytes, *, utf16: bool = True) -> str:
-    """The text of a file's bytes, without its byte order mark. utf16: also accept UTF-16 with its mark. Raises ValueError
-    with the remedy."""
+    """The text of a file without its byte order mark. utf16: accept UTF-16, too. Raises ValueError with the remedy."""
     refuse_stand_in(data)
     if data.startswith(UTF16) and not utf16:
         raise ValueError("UTF-16 (as PowerShell and older editors write it); save it as UTF-8")

@@ -1,5 +1,5 @@
-"""The pieces of a checkpoint and its files, without pickle: tensors go to NAME.safetensors, the frozen base's storage record
-to quantization.json, everything else to state.json."""
+"""A checkpoint's pieces and files: tensors in NAME.safetensors, the frozen base's record in quantization.json, the rest in
+state.json; no pickle."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -95,8 +95,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Pin:
-    """A piece that the following steps depend on, which must equal the saved one. check: (saved, current) -> None; raises
-    UserError, naming the differences."""
+    """A piece that must equal the saved one. check: (saved, current) -> None; raises UserError with the differences."""
 
     value: Mapping[str, Any]
     check: Callable[[Mapping[str, Any], Mapping[str, Any]], object]
@@ -226,16 +225,14 @@ P = TypeVar("P", bound=Provider)
 
 
 class Pieces:
-    """The registered pieces of a run. saved: the checkpoint to resume; None: a fresh start. census: the pieces that the run's
-    config requires."""
+    """The registered pieces of a run. saved: the checkpoint to resume, or None. census: the config's pieces."""
 
     def __init__(self, saved: Saved | None, census: Mapping[str, Piece] = PIECES) -> None:
         self.census = census
         self._saved, self._providers = saved, dict[str, Provider]()
 
     def enter(self, name: str, provider: P) -> P:
-        """Register a piece and restore it if the run is resumed; returns the provider. Raises UserError if the saved piece
-        does not fit."""
+        """Register a piece, and restore it if the run is resumed. Raises UserError if the saved one does not fit."""
         self._providers[name] = provider
         if self._saved is not None:
             self._saved.restore(**{name: provider})

@@ -187,8 +187,7 @@ def newest_valid(root: Path, phases: Phases = QUIET) -> tuple[Path | None, list[
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints. The newest is read back first; if it is invalid, raises NotReadBack
-    and deletes nothing."""
+    """Delete all but the newest `keep_last` checkpoints. First raises NotReadBack if the newest does not read back."""
     present = steps(root)
     if len(present) <= keep_last:
         return
@@ -276,8 +275,7 @@ def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[P
 
 
 def named(path_text: str, otherwise: str = "", *, option: str = "--resume_from", phases: Phases = QUIET) -> Path:
-    """The checkpoint in the folder given by an option. otherwise: alternatives, for the message. Raises UserError if it is no
-    valid checkpoint."""
+    """The checkpoint given by an option. otherwise: alternatives, for the message. Raises UserError if it is not valid."""
     folder = Path(path_text)
     if Layout(folder).checkpoints.is_dir() or any((folder / folder_name(step)).is_dir() for step in steps(folder)):
         raise UserError(f"{option} {path_text!r} holds checkpoints, it is none: give one of its step-... folders{otherwise}")

@@ -98,9 +98,8 @@ def pin_data(
     steps_per_epoch: int,
     allowed: Allowance,
 ) -> Pin:
-    """The pin of the data: other photos, or another global batch, would give every later step other samples. digests: of all
-    inputs of the draws, by name; photos: of every photo (identity.py). micro_batches: per update, over all processes.
-    accumulation: the config's, for `share_out`."""
+    """The pin of the data: other photos or another global batch change the samples of every later step. digests, photos: of
+    the data and of each photo (identity.py). micro_batches: per update, of all processes. accumulation: for `share_out`."""
     counts = {"samples": samples, "micro_batches": micro_batches, "steps_per_epoch": steps_per_epoch}
 
     def check(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -179,8 +179,7 @@ def check_length(
 
 
 def refuse_idle_steps(schedule: ScheduleTable, *, length: int, step: int, last: int, way: str = "") -> None:
-    """Raises UserError if steps after `step` up to `last` are beyond the schedule's `length` and have a rate of 0. way: how
-    to change the schedule in mid-run, for the message."""
+    """Raises UserError if any of steps `step` + 1 to `last` has a rate of 0, after the schedule's `length`. way: a remedy."""
     first = max(step, length) + 1
     constant = schedule.name == "constant" or (schedule.name == "wsd" and not optim.steps_of(schedule.decay, length))
     if schedule.end > 0 or constant or first > last:

@@ -44,8 +44,7 @@ LISTED = 20  # maximum lines of a message, and names in a line
 
 
 def refuse_unlike_configs(peers: Processes, config: Config) -> None:
-    """Compare the resolved configs and the versions before the processes cooperate. Raises UserError in all processes, with
-    the keys and versions that differ."""
+    """Compare the resolved configs and versions, first of all. Raises UserError, in all processes, with the differences."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     ours = {"trainer": f"{__version__}, source {_digest(''.join(file.read_text(encoding='utf-8') for file in files))}"}
     _compare(peers, config, lambda: {"config": configs.tree(config), "versions": ours | versions(config.optimizer.name)})
@@ -69,8 +68,7 @@ def refuse_unlike_data(peers: Processes, plan: RunPlan, pieces: Pieces) -> None:
 
 
 def refuse_unlike_states(peers: Processes, config: Config, pieces: Pieces) -> None:
-    """Compare the pieces of a checkpoint, including bytes of frozen base, adapter and optimizer. Raises UserError in all
-    processes, with the tensors that differ."""
+    """Compare all pieces and their tensors' bytes, the frozen base's included. Raises UserError in all processes."""
     _compare(peers, config, lambda: pieces.states(but=DERIVED))
 
 

@@ -55,8 +55,7 @@ from trainer.runtime.jobs import Fields, Job, Position
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that steps and checkpoints need. Nothing is trained yet. resumed: the checkpoint to resume. changed: --allow
-    replaced a value pinned there."""
+    """A built run, not trained yet. resumed: the checkpoint to resume. changed: --allow replaced a value pinned there."""
 
     plan: RunPlan
     context: RunContext

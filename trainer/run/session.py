@@ -220,8 +220,7 @@ class Session:
 
     @property
     def lr(self) -> float:
-        """The first group's rate in the next step. Setting it scales all groups' rates, now and in the schedule. It is not
-        saved: a resumed run has the config's rate."""
+        """The first group's next rate. Setting it scales all groups' rates; a resumed run has the config's again."""
         return self.run.step.schedule.get_last_lr()[0]
 
     @lr.setter
@@ -256,8 +255,7 @@ class Session:
             return draw(components.model, request, conditioning(request.prompt), conditioning(request.negative))
 
     def export(self, path: str | Path) -> list[Path]:
-        """Write the current adapter in the config's formats: diffusers' to `path`, the others next to it; returns the files.
-        Raises NotTrained before the first update."""
+        """Write the adapter in the config's formats, diffusers' to `path`. Raises NotTrained before the first update."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         return list(self.run.artifacts().export(path.name.removesuffix(".safetensors"), folder=path.parent).values())
