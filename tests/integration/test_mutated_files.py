@@ -117,11 +117,7 @@ def pieces_of_a_run() -> dict[str, Any]:
             allowed=Allowance(),
         ),
         "environment": pins.pin_environment(
-            torch.device("cpu"),
-            "adamw",
-            {"kernels": "plain", "attention": "torch's own", "compiled": pins.NOT_COMPILED, "processes": 1},
-            deterministic=False,
-            say=len,
+            configs.parse(config), torch.device("cpu"), kernels="plain", attention="torch's own", processes=1, say=len
         ),
         "model": pins.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
         "norms": dora_norms(),

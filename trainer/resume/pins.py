@@ -227,17 +227,16 @@ def _difference(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) ->
 
 
 def pin_environment(
-    device: torch.device, optimizer: str, choices: Mapping[str, Any], *, deterministic: bool, say: Callable[[str], None]
+    config: Config, device: torch.device, *, kernels: str, attention: str, processes: int, say: Callable[[str], None]
 ) -> Pin:
-    """The pin of libraries, device and choices that may change the last bits of later steps: a difference is a warning, and
-    an error under run.deterministic. optimizer: its name in the table. choices: names of "kernels" and "attention", the
-    number of "processes", and the "compiled" parts of a step, or NOT_COMPILED."""
+    """The pin of everything here that may change the last bits of later steps: a difference is a warning, and an error under
+    run.deterministic. kernels, attention: names. processes: their number."""
 
     def check(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         saved = {"attention": OWN, "compiled": NOT_COMPILED} | dict(saved)  # defaults of older checkpoints
         changed = [f"{name}: {saved.get(name)} -> {value}" for name, value in current.items() if saved.get(name) != value]
         other = f"another environment than the checkpoint's: {'; '.join(changed)}"
-        if changed and deterministic:
+        if changed and config.run.deterministic:
             raise UserError(f"run.deterministic = true, and this is {other}; restore it, or start a new run")
         if changed:
             say(f"warning: {other}. State and draws are the same; later steps may differ in their last bits")
@@ -247,7 +246,11 @@ def pin_environment(
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    return Pin({**versions(optimizer), "device": name, **choices}, check)
+    compiled = NOT_COMPILED
+    if config.step.compile != "none":  # in compiled blocks alone, recomputation changes the sums
+        compiled = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
+    choices = {"device": name, "kernels": kernels, "attention": attention, "compiled": compiled, "processes": processes}
+    return Pin({**versions(config.optimizer.name), **choices}, check)
 
 
 def versions(optimizer: str) -> dict[str, str]:

@@ -119,7 +119,8 @@ def begin(
     environment, attention = None, planned(config.step.attention)
     if memory.device is not None:
         attention = choose_attention(plan, memory.device, say)
-        pin = environment_pin(config, memory.device, memory.kernels.name, str(attention), processes, say)
+        names = {"kernels": memory.kernels.name, "attention": str(attention)}
+        pin = pins.pin_environment(config, memory.device, **names, processes=processes, say=say)
         environment = pieces.enter("environment", pin)
     start_point.check_length(plan, progress, saved and saved.folder, allowed, say)
     if config.data.strict_captions and source.fetched:
@@ -239,17 +240,6 @@ def warn_of_disk(needs: Mapping[str, tuple[Path, int]], say: Callable[[str], Non
     """Warn of disks that are too small. The run goes on, as space may be freed meanwhile."""
     for line in shortages(needs):
         say(f"warning: {line}")
-
-
-def environment_pin(
-    config: Config, device: torch.device, kernels: str, attention: str, processes: int, say: Callable[[str], None]
-) -> Pin:
-    """The pin of the environment on which a step's last bits depend."""
-    compiled = pins.NOT_COMPILED
-    if config.step.compile != "none":  # in compiled blocks alone, recomputation changes the sums
-        compiled = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
-    choices = {"kernels": kernels, "attention": attention, "compiled": compiled, "processes": processes}
-    return pins.pin_environment(device, config.optimizer.name, choices, deterministic=config.run.deterministic, say=say)
 
 
 def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], None]) -> Attention:
