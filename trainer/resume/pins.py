@@ -16,6 +16,7 @@ from trainer.base.errors import UserError
 from trainer.checkpoint.state import Pin, Saved
 from trainer.config import Config, with_values
 from trainer.data import identity
+from trainer.plan.run_plan import RunPlan
 from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, objection
 from trainer.runtime.attention import OWN
 
@@ -88,19 +89,12 @@ def refuse_changes(
     raise UserError(f"{owner} belongs to a run with another config:\n{listing}\n{', or '.join(ways)}")
 
 
-def pin_data(
-    *,
-    digests: Mapping[str, str],
-    photos: Mapping[str, torch.Tensor],
-    samples: int,
-    micro_batches: int,
-    accumulation: int,
-    steps_per_epoch: int,
-    allowed: Allowance,
-) -> Pin:
-    """The pin of the data: other photos or another global batch change the samples of every later step. digests, photos: of
-    the data and of each photo (identity.py). micro_batches: per update, of all processes. accumulation: for `share_out`."""
-    counts = {"samples": samples, "micro_batches": micro_batches, "steps_per_epoch": steps_per_epoch}
+def pin_data(plan: RunPlan, *, accumulation: int, allowed: Allowance) -> Pin:
+    """The pin of the data: other photos or another global batch change the samples of every later step. accumulation: before
+    `share_out`."""
+    digests, photos = identity.fingerprint(plan.data.examples), identity.photo_digests(plan.data.examples)
+    samples, micro_batches = len(plan.data.photos), plan.config.step.accumulation * plan.length.processes
+    counts = {"samples": samples, "micro_batches": micro_batches, "steps_per_epoch": plan.length.steps_per_epoch}
 
     def check(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         old = {name: saved[name] for name in counts}

@@ -22,7 +22,6 @@ from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import size_text
 from trainer.checkpoint.state import Pieces, Pin, Progress, Saved
 from trainer.config import Config
-from trainer.data import identity
 from trainer.data.batches import sampler
 from trainer.data.memo import Memo
 from trainer.engine.components import without_modules
@@ -105,16 +104,7 @@ def begin(
     progress = pieces.enter("progress", start_point.first_progress(plan))
     if start.path:
         pieces.enter("start", start)
-    photos = pins.pin_data(
-        digests=identity.fingerprint(plan.data.examples),
-        photos=identity.photo_digests(plan.data.examples),
-        samples=len(plan.data.photos),
-        micro_batches=config.step.accumulation * plan.length.processes,
-        accumulation=accumulation,
-        steps_per_epoch=plan.length.steps_per_epoch,
-        allowed=allowed,
-    )
-    pieces.enter("data", photos)
+    pieces.enter("data", pins.pin_data(plan, accumulation=accumulation, allowed=allowed))
     plan = start_point.go_on(plan, progress, allowed, say)
     environment, attention = None, planned(config.step.attention)
     if memory.device is not None:
