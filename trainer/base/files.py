@@ -33,12 +33,12 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file s
 CHUNK_BYTES = 2**25  # of large files, per read or write: short enough to react to a signal in between
 
 
-def unheard(count: int) -> None:
+def no_progress(count: int) -> None:
     """The progress callback that does nothing."""
 
 
 def write(
-    path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+    path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = no_progress, *, sync: bool = True
 ) -> tuple[str, int]:
     """Write a new file and sync it; returns (sha256, bytes). The mode follows the umask. sync: False for files verified when
     they are read, which can be made again. Raises OSError (FileExistsError, too), naming the file; a part written stays."""
@@ -71,7 +71,7 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(number, "rb")
 
 
-def hash_file(path: Path, advance: Advance = unheard) -> str:
+def hash_file(path: Path, advance: Advance = no_progress) -> str:
     """The file's SHA-256, in hexadecimal."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
     with open(path, "rb", buffering=0) as file:
@@ -82,7 +82,7 @@ def hash_file(path: Path, advance: Advance = unheard) -> str:
 
 
 def write_atomic(
-    path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+    path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = no_progress, *, sync: bool = True
 ) -> tuple[str, int]:
     """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes). sync: see `write`. An
     exception leaves neither the file nor the temporary."""
@@ -107,7 +107,7 @@ class FileGroup:
         self._keep = keep
 
     def write(
-        self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+        self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = no_progress, *, sync: bool = True
     ) -> tuple[str, int]:
         """Write a file that gets its name at the end of the block; returns (sha256, bytes). Raises OSError."""
         path = Path(path)

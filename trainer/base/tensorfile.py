@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from trainer.base.errors import UserError
-from trainer.base.files import CHUNK_BYTES, Advance, Write, refuse_irregular, unheard, write_atomic
+from trainer.base.files import CHUNK_BYTES, Advance, Write, no_progress, refuse_irregular, write_atomic
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -92,7 +92,7 @@ class TensorFile:
         """Every tensor's shape, by name."""
         return {name: entry.shape for name, entry in self.entries.items()}
 
-    def read(self, name: str, advance: Advance = unheard) -> torch.Tensor:
+    def read(self, name: str, advance: Advance = no_progress) -> torch.Tensor:
         """One tensor, in freshly allocated memory. Raises KeyError for an unknown name."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
@@ -110,7 +110,7 @@ class TensorFile:
                     advance(count)
         return tensor
 
-    def read_all(self, advance: Advance = unheard) -> dict[str, torch.Tensor]:
+    def read_all(self, advance: Advance = no_progress) -> dict[str, torch.Tensor]:
         """Every tensor, by name."""
         return {name: self.read(name, advance) for name in self.entries}
 
@@ -234,14 +234,14 @@ def write_tensors(
     path: Path | str,
     tensors: Tensors,
     metadata: Mapping[str, str] | None = None,
-    advance: Advance = unheard,
+    advance: Advance = no_progress,
     write: Write = write_atomic,
 ) -> tuple[str, int]:
     """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes."""
     return write(path, serialize(tensors, metadata), advance)
 
 
-def tensor_sha256(tensor: torch.Tensor, advance: Advance = unheard) -> str:
+def tensor_sha256(tensor: torch.Tensor, advance: Advance = no_progress) -> str:
     """SHA-256 of a tensor's bytes, row-major."""
     flat, digest = tensor.detach().to("cpu").contiguous().reshape(-1), hashlib.sha256()
     view = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 from trainer.checkpoint import store
 from trainer.checkpoint.store import Files
 
@@ -37,7 +37,7 @@ class Saver:
         self._failure: Exception | None = None
         self._bytes_written = self._bytes_reported = 0  # by a thread; of these, reported to a watch
 
-    def save(self, step: int, contents: Files, watch: Advance = unheard) -> None:
+    def save(self, step: int, contents: Files, watch: Advance = no_progress) -> None:
         """Write a checkpoint after the previous one is done; `contents` must not change any more. Errors are kept for `join`,
         in the foreground, too: all processes of a run act on them together."""
         self._join_thread(watch)
@@ -83,7 +83,7 @@ class Saver:
             raise
         self.after(step)
 
-    def join(self, watch: Advance = unheard) -> Exception | None:
+    def join(self, watch: Advance = no_progress) -> Exception | None:
         """Wait until nothing is being written; returns the first failure since the last call."""
         self._join_thread(watch)
         failure, self._failure = self._failure, None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainer.base import files
 from trainer.base.errors import UserError
+from trainer.base.files import Advance, no_progress
 from trainer.base.progress import QUIET, Phases
 from trainer.base.run_layout import Layout, folder_name, step_of
 
@@ -29,7 +30,7 @@ class NotReadBack(OSError):
     """A checkpoint was written and renamed without an error, but does not match its manifest."""
 
 
-def save(root: Path, step: int, contents: Files, advance: files.Advance = files.unheard, *, instead: bool = False) -> Path:
+def save(root: Path, step: int, contents: Files, advance: Advance = no_progress, *, instead: bool = False) -> Path:
     """Write one checkpoint; returns its folder. Raises OSError and leaves the others untouched. A valid checkpoint of that
     step is kept: by contract its bytes are the same. instead: they may differ; then it is set aside once the new one is whole
     on the disk. After a kill between the two renames `settle` does the second."""

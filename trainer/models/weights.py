@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.base.errors import UserError
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 from trainer.base.progress import Phase
 from trainer.base.protocols import WeightOwner
 from trainer.base.tensorfile import NAMES, TensorEntry, TensorFile, count_not_finite
@@ -62,7 +62,7 @@ class Weights:
         """The place and kind of a tensor in its file."""
         return self.index[key].entries[self.prefix + key]
 
-    def read(self, key: str, advance: Advance = unheard) -> torch.Tensor:
+    def read(self, key: str, advance: Advance = no_progress) -> torch.Tensor:
         """A tensor, as its file has it. Raises UserError where a value is not finite."""
         tensor = self.index[key].read(self.prefix + key, advance)
         if count := count_not_finite(tensor):
@@ -131,7 +131,7 @@ class Read:
             else:
                 _place_tensor(module, name, held.dequantize(piece, shape))
 
-    def tensors(self, advance: Advance = unheard) -> list[torch.Tensor]:
+    def tensors(self, advance: Advance = no_progress) -> list[torch.Tensor]:
         """The module tensors that it becomes, in fp32; of a quantised weight its value."""
         if self.held is None:
             source = self.weights.read(self.link.original, advance)
@@ -155,7 +155,7 @@ class Read:
         pieces = [split_original(op, tensor, self.rows) for op, tensor in zip(ops, split, strict=True)]
         return [{"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)]
 
-    def _checked(self, function: Callable, roles: tuple[str, ...], advance: Advance = unheard):
+    def _checked(self, function: Callable, roles: tuple[str, ...], advance: Advance = no_progress):
         """function(the parts of those roles, shape), a ValueError told as the user's."""
         try:
             return function({role: self.weights.read(self.held.parts[role], advance) for role in roles}, self.shape)
