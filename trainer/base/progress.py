@@ -45,29 +45,18 @@ def pace_of(ends: Sequence[float]) -> float | None:
 
 class Phase:
     """A running piece of work. done: units so far, `before` of them in an earlier start. total: of how many; None: unknown.
-    fields: replaces the default text of its lines. pace: seconds per unit; replaces the average over all units. every:
-    seconds between two lines without a terminal; None: not shown. around: the enclosing phase. check: called with whether
-    the work advanced; raises (Interrupted) once it should stop."""
+    obey: whether it can be stopped. fields: replaces the default text of its lines. pace: seconds per unit; replaces the
+    average over all units."""
 
-    def __init__(
-        self,
-        name: str,
-        total: int | None,
-        unit: str,
-        *,
-        before: int = 0,
-        check: Callable[[bool], None],
-        every: float | None,
-        around: Phase | None = None,
-    ) -> None:
-        self.name, self.total, self.unit, self.before, self.done = name, total, unit, before, before
+    def __init__(self, phases: Phases, name: str, total: int | None, unit: str, before: int = 0, obey: bool = True) -> None:
+        self.name, self.total, self.unit, self.before, self.done, self.obey = name, total, unit, before, before, obey
         self.fields: Callable[[], Fields] | None = None
         self.pace: float | None = None
-        self._check, self._around = check, around
+        self._phases, self._around = phases, phases.running[-1] if phases.running else None
         self.began = time.monotonic()
-        self._live = every is not None and moves(sys.stderr)
-        self._every = LIVE_SECONDS if self._live else every or 0.0
-        self._next_line = self.began + (LIVE_AFTER if self._live else LONG_SECONDS) if every is not None else float("inf")
+        self._live = phases.show and moves(sys.stderr)
+        self._every = LIVE_SECONDS if self._live else phases.every
+        self._next_line = self.began + (LIVE_AFTER if self._live else LONG_SECONDS) if phases.show else float("inf")
 
     def advance(self, count: int = 1) -> None:
         """Count `count` more units as done; 0: still waiting for them."""
@@ -83,7 +72,10 @@ class Phase:
                 self._draw()
             elif self.fields is None or not LIVE.json:  # `fields` belong to the steps, which are JSON lines themselves
                 write(fitted(self._fields(), width(sys.stderr)), sys.stderr)
-        self._check(gets_on)
+        if self.obey:
+            self._phases.check(gets_on)
+        elif gets_on:
+            self._phases.sign()
 
     def between_modules(self) -> AbstractContextManager[Any]:
         """A block in which `check` is called before the forward of each torch module, too."""
@@ -158,11 +150,11 @@ class Phases:
     ) -> None:
         self._check, self._sign, self.show, self.every, self.record = check, sign, show, every, record
         self.event = ""
-        self._under_way: list[Phase] = []
+        self.running: list[Phase] = []  # the innermost last
 
     def sign(self) -> None:
         """Send a heartbeat, for work without a phase of its own or long work within one."""
-        self._sign(self._under_way[-1].name if self._under_way else "")
+        self._sign(self.running[-1].name if self.running else "")
 
     def check(self, gets_on: bool = True) -> None:
         """Raise what stops the run, if anything does. gets_on: send a heartbeat first."""
@@ -185,18 +177,16 @@ class Phases:
         """A phase of `total` units ("B" for bytes, else a singular noun), `before` of them done in an earlier start. obey:
         False: it cannot be stopped. keep: False: it is shown but not recorded. event: the result that exists at its end."""
         started, finished = time.time(), False
-        check = self.check if obey else lambda gets_on: self.sign() if gets_on else None
-        around = self._under_way[-1] if self._under_way else None
-        phase = Phase(name, total, unit, before=before, check=check, every=self.every if self.show else None, around=around)
-        self._under_way.append(phase)
+        phase = Phase(self, name, total, unit, before, obey)
+        self.running.append(phase)
         try:
-            check(True)
+            (self.check if obey else self.sign)()
             yield phase
             finished = True
             self.event = event or self.event
         finally:
             seconds = time.monotonic() - phase.began
-            self._under_way.remove(phase)
+            self.running.remove(phase)
             phase.close()
             if finished and self.show and seconds > LONG_SECONDS:
                 write(f"{name}: {phase.outcome(seconds)}", sys.stderr)
