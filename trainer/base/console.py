@@ -64,7 +64,7 @@ class LiveLine:
     def show(self, text: str) -> None:
         """Show as many whole words as fit (a wrapped row could not be erased). "": clear the line."""
         columns = max(1, width(sys.stderr) - 1)
-        text = broken(text, columns)[0][:columns]
+        text = wrapped(text, columns)[0][:columns]
         if text != self.text and not (text and time.monotonic() < self._hidden_until):
             self.text = text
             with read_or_not(sys.stderr):  # the rest of the old line is cleared after the new one is written: no flicker
@@ -95,7 +95,7 @@ def write(text: str, stream: TextIO | None = None, *, whole: bool = False, field
     lines = [printable(line) for line in text.split("\n")]
     if not whole:
         columns = width(stream)
-        lines = [part for line in lines for part in broken(line, columns)]
+        lines = [part for line in lines for part in wrapped(line, columns)]
     output = "\n".join(lines) + "\n"
     if LIVE.text and stream.isatty():
         output = f"\r{REST}{output}{LIVE.text}"  # one write: the terminal shows no intermediate state
@@ -105,7 +105,7 @@ def write(text: str, stream: TextIO | None = None, *, whole: bool = False, field
         print(output, end="", file=stream, flush=True)
 
 
-def broken(line: str, columns: int) -> list[str]:
+def wrapped(line: str, columns: int) -> list[str]:
     """The line wrapped to `columns` characters, continuation lines indented."""
     if len(line) <= columns:
         return [line]

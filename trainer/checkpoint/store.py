@@ -259,7 +259,7 @@ def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[P
     if resume_from is None:
         return None, []
     if resume_from not in ("auto", "latest"):
-        return named(resume_from, ", or auto with that run.output_dir", phases=phases), []
+        return checkpoint_at(resume_from, ", or auto with that run.output_dir", phases=phases), []
     folder, passed = newest_valid(root, phases)
     if folder is None:
         reason = ""
@@ -275,7 +275,7 @@ def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[P
     return folder, passed
 
 
-def named(path_text: str, otherwise: str = "", *, option: str = "--resume_from", phases: Phases = QUIET) -> Path:
+def checkpoint_at(path_text: str, otherwise: str = "", *, option: str = "--resume_from", phases: Phases = QUIET) -> Path:
     """The checkpoint given by an option. otherwise: alternatives, for the message. Raises UserError if it is not valid."""
     folder = Path(path_text)
     if Layout(folder).checkpoints.is_dir() or any((folder / folder_name(step)).is_dir() for step in steps(folder)):

@@ -19,7 +19,7 @@ from trainer.run.run import Run
 
 
 @contextmanager
-def opened(run: Run) -> Iterator[None]:
+def open_output(run: Run) -> Iterator[None]:
     """A block with the output folder locked for this run, with the resolved config and without leftovers of a killed start.
     Call it after all checks: a refused run must leave the output unchanged. If --allow changed pinned values, the checkpoint
     is replaced by one with the new values, so that the next start needs no --allow."""

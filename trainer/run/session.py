@@ -37,7 +37,7 @@ from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, re
 from trainer.plan.samples import requests_of
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.unlike import refuse_unlike_configs
-from trainer.run.output_folder import opened
+from trainer.run.output_folder import open_output
 from trainer.run.run import Run, build, close, make_loop
 from trainer.run.setup import Launch
 from trainer.runtime.attention import TORCHS_OWN, Attention
@@ -281,6 +281,6 @@ def _prepared(session: Session) -> Iterator[tuple[Run, Signals]]:
             run = build(config, session.source, context, launch)
             run = replace(run, attached=replace(run.attached, mirror=mirror))
         gc.enable()  # off since the process started (main.py)
-        with opened(run), nullcontext() if mirror is None else mirror.running(signals, run.progress.step):
+        with open_output(run), nullcontext() if mirror is None else mirror.running(signals, run.progress.step):
             yield run, signals
         peers.leave_together()

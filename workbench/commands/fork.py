@@ -23,7 +23,7 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
     if checkpoint in ("auto", "latest"):
         example = Layout(Path("RUN")).checkpoints / folder_name(500)
         raise UserError(f"--fork_from {checkpoint}: give a checkpoint's folder, for example {example}")
-    folder = store.named(checkpoint, option="--fork_from")
+    folder = store.checkpoint_at(checkpoint, option="--fork_from")
     tree = dict(Saved(folder, census=None).state("config"))
     old = Layout(Path(tree["run"]["output_dir"]))
     tree["run"].pop("stop_after", None)
