@@ -49,7 +49,8 @@ from trainer.runtime.processes import Processes
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-LossFunction, NO_PORTS = Callable[[Any, Any], Any], Ports()
+LossFunction = Callable[[Any, Any], Any]
+NO_PORTS = Ports()
 _TRAINING: list[Session] = []  # at most one per process, which has only one set of signals, device and peers
 
 
