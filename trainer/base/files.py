@@ -141,7 +141,7 @@ class FileGroup:
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A new folder, which gets its name at the end of the block, or is deleted if that raises. Kills leave `leftovers_of`."""
+    """A new folder that gets its name at the end of the block, and is deleted if that raises. A kill leaves a temporary."""
     temporary = _temporary(folder)
     temporary.mkdir(parents=True)
     try:

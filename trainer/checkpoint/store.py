@@ -188,7 +188,7 @@ def newest_valid(root: Path, phases: Phases = QUIET) -> tuple[Path | None, list[
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints. First raises NotReadBack if the newest does not read back."""
+    """Delete all but the newest `keep_last` checkpoints. Before, raises NotReadBack if the newest does not read back."""
     present = steps(root)
     if len(present) <= keep_last:
         return
