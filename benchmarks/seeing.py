@@ -84,9 +84,9 @@ def counted(owner: type, method: str) -> Iterator[Iterator[int]]:
 
 def seconds_of_a_look() -> float:
     """Of one look whether a line is due, which it is not."""
-    from trainer.base.progress import Phase
+    from trainer.base.progress import Phase, Phases
 
-    phase = Phase("a look", None, "", check=lambda: None, every=1e9)
+    phase = Phase(Phases(show=True, every=1e9), "a look", None, "")
     return min(timeit.repeat(phase.check, number=10_000, repeat=20)) / 10_000
 
 
@@ -102,7 +102,7 @@ def of_a_run(folder: Path, steps: int) -> dict[str, Any]:
 
     from trainer.base.progress import Phase, Record
     from trainer.monitoring.metrics import Metrics
-    from trainer.run import run
+    from trainer.run import session
     from workbench.commands import main as cli
 
     spent, whole = Spent(), {"clock": 0.0, "processor": 0.0}
@@ -114,7 +114,7 @@ def of_a_run(folder: Path, steps: int) -> dict[str, Any]:
             yield
             whole.update(clock=time.perf_counter() - began[0], processor=time.process_time() - began[1])
 
-    real_opened = run.opened
+    real_opened = session.open_output
     watched = [
         (Metrics, "log", "log and progress"),
         (Metrics, "add", "log and progress"),
@@ -137,7 +137,7 @@ def of_a_run(folder: Path, steps: int) -> dict[str, Any]:
         for owner, method, name in watched:
             stack.enter_context(spent.watched(owner, method, name))
         looks = stack.enter_context(counted(Phase, "check"))
-        stack.enter_context(patch.object(run, "opened", opened))
+        stack.enter_context(patch.object(session, "open_output", opened))
         status = cli.main(["--config", "pocket_sdxl.toml", *given])
     if status:
         raise SystemExit(said.getvalue())

@@ -49,8 +49,8 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from trainer.base.progress import Phase
 begin, close = Phase.__init__, Phase.close
-def begins(self, name, *more, **settings):
-    begin(self, name, *more, **settings)
+def begins(self, phases, name, *more, **settings):
+    begin(self, phases, name, *more, **settings)
     os.write(2, f"<{{name}}>\\n".encode())
 def closes(self):
     close(self)

@@ -31,7 +31,7 @@ from packaging.utils import canonicalize_name
 from scripts import health
 from tests.harness import ROOT
 from tests.proofs import recipes
-from trainer.run import container
+from trainer.run import setup
 from workbench.commands import arguments
 
 DOCKER = ROOT / "docker"
@@ -265,7 +265,7 @@ def test_caches_data_and_outputs_are_volumes(instructions: list[tuple[str, str]]
 
 
 def test_a_run_in_it_knows_where_it_is(instructions: list[tuple[str, str]]) -> None:
-    assert settings(instructions)[container.IN_IMAGE] == "1"
+    assert settings(instructions)[setup.IN_IMAGE] == "1"
 
 
 @pytest.mark.parametrize(("age", "status"), [(60, 0), (3600, 1), (None, 0)])

@@ -35,7 +35,6 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import DTYPES, TensorFile, serialize, tensor_sha256, write_tensors
 from trainer.checkpoint import state, store
 from trainer.data.examples import Example
-from trainer.data.identity import photo_digests
 from trainer.data.sources import File, Photo, Source
 from trainer.resume import pins
 from trainer.resume.allowed_changes import Allowance
@@ -104,24 +103,17 @@ def pieces_of_a_run() -> dict[str, Any]:
         Example(f"0/{n}.jpg", Photo(f"0/{n}.jpg", source, File("photos", f"{n}.jpg"), (64, 64), "", 1, "0"), (64, 64), ("",))
         for n in range(5)
     ]
+    plan = SimpleNamespace(
+        config=configs.parse(config | {"step": {"accumulation": 2}}),
+        data=SimpleNamespace(examples=photos, photos=photos),
+        length=SimpleNamespace(processes=1, steps_per_epoch=3),
+    )
     return {
         "adapter": Adapter(),
         "config": pins.pin_config(configs.parse(config), allowed=Allowance()),
-        "data": pins.pin_data(
-            digests={"photos": "d" * 64, "captions": "e" * 64},
-            photos=photo_digests(photos),
-            samples=5,
-            micro_batches=2,
-            accumulation=2,
-            steps_per_epoch=3,
-            allowed=Allowance(),
-        ),
+        "data": pins.pin_data(plan, accumulation=2, allowed=Allowance()),  # type: ignore[arg-type]
         "environment": pins.pin_environment(
-            torch.device("cpu"),
-            "adamw",
-            {"kernels": "plain", "attention": "torch's own", "compiled": pins.NOT_COMPILED, "processes": 1},
-            deterministic=False,
-            say=len,
+            configs.parse(config), torch.device("cpu"), kernels="plain", attention="torch's own", processes=1, say=len
         ),
         "model": pins.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
         "norms": dora_norms(),

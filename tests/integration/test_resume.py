@@ -204,8 +204,9 @@ def test_another_environment_is_told_or_refused(bench: Workbench, monkeypatch, c
     assert f"warning: another environment than the checkpoint's: torch: {torch.__version__.partition('+')[0]}" in said
     assert "-> 2.0. State and draws are the same" in said
 
-    cpu = torch.device("cpu")
-    pin = pins.pin_environment(cpu, "adamw", {"kernels": "torch", "processes": 1}, deterministic=True, say=pytest.fail)
+    tree["run"]["deterministic"] = True
+    config, cpu = configs.parse(tree), torch.device("cpu")
+    pin = pins.pin_environment(config, cpu, kernels="torch", attention="math", processes=1, say=pytest.fail)
     pin.load_state_dict(dict(pin.value))
     with pytest.raises(ValueError, match=r"deterministic = true, and this is another .*: processes: 2 -> 1; restore it"):
         pin.load_state_dict({**pin.value, "processes": 2})

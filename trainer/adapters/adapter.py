@@ -11,7 +11,7 @@ from trainer.adapters.limits import drawn_rows, limit_norms
 from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
 from trainer.base import draws
 from trainer.base.errors import UserError
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 
 ADAPTER_NAME = "default"
 
@@ -74,7 +74,7 @@ class Adapter:
         for layer in self.layers.values():
             layer.mark_stale()
 
-    def refresh(self, advance: Advance = unheard) -> None:
+    def refresh(self, advance: Advance = no_progress) -> None:
         """Make now, of resident base weights, what follows from the parameters: the next forward finds it fresh."""
         from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second: not to read a config
 

@@ -168,7 +168,7 @@ def _composed(layers, x, mask, a_all, *tensors):
             base.put_rows(y_MN, y)
             y = base.expanded(y, x.shape)
             if base.unread and g_N is not None:
-                memory.keep(y if z_rows is None else None)  # z0 of some rows is not in y
+                memory.save_value(y if z_rows is None else None)  # z0 of some rows is not in y
         outputs.append(y)
         # B, too, of a LoRA, whose s B may be B itself: a change of it in between would be seen.
         saved += (tensors[at * _GIVEN + 1],) if g_N is None else (tensors[at * _GIVEN + 1], z_part, y)
@@ -181,7 +181,7 @@ def _y_again(base: BaseLayer, x: torch.Tensor, t: torch.Tensor, g_N: torch.Tenso
     if g_N is None and memory.recomputing():
         y_MN = t.new_full((len(base.rows(t)), base.weight_shape[0]), torch.nan)
         return base.expanded(base.from_rows(y_MN, t.shape), x.shape)
-    return memory.kept()
+    return memory.saved_value()
 
 
 class _Adapted(torch.autograd.Function):

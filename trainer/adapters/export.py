@@ -30,7 +30,7 @@ from trainer.adapters.hashes import with_hash
 from trainer.adapters.portable import AllNorms, DoraScale, Factors, Portable, by_component, derived, widest
 from trainer.adapters.targets import Target, lora_config
 from trainer.base.errors import NotTrained, UserError
-from trainer.base.files import Advance, Write, unheard, write_atomic
+from trainer.base.files import Advance, Write, no_progress, write_atomic
 from trainer.base.tensorfile import Recipe, Tensors, write_tensors
 from trainer.base.types import Link
 
@@ -114,7 +114,7 @@ def write_files(
     norms: AllNorms,
     *,
     thumbnail: str = "",
-    advance: Advance = unheard,
+    advance: Advance = no_progress,
 ) -> dict[str, Path]:
     """Write a run's adapter files; returns them by format (`file_names`).
 
@@ -164,7 +164,7 @@ def write_files(
     return written
 
 
-def diffusers_tensors(portable: Portable, advance: Advance = unheard) -> Tensors:
+def diffusers_tensors(portable: Portable, advance: Advance = no_progress) -> Tensors:
     """The adapter's tensors under diffusers / PEFT keys, in the dtypes that they have. advance: counts layers.
 
     Raises UserError for a DoRA of the input axis, which PEFT has not, and for one that leaves out some layers.
@@ -249,7 +249,7 @@ def kohya_tensors(
     rows: Callable[[str], int],
     not_behind_lycoris: Sequence[str] = (),
     norms: AllNorms = {},
-    advance: Advance = unheard,
+    advance: Advance = no_progress,
 ) -> Tensors:
     """The adapter's tensors under kohya keys, A and B in the dtypes that they have, alpha in fp32.
 

@@ -2,14 +2,14 @@
 
 import hashlib
 
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 from trainer.base.tensorfile import Tensors, serialize
 
 # The bytes of a file that kohya's old hash is of.
 LEGACY_HASHED = (0x100000, 0x110000)
 
 
-def with_hash(tensors: Tensors, fields: dict[str, str], advance: Advance = unheard) -> dict[str, str]:
+def with_hash(tensors: Tensors, fields: dict[str, str], advance: Advance = no_progress) -> dict[str, str]:
     """`fields` with the hashes by which programs know a file whatever else its header says.
 
     `sshs_model_hash`, and `modelspec.hash_sha256` with 0x before it: SHA-256 of everything behind the header.

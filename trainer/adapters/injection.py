@@ -16,7 +16,7 @@ from trainer.adapters.kinds import AdapterKind
 from trainer.adapters.targets import Target, lora_config
 from trainer.base import draws
 from trainer.base.errors import UserError
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def inject(
     method: Method,
     bases: tuple[type[nn.Module], ...],
     seed: int,
-    advance: Advance = unheard,
+    advance: Advance = no_progress,
 ) -> Adapter:
     """Put one adapter on every target, in place; everything else is frozen.
 

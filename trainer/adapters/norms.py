@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.adapters.adapter import Adapter
 from trainer.base.errors import UserError
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 from trainer.base.protocols import BaseLayer
 from trainer.kernels.dora_torch import TINY
 
@@ -88,7 +88,7 @@ class Norms:
     used: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
-        self, adapter: Adapter, beside: Mapping[str, BaseLayer], held: Mapping[str, str], advance: Advance = unheard
+        self, adapter: Adapter, beside: Mapping[str, BaseLayer], held: Mapping[str, str], advance: Advance = no_progress
     ) -> None:
         self.adapted = adapter.layers if adapter.kind.magnitudes else {}
         self.held = dict(held)
@@ -100,7 +100,7 @@ class Norms:
             self.frozen[name] = RowNorms(base.row_norms().cpu(), base.original_norms, None)
             advance(1)
 
-    def now(self, advance: Advance = unheard) -> dict[str, RowNorms]:
+    def now(self, advance: Advance = no_progress) -> dict[str, RowNorms]:
         """Every layer's norms with the present c, by name: a stale one is computed, and the next forward has it."""
         norms = dict(self.frozen)
         for name, layer in self.adapted.items():

@@ -25,7 +25,7 @@ from trainer.adapters.kinds import AdapterKind, B, Form, file_kind
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.adapters.targets import Target
 from trainer.base.errors import NonFiniteError, UserError
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 from trainer.base.tensorfile import Recipe, count_not_finite
 
 Axis = Literal["output", "input"]
@@ -207,7 +207,7 @@ class Portable:
         parts = {component: self.with_layers(layers) for component, layers in own.items()}
         return parts.pop(""), parts
 
-    def check_finite(self, advance: Advance = unheard) -> None:
+    def check_finite(self, advance: Advance = no_progress) -> None:
         """Raises NonFiniteError, naming the tensor. Reads everything, one tensor after another."""
         for name, factors in self.layers.items():
             for kind, tensor in factors.tensors().items():
@@ -228,7 +228,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return not count_not_finite(tensor)
 
 
-def of_adapter(adapter: Adapter, norms: AllNorms, meaning: DoraScale, advance: Advance = unheard) -> Portable:
+def of_adapter(adapter: Adapter, norms: AllNorms, meaning: DoraScale, advance: Advance = no_progress) -> Portable:
     """A run's adapter as it is now. norms: of every DoRA layer, by full name. advance: counts layers."""
     state, targets = adapter.state_dict(), list(adapter.targets.values())
     return of_state(state, targets, norms, meaning, kind=adapter.kind, rslora=adapter.rslora, advance=advance)
@@ -242,7 +242,7 @@ def of_state(
     *,
     kind: AdapterKind,
     rslora: bool,
-    advance: Advance = unheard,
+    advance: Advance = no_progress,
 ) -> Portable:
     """The adapter of which `Adapter.state_dict` gave `state`: all that a checkpoint has of it. norms: of every DoRA layer, by
     full name. meaning: of the magnitudes. advance: counts layers."""

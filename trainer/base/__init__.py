@@ -1,1 +1,1 @@
-"""What all packages may use. Nothing here knows a model, a config or a run."""
+"""Helpers for all packages. Nothing here knows a model, a config or a run."""

@@ -1,4 +1,4 @@
-"""What was found in the data or the model and what became of it: counted, with a few names and the reason for each kind."""
+"""Counts of what was used, assumed or left out of the data or the model, each with its reason and a few names."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -7,23 +7,23 @@ from enum import StrEnum
 
 from trainer.base.console import shortlist
 
-SHOWN = 3  # names of an entry in one line
+SHOWN = 3  # names printed per entry
 
 
 class Heading(StrEnum):
-    """What an entry says of its items, in the order of printing."""
+    """The kinds of entries, in printing order."""
 
-    USED = "used"  # counted by their noun alone
-    NOTE = "note"  # what is used, and how
-    ASSUMED = "assumed"  # what no file and no key says
-    WARNING = "warning"  # what is used and looks unintended
+    USED = "used"  # printed as a count with its noun
+    NOTE = "note"  # how something is used
+    ASSUMED = "assumed"  # stated by no file and no key
+    WARNING = "warning"  # used, but looks unintended
     LEFT_OUT = "left out"
 
 
 @dataclass
 class Entry:
-    """Items that share a reason, which is a phrase. names: empty for a statement about the whole. count: of the items: a
-    folder is one name, and counts with all its files. remedy: what changes it, mostly a config key. noun: in the singular."""
+    """Items that share a reason (a phrase). names: empty for a statement about the whole. count: number of items; a folder
+    is one name and counts all its files. remedy: how to change it, mostly a config key. noun: singular, names the items."""
 
     heading: Heading
     reason: str
@@ -39,7 +39,7 @@ class Entry:
 
 
 class Account:
-    """Entries by heading, each in the order in which its reason came first."""
+    """Entries grouped by heading, in the order in which their reasons were first added."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries: dict[tuple[Heading, str, str], Entry] = {}
@@ -56,7 +56,7 @@ class Account:
         remedy: str = "",
         noun: str = "file",
     ) -> None:
-        """Add items to the entry of this reason and noun. count: left out: of the names."""
+        """Add items to the entry of this reason and noun. count: number of items; None: one per name."""
         entry = self._entries.setdefault((heading, reason, noun), Entry(heading, reason, remedy=remedy, noun=noun))
         before = len(entry.names)
         entry.names += names
@@ -69,12 +69,12 @@ class Account:
         return Account([*self, *other])
 
     def entries(self, heading: Heading) -> list[Entry]:
-        """The entries of a heading: statements about the whole, then those of most items first."""
+        """The entries of a heading: statements about the whole first, then by falling count."""
         mine = [entry for entry in self if entry.heading is heading]
         return sorted(mine, key=lambda entry: (bool(entry.names), -entry.count))
 
     def lines(self) -> list[str]:
-        """What is printed: the counts, then a line for each entry."""
+        """The printed lines: the counts, then a line for each entry."""
         used, left_out = [e for e in self if e.heading is Heading.USED], self.entries(Heading.LEFT_OUT)
         parts, sums = [counted(entry.count, entry.noun) for entry in used if entry.count], Counter[str]()
         for entry in left_out:
@@ -89,5 +89,5 @@ class Account:
 
 
 def counted(count: int, noun: str) -> str:
-    """The number with its noun, which gets an s but for 1."""
+    """The number with its noun, in the plural unless the count is 1."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""SHA-256 of large files, remembered: a model's files are hashed at every start, and T5 alone has ten gigabytes."""
+"""A cache of the SHA-256 of large files: a model's files are hashed at every start, and T5 alone has 10 GB."""
 
 import json
 import os
@@ -8,48 +8,47 @@ from pathlib import Path
 from trainer.base.files import hash_file, remove_leftovers, write_atomic
 from trainer.base.progress import QUIET, Phases
 
-# A file that was written this recently may be written again without a newer time stamp.
+# A file written this recently may change again without a newer time stamp.
 SETTLED_SECONDS = 2
 
-Stamp = tuple[int, ...]  # a file's size, inode, and times of contents and of the inode, in nanoseconds; then what else counts
+Stamp = tuple[int, ...]  # size, inode, mtime and ctime in ns of a file; callers may append more
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """What changes with a file's contents."""
+    """The stamp of a file, which changes with its contents."""
     return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_settled(stamp: Stamp) -> bool:
-    """Whether a change after this moment has a newer time. Asked before the file is read."""
+    """Whether any later change gets a newer time stamp. Call it before reading the file."""
     return time.time_ns() - max(stamp[2:4]) > SETTLED_SECONDS * 10**9
 
 
 class FileDigests:
-    """Digests by path, each good as long as the file keeps its stamp. memory: a JSON file that is read now and written with
-    every new digest; None: this process alone remembers them."""
+    """Digests by path, valid while a file keeps its stamp. memory: the JSON file that stores them; None: none does."""
 
     def __init__(self, memory: Path | None = None, phases: Phases = QUIET) -> None:
         self.memory, self.phases = memory, phases
-        self._known: dict[str, list] = {}
+        self._entries: dict[str, list] = {}
         if memory is not None:
             remove_leftovers(memory.parent.glob(f".{memory.name}.*.tmp"))
             try:
-                read = json.loads(memory.read_text(encoding="utf-8"))
-            except (FileNotFoundError, ValueError):  # missing or damaged: all is hashed again
-                read = {}
-            if isinstance(read, dict):
-                self._known = {key: value for key, value in read.items() if isinstance(value, list) and len(value) == 2}
+                entries = json.loads(memory.read_text(encoding="utf-8"))
+            except (FileNotFoundError, ValueError):  # missing or damaged: hash everything again
+                entries = {}
+            if isinstance(entries, dict):
+                self._entries = {key: value for key, value in entries.items() if isinstance(value, list) and len(value) == 2}
 
     def of(self, path: Path) -> str:
         """The file's SHA-256, in hexadecimal."""
         stat, key = path.stat(), str(path.resolve())
         stamp = stamp_of(stat)
-        if key in self._known and self._known[key][0] == [*stamp]:
-            return self._known[key][1]
+        if key in self._entries and self._entries[key][0] == [*stamp]:
+            return self._entries[key][1]
         settled = is_settled(stamp)
         with self.phases(f"hashing {path.stem}", stat.st_size, "B") as phase:
             digest = hash_file(path, phase.advance)
-        self._known[key] = [[*stamp], digest]
+        self._entries[key] = [[*stamp], digest]
         if self.memory is not None and settled:
-            write_atomic(self.memory, [json.dumps(self._known, indent=1, sort_keys=True).encode()])
+            write_atomic(self.memory, [json.dumps(self._entries, indent=1, sort_keys=True).encode()])
         return digest

@@ -1,15 +1,14 @@
-"""Keyed randomness: every draw is a pure function of (seed, purpose, key), made on the CPU: the same on every device, for
-every batch size, worker count and process count, and in a resumed run.
+"""Keyed random numbers: every draw is a pure function of (seed, purpose, key), made on the CPU. It is the same on every
+device, for every batch size, worker and process count, and in a resumed run.
 
-Purposes in use, by their key:
-(epoch, sample, repeat), of one appearance of a training image: "order", "flip", "image_variant", "caption_dropout",
-"caption", "timestep", "stratum", "noise", "noise_offset", "noise_ratios", "input_perturbation"; "noise_level" has the level
-as a fourth.
-(photo, the variant's number), of a caption: "tag_dropout", "tag_order"; "wildcard" has its place in the text as a third.
-(sample, the variant's number, axis), of a photo at one size: "crop_jitter" (zoom, right, down), "colour_jitter".
-(a photo's digest, the draw's number), of what is only measured: "held_out_time", "held_out_noise".
-(the module's name): "init". (step, the micro-batch's place in the update): "dropout"; with the layer's name as a third:
-"layer_dropout". (the draw's number, among all): "audit_probe".
+Purposes in use, by key:
+(epoch, sample, repeat), one appearance of a training image: "order", "flip", "image_variant", "caption_dropout",
+"caption", "timestep", "stratum", "noise", "noise_offset", "noise_ratios", "input_perturbation"; with level: "noise_level".
+(photo, variant number), a caption: "tag_dropout", "tag_order"; with the place in the text: "wildcard".
+(sample, variant number, axis), a photo at one size: "crop_jitter" (zoom, right, down), "colour_jitter".
+(photo digest, draw number), measurements: "held_out_time", "held_out_noise".
+(module name): "init". (step, index of the micro-batch): "dropout"; with the layer name: "layer_dropout".
+(draw number): "audit_probe".
 """
 
 import hashlib
@@ -20,9 +19,9 @@ import torch
 
 
 def _text(seed: int, purpose: str, key: tuple[int | str, ...]) -> bytes:
-    """The JSON list [seed, purpose, *key], which is ASCII and keeps 1 and "1" apart."""
+    """The JSON list [seed, purpose, *key], in ASCII; it keeps 1 and "1" apart."""
     parts = [seed, purpose, *key]
-    # bool and NumPy integers would be encoded differently from the int they equal.
+    # bool and NumPy integers would be encoded differently from the equal int.
     assert all(type(part) in (int, str) for part in parts), parts
     return json.dumps(parts, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
@@ -39,12 +38,12 @@ def generator(seed: int, purpose: str, *key: int | str) -> torch.Generator:
 
 
 def uniform(seed: int, purpose: str, *key: int | str) -> float:
-    """A float64 in the open interval (0, 1), safe for a logit or a logarithm as long as it stays float64."""
+    """A float64 in the open interval (0, 1), safe for a logit or logarithm while it stays float64."""
     return _open_unit(_bits(seed, purpose, key))
 
 
 def uniforms(count: int, seed: int, purpose: str, *key: int | str) -> list[float]:
-    """`count` of such numbers from one hash, SHAKE-128. Fewer of the same key are the first of more."""
+    """`count` numbers like `uniform`'s from one SHAKE-128 hash. A smaller count gives a prefix of a larger one."""
     stream = hashlib.shake_128(_text(seed, purpose, key)).digest(8 * count)
     return [_open_unit(bits) for (bits,) in struct.iter_unpack(">Q", stream)]
 

@@ -1,4 +1,4 @@
-"""How a run can fail, and the exit status that tells it. Imports next to nothing, so that the command line starts at once."""
+"""The errors of a run and their exit statuses. Imports next to nothing, so that the command line starts fast."""
 
 import errno
 import os
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-OWN, STANDARD = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")  # folders of code: ours, Python's
+OWN, STANDARD = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")  # folders of our code and Python's
 PACKAGES = {"site-packages", "dist-packages"}
 AGAIN = "download or copy it again"
 
-# What the system refuses, for a reason that the user can mend.
+# Remedies for OSErrors that the user can fix.
 LIMIT = "raise the limit of open files (ulimit -n 4096)"
 REMEDIES = {
     errno.EMFILE: LIMIT, errno.ENFILE: LIMIT, errno.ELOOP: "mend the link, which leads to itself",
@@ -26,12 +26,12 @@ STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBI
 
 
 def one_line(error: BaseException) -> str:
-    """What the error says in one line, or its kind where it says nothing."""
+    """The error's message in one line, or its class name if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message names the offending value and the remedy."""
+    """A mistake that the user can fix. The message names the offending value and the remedy."""
 
     status = 2
 
@@ -41,25 +41,25 @@ class NotTrained(UserError):
 
 
 class NonFiniteError(RuntimeError):
-    """A latent, loss or gradient is NaN or infinite, and the policy is to stop or its limit is reached."""
+    """A latent, loss or gradient is NaN or infinite, and the policy is to stop, or its limit is reached."""
 
     status = 4
 
 
 class OutOfMemory(RuntimeError):
-    """A step did not fit; the message says what was computed and what would lower it."""
+    """A step did not fit in memory; the message says what was computed and what would need less."""
 
     status = 5
 
 
 class DataError(RuntimeError):
-    """Data that was checked when the run started cannot be read any more, or what reads it died."""
+    """Data that was readable at the start cannot be read any more, or its reader died."""
 
     status = 6
 
 
 class NotWritten(RuntimeError):
-    """Samples or adapter files could not be written, because of the OSError `reason`. What was trained is whole."""
+    """Samples or adapter files could not be written, because of the OSError `reason`. The trained state is intact."""
 
     def __init__(self, reason: OSError | str) -> None:
         super().__init__(str(reason))
@@ -67,17 +67,17 @@ class NotWritten(RuntimeError):
 
 
 class Interrupted(Exception):
-    """SIGTERM, SIGINT or SIGHUP arrived; `signum` says which, `where` what of the run is kept."""
+    """SIGTERM, SIGINT or SIGHUP arrived. signum: which one. state: the part of the run that is kept, as a phrase."""
 
     def __init__(
-        self, signum: int, where: str = "before the first step of this start", remedy: str = "go on with --resume_from auto"
+        self, signum: int, state: str = "before the first step of this start", remedy: str = "go on with --resume_from auto"
     ) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name} {where}; {remedy}")
-        self.signum, self.status, self.where = signum, 128 + signum, where
+        super().__init__(f"stopped by {signal.Signals(signum).name} {state}; {remedy}")
+        self.signum, self.status, self.state = signum, 128 + signum, state
 
 
 class PeerStopped(RuntimeError):
-    """Another process of the run has ended or is gone, so this one ends too: with the same exit status, `status`."""
+    """Another process of the run has ended, so this one ends too, with the same exit status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -91,15 +91,15 @@ TOO_LARGE = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out: Python's, torch's allocator's, or an untyped one of a library's."""
+    """Whether memory ran out, by Python's or torch's exception or by the message of a library's untyped one."""
     untyped = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-    torch = sys.modules.get("torch")  # what was not loaded has raised nothing
+    torch = sys.modules.get("torch")  # if torch is not loaded, it has raised nothing
     kinds = (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or any(text in str(error) for text in untyped)
 
 
 def ending(error: BaseException) -> tuple[int, str]:
-    """(exit status, what the user is told) where an exception ends the program; status 1 for what nobody foresaw."""
+    """(exit status, message for the user) of an exception that ends the program; status 1 if it was not foreseen."""
     text = str(error)
     match error:
         case NotWritten():
@@ -120,75 +120,74 @@ def ending(error: BaseException) -> tuple[int, str]:
             remedy = "give a folder that can be written to" if error.errno == errno.EROFS else "free space or mend the disk"
             return 6, f"storage: {error}; {remedy}, then start again with --resume_from auto"
         case RuntimeError() if text.startswith("DataLoader worker"):
-            # A worker's death is told by a signal, in the middle of whatever was done.
+            # A signal handler reports a worker's death, in the middle of any code.
             return 6, f"{text}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"
         case RuntimeError():
             return (5, f"{text}\n{TOO_LARGE}") if is_out_of_memory(error) else (1, text)
     return 1, text
 
 
-def told(error: BaseException, said: str) -> str:
-    """The last words of a program, where `ending` says what the user is told. The first line names an error as one."""
-    if isinstance(error, (Interrupted, KeyboardInterrupt)):  # to be stopped is no error
-        return said
-    first, *rest = said.splitlines() or [""]
+def error_text(error: BaseException, message: str) -> str:
+    """The last lines that a program prints. message: from `ending`; its first line is marked as an error."""
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):  # a stop is no error
+        return message
+    first, *rest = message.splitlines() or [""]
     return "\n".join([f"error: {first}", *(f"       {line}" for line in rest)])
 
 
 @contextmanager
-def reading(file: Path | str, what: str = "", *, remedy: str = AGAIN) -> Iterator[None]:
-    """A block that reads `file`, which others wrote. Raises UserError with the file, `what` and the remedy for what a
-    library raises within, and for a ValueError, with which our own readers refuse what a file holds; other errors of our
-    code, and an OSError with a number, stay. what: the key, row or part that is read. remedy: "" where the ValueErrors have
-    their own."""
+def reading(file: Path | str, part: str = "", *, remedy: str = AGAIN) -> Iterator[None]:
+    """Turn errors of reading `file`, which others wrote, into UserErrors with the file, `part` and remedy: exceptions raised
+    by libraries, and ValueErrors, which our own readers raise for bad contents. Other errors of our code, and OSErrors with
+    a number, pass. part: the key or row that is read. remedy: "" if the ValueErrors name theirs."""
     try:
         yield
     except (UserError, MemoryError):
         raise
-    # Any exception: the readers of a dozen formats raise many kinds, tokenizers' even a bare Exception.
+    # Any exception: readers of a dozen formats raise many kinds, tokenizers' even a bare Exception.
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None or not raised_by_file(error):
             raise
-        line = f"{file}: {f'{what}: ' if what else ''}{reason_of(error)}"
+        line = f"{file}: {f'{part}: ' if part else ''}{reason_of(error)}"
         raise UserError(f"{line}; {remedy}" if remedy else line) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception of a library says, in one line of at most 300 characters, with its kind where that is needed."""
+    """The message of a library's exception in one line, at most 300 characters, with the class unless that is clear."""
     text = one_line(error)[:300]
     plain = isinstance(error, (ValueError, OSError)) or text == type(error).__name__
     return text if plain else f"{text} ({type(error).__name__})"
 
 
 def raised_by_file(error: BaseException) -> bool:
-    """Whether an exception came out of a library's code, or is a ValueError: so that what was read is at fault. Code in
-    Rust leaves no place, and raises a bare Exception."""
+    """Whether the file that was read is at fault: the exception came out of a library's code, or is a ValueError. Rust code
+    leaves no frame, and raises a bare Exception."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # Code without a file (a dataclass makes some) is its caller's.
+    # Frames of generated code ("<...>", as a dataclass makes) count as their caller's.
     place = next((file for file in reversed(files) if not file.startswith("<")), "")
     library = place.startswith(STANDARD) or not PACKAGES.isdisjoint(Path(place).parts)
     return isinstance(error, ValueError) or type(error) is Exception or (library and not place.startswith(OWN))
 
 
 def converted(convert: Callable[..., T], value: object, should_be: str) -> T:
-    """convert(value), of a file's value. Raises ValueError that names the value and what it should be."""
+    """convert(value) for a value from a file. Raises ValueError, naming the value and what it should be."""
     try:
         return convert(value)
     except (TypeError, ValueError, OverflowError, ArithmeticError) as error:
         raise ValueError(f"{shown(value)} should be {should_be}") from error
 
 
-def number_in(variable: str, otherwise: int, *, least: int = 0, most: int = 2**31) -> int:
-    """The whole number that an environment variable gives; `otherwise` where it is not set. Raises UserError."""
+def number_in(variable: str, default: int, *, least: int = 0, most: int = 2**31) -> int:
+    """The whole number in an environment variable, or `default` if it is not set. Raises UserError."""
     with reading(variable, remedy="set it to one, or unset it"):
-        number = converted(int, given := os.environ.get(variable) or otherwise, wanted := f"a number from {least} to {most}")
+        number = converted(int, text := os.environ.get(variable) or default, range_text := f"a number from {least} to {most}")
         if not least <= number <= most:
-            raise ValueError(f"{shown(given)} should be {wanted}")
+            raise ValueError(f"{shown(text)} should be {range_text}")
     return number
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value for a message, in at most so many characters."""
+    """A value's repr for a message, cut to `most` characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -204,7 +203,7 @@ CAUSES: Mapping[Any, str] = {
 
 
 def cause(error: BaseException) -> str:
-    """What ended a run, in a few words, for who reads it from outside."""
+    """The reason why a run ended, in a few words, for readers outside of it."""
     if isinstance(error, Interrupted):
         return f"stopped by {signal.Signals(error.signum).name}"
     return next((words for kinds, words in CAUSES.items() if isinstance(error, kinds)), "an error")

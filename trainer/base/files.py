@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all. What a checkpoint's safety rests on is here alone."""
+"""Files that exist whole or not at all: the only primitives that a checkpoint's safety rests on."""
 
 import contextlib
 import errno
@@ -30,32 +30,29 @@ Advance = Callable[[int], object]
 Write = Callable[[Path | str, Iterable[memoryview | bytes], Advance], tuple[str, int]]  # `write_atomic`, `FileGroup.write`
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file system without record locks
-CHUNK_BYTES = 2**25  # of large files: read, hashed and written fast enough to hear of a signal in between
+CHUNK_BYTES = 2**25  # of large files, per read or write: short enough to react to a signal in between
 
 
-def unheard(count: int) -> None:
-    """An Advance for work that nobody watches."""
+def no_progress(count: int) -> None:
+    """The progress callback that does nothing."""
 
 
 def write(
-    path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+    path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = no_progress, *, sync: bool = True
 ) -> tuple[str, int]:
-    """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask. sync: False for what is
-    verified when it is read, and can be made again.
-
-    Raises OSError, naming the file, and leaves what was written so far; FileExistsError where there is one already.
-    """
+    """Write a new file and sync it; returns (sha256, bytes). The mode follows the umask. sync: False for files verified when
+    they are read, which can be made again. Raises OSError (FileExistsError, too), naming the file; a part written stays."""
     digest, count = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     with naming(path):
         try:
             for piece in pieces:
                 view = memoryview(piece)
-                while view:  # a short write is none: what is left follows, or the next call says why it cannot
-                    written = os.write(descriptor, view[:CHUNK_BYTES])
-                    digest.update(view[:written])
-                    count, view = count + written, view[written:]
-                    advance(written)
+                while view:  # after a short write the rest follows, or the next call raises the reason
+                    size = os.write(descriptor, view[:CHUNK_BYTES])
+                    digest.update(view[:size])
+                    count, view = count + size, view[size:]
+                    advance(size)
             if sync:
                 os.fsync(descriptor)
         finally:
@@ -64,8 +61,7 @@ def write(
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to be read that anybody may have put there. Raises OSError for what is no regular file: a pipe, say, would
-    be waited for without end."""
+    """Open an untrusted file for reading. Raises OSError if it is no regular file: opening a pipe could block forever."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     kind = os.fstat(number).st_mode
     if not stat.S_ISREG(kind):
@@ -75,7 +71,7 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(number, "rb")
 
 
-def hash_file(path: Path, advance: Advance = unheard) -> str:
+def hash_file(path: Path, advance: Advance = no_progress) -> str:
     """The file's SHA-256, in hexadecimal."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
     with open(path, "rb", buffering=0) as file:
@@ -86,26 +82,24 @@ def hash_file(path: Path, advance: Advance = unheard) -> str:
 
 
 def write_atomic(
-    path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+    path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = no_progress, *, sync: bool = True
 ) -> tuple[str, int]:
-    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes). sync: as `write` has it. An
+    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes). sync: see `write`. An
     exception leaves neither the file nor the temporary."""
-    with FileGroup() as one:
-        return one.write(path, pieces, advance, sync=sync)
+    with FileGroup() as group:
+        return group.write(path, pieces, advance, sync=sync)
 
 
-def refuse_taken(path: Path, made: Path | None = None, *, place: str = "OUT") -> None:
-    """Raises UserError where there is something at `path`, other than a file with the bytes of `made`. place: the argument
-    that names another."""
-    if os.path.lexists(path) and not (made is not None and path.is_file() and filecmp.cmp(made, path, shallow=False)):
+def refuse_taken(path: Path, copy: Path | None = None, *, place: str = "OUT") -> None:
+    """Raises UserError if `path` exists and is not a file with the bytes of `copy`. place: the argument to change."""
+    if os.path.lexists(path) and not (copy is not None and path.is_file() and filecmp.cmp(copy, path, shallow=False)):
         raise UserError(f"{path} exists; remove it, or give another {place}")
 
 
 class FileGroup:
-    """Files that belong together, written one after another in a `with` block: all get their names at its end, or, where it
-    raises, none does, and those of before stay. Between two names nothing is written and no signal heard; only a kill there
-    leaves some of the old and some of the new. keep: raises UserError where the place of one of them is taken
-    (`refuse_taken`)."""
+    """Files that belong together, written in a `with` block. All get their names at its end; if it raises, none does, and
+    the earlier files stay. Between two renames nothing is written and no signal is handled; only a kill there leaves some
+    old and some new files. keep: raises UserError if one of the places is taken (`refuse_taken`)."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._named: list[tuple[Path, Path]] = []
@@ -113,9 +107,9 @@ class FileGroup:
         self._keep = keep
 
     def write(
-        self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard, *, sync: bool = True
+        self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = no_progress, *, sync: bool = True
     ) -> tuple[str, int]:
-        """The (sha256, bytes) of a file that gets its name at the end of the block. Raises OSError."""
+        """Write a file that gets its name at the end of the block; returns (sha256, bytes). Raises OSError."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary(path)
@@ -123,7 +117,7 @@ class FileGroup:
         return write(temporary, pieces, advance, sync=sync)
 
     def remove(self, path: Path) -> None:
-        """A file that may be there, at the end of the block."""
+        """Delete a file, if it exists, at the end of the block."""
         self._old.append(path)
 
     def __enter__(self) -> "FileGroup":
@@ -141,14 +135,13 @@ class FileGroup:
                     path.unlink(missing_ok=True)
         finally:
             for temporary, _ in self._named:
-                with contextlib.suppress(OSError):  # the first failure is the one to tell
+                with contextlib.suppress(OSError):  # the first error is the one to report
                     temporary.unlink()
 
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A new folder to fill in a `with` block, which gets its name at its end, or is gone where the block raises. Of a kill it
-    leaves what `leftovers_of` gives."""
+    """A new folder that gets its name at the end of the block, and is deleted if that raises. A kill leaves a temporary."""
     temporary = _temporary(folder)
     temporary.mkdir(parents=True)
     try:
@@ -159,26 +152,26 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 def _temporary(path: Path) -> Path:
-    """A name to write under. Not by the process's number alone: two containers that share a folder may both be number 1."""
+    """A temporary name. The process id alone is not unique: in two containers that share a folder both may be 1."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 def leftovers_of(path: Path) -> list[Path]:
-    """What writers of this file or folder have under another name: those at work, and those that were killed."""
+    """The temporaries of this file or folder, of running and of killed writers."""
     return list(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
 
 
 def make_folder(folder: Path, key: str | None = None) -> None:
-    """Create a folder and what is missing above it, and see to it that a power failure cannot take its name away: who made
-    what is there already may have been killed before the sync. key: of the config, that names the folder. Raises UserError
-    then where it cannot be made; a full or broken disk stays an OSError."""
+    """Create a folder and its missing parents durably: existing ones are synced too, as their creator may have been killed
+    before the sync. key: the config key that names the folder; with it, raises UserError if the folder cannot be made. A
+    full or broken disk stays an OSError."""
     try:
         if not folder.is_dir():
             for parent in reversed(folder.parents):
                 if not parent.is_dir():
                     parent.mkdir(exist_ok=True)
                     sync_folder(parent.parent)
-                else:  # as far as it goes: folders that may not be read, and file systems without a sync, hold no new names
+                else:  # best effort: unreadable folders, and file systems without a sync, hold no new names
                     with contextlib.suppress(OSError):
                         sync_folder(parent.parent)
             folder.mkdir(exist_ok=True)
@@ -190,36 +183,35 @@ def make_folder(folder: Path, key: str | None = None) -> None:
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Raises UserError, as `make_folder` would, where it can be seen without making it that it cannot be made; OSError where
-    the file system takes no writes at all."""
-    there = next((parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent)), None)
-    if there is not None and not there.is_dir():  # a link to nowhere, too
-        why = errno.EEXIST if there == folder else errno.ENOTDIR
-    elif there is not None and not os.access(there, os.W_OK | os.X_OK):
-        why = errno.EACCES
-        if hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY:
+    """Raises UserError if `make_folder` would foreseeably do so; OSError if the file system is read-only."""
+    existing = next((parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent)), None)
+    if existing is not None and not existing.is_dir():  # or a broken link
+        code = errno.EEXIST if existing == folder else errno.ENOTDIR
+    elif existing is not None and not os.access(existing, os.W_OK | os.X_OK):
+        code = errno.EACCES
+        if hasattr(os, "statvfs") and os.statvfs(existing).f_flag & os.ST_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
     else:
         return
-    raise UserError(f"{key} = {str(folder)!r} cannot be made: {os.strerror(why)}; give another folder")
+    raise UserError(f"{key} = {str(folder)!r} cannot be made: {os.strerror(code)}; give another folder")
 
 
 def others_may_write(folder: Path) -> bool:
-    """Whether another user may put files into `folder`, or another folder into its place. A group with its owner's number is
-    the owner alone. False on Windows, where modes do not tell. Raises OSError."""
-    for each in (folder, *folder.parents) if os.name != "nt" else ():
-        about = each.stat()
-        shared = about.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if about.st_gid != about.st_uid else 0))
-        if about.st_uid not in (0, os.getuid()) or (shared and (each == folder or not about.st_mode & stat.S_ISVTX)):
+    """Whether another user may write to `folder` or replace it. A group with the owner's id is the owner alone. False on
+    Windows, whose modes do not say. Raises OSError."""
+    for parent in (folder, *folder.parents) if os.name != "nt" else ():
+        status = parent.stat()
+        shared = status.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != status.st_uid else 0))
+        if status.st_uid not in (0, os.getuid()) or (shared and (parent == folder or not status.st_mode & stat.S_ISVTX)):
             return True
     return False
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold a folder for this process alone, by a record lock on `path` in it, which ends with the process, however it ends,
-    and which workers do not inherit. shared: hold it beside others who share it, which keeps those away who want it alone.
-    Raises UserError where another holds it. Nothing is held where there are no such locks (Windows, some network mounts)."""
+    """Lock a folder for this process by a record lock on `path` in it. The lock ends with the process, and workers do not
+    inherit it. shared: a shared lock, which excludes exclusive ones. Raises UserError if another process holds the lock.
+    Does nothing where there are no record locks (Windows, some network mounts)."""
     if fcntl is None:
         yield
         return
@@ -240,10 +232,8 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 
 def lock_byte(file: IO[bytes], byte: int) -> bool:
-    """Hold one byte of an open file, beside others who do, until it is closed or the process ends, however it ends.
-
-    Returns False where there are no such locks. They belong to the process: closing the path once more there ends them.
-    """
+    """Take a shared lock on one byte of an open file, until the file is closed or the process ends. Returns False if there
+    are no record locks. They belong to the process: closing the same path anywhere in it releases them."""
     try:
         fcntl.lockf(file, fcntl.LOCK_SH, 1, byte)
     except (AttributeError, OSError) as error:  # AttributeError: Windows
@@ -253,8 +243,8 @@ def lock_byte(file: IO[bytes], byte: int) -> bool:
     return True
 
 
-def first_locked(file: IO[bytes], before: int) -> int | None:
-    """The lowest byte below `before` that another process holds (`lock_byte`); None where none does."""
+def first_locked(file: IO[bytes], limit: int) -> int | None:
+    """The lowest byte below `limit` that another process has locked (`lock_byte`), or None."""
 
     def is_locked(end: int) -> bool:
         try:
@@ -264,12 +254,12 @@ def first_locked(file: IO[bytes], before: int) -> int | None:
         fcntl.lockf(file, fcntl.LOCK_UN, end, 0)
         return False
 
-    place = bisect_left(range(1, before + 1), True, key=is_locked)
-    return place if place < before else None
+    index = bisect_left(range(1, limit + 1), True, key=is_locked)
+    return index if index < limit else None
 
 
 def sync_tree(folder: Path) -> None:
-    """Make a folder of files durable, whoever wrote them."""
+    """Make a folder and the files in it durable, whoever wrote them."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDWR)
         with naming(path):
@@ -281,8 +271,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable. A no-op where folders cannot be opened (Windows), and on file systems that know no
-    such sync (some network mounts)."""
+    """Make the names in `folder` durable. A no-op where folders cannot be opened (Windows) or synced (some mounts)."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -298,7 +287,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of a call on a descriptor does not say which file it was: this one does."""
+    """Add the path to an OSError of a call on a descriptor, which does not name its file."""
     try:
         yield
     except OSError as error:
@@ -306,36 +295,34 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
-    """Delete those of the temporaries of `write_atomic` and `appearing` whose writers are gone. Not while this process writes
-    there. idle: seconds since the last write, at least. More than 0 in a folder that other machines or containers may share:
-    there a process's number says nothing."""
+    """Delete temporaries whose writers have ended. Must not run while this process writes there. idle: minimum seconds since
+    the last write; above 0 in folders shared with other machines or containers, whose process ids say nothing."""
     for path in temporaries:
         owner = re.fullmatch(r"\..*\.(\d+)\.[0-9a-f]+\.tmp", path.name)
-        # Our own number may be that of a killed run: in a container every run has the same.
+        # Our own id may be that of a killed run: in a container every run has the same.
         if not owner or (int(owner[1]) != os.getpid() and _is_running(int(owner[1]))):
             continue
         try:
             if time.time() - path.lstat().st_mtime >= idle:
                 remove_folder(path)
-        except FileNotFoundError:  # another start has removed it meanwhile
+        except FileNotFoundError:  # removed by another start meanwhile
             continue
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process of this number exists here. Windows cannot ask without harm (signal 0 is Ctrl-C there)."""
+    """Whether a process with this id runs here; always True on Windows, where signal 0 would be Ctrl-C."""
     try:
         if os.name != "nt":
             os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # someone else's; or no process number at all, so not for us to judge
+    except (PermissionError, OverflowError):  # another user's; or no valid id, so not for us to judge
         return True
     return True
 
 
 def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder that nobody else writes to; it may be gone in part already. Of a file, and of a link to elsewhere, only
-    the name goes. Raises OSError, naming the folder."""
+    """Delete a folder that nobody else writes to, or unlink a file or link. Raises OSError, naming the folder."""
     with naming(folder), contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
         if folder.is_symlink() or not folder.is_dir():
             folder.unlink()
@@ -344,7 +331,7 @@ def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes, of a number with a unit: "20GB" is 20 * 10**9, "20GiB" is 20 * 2**30. Raises ValueError."""
+    """The bytes of a size text: "20GB" is 20 * 10**9, "20GiB" is 20 * 2**30. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
     if match is None or (match[3] and not match[2]):
         raise ValueError('write a number and its unit, for example "20GB" or "500MiB"')
@@ -352,21 +339,21 @@ def parse_size(text: str) -> int:
 
 
 def json_bytes(tree: Any) -> bytes:
-    """One form for every tree, so that equal trees are equal bytes. Raises ValueError for NaN and infinity."""
+    """Canonical JSON: equal trees give equal bytes. Raises ValueError for NaN and infinity."""
     return (json.dumps(tree, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def refuse_irregular(path: Path) -> None:
-    """Refuse what is there and is neither a file nor a folder: a pipe or a device may be read without end."""
+    """Raises UserError if `path` is a pipe, socket or device, which could be read without end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path} is a pipe, a socket or a device; give a file")
 
 
 def read_json(path: Path) -> Any:
-    """Raises UserError, naming the file, where it is missing, unreadable or no JSON that `json_bytes` could have written."""
+    """The tree in a JSON file. Raises UserError, naming it, if it is missing, unreadable or not what `json_bytes` writes."""
     try:
         tree = json.loads(path.read_bytes())
-        # The parser takes NaN, 1e999 and half of a surrogate pair; whoever writes or prints the tree would trip over them.
+        # The parser accepts NaN, 1e999 and lone surrogates, which fail when the tree is written or printed.
         json.dumps(tree, allow_nan=False, ensure_ascii=False).encode()
         return tree
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What was probably meant by a name, or by a pattern of layer names (fnmatch on the whole dotted name, case-sensitive)."""
+"""Suggestions for misspelt names and patterns of layer names (case-sensitive fnmatch on the whole dotted name)."""
 
 import difflib
 import re
@@ -8,31 +8,30 @@ from fnmatch import fnmatchcase
 from trainer.base import other_trainers
 
 
-def near(name: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
-    """The one of `known` that is spelt most like `name`."""
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+def near(name: str, choices: Collection[str], cutoff: float = 0.6) -> str | None:
+    """The choice spelt most like `name`, or None."""
+    return next(iter(difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)), None)
 
 
-def likely(name: object, known: Collection[str]) -> str | None:
-    """The one of `known` that another trainer calls `name`, or that is spelt most like it."""
-    return other_trainers.value_for(name, known) or (near(name, known) if isinstance(name, str) else None)
+def likely(name: object, choices: Collection[str]) -> str | None:
+    """The choice that another trainer calls `name`, or that is spelt most like it, or None."""
+    return other_trainers.value_for(name, choices) or (near(name, choices) if isinstance(name, str) else None)
 
 
-def suggestion(name: str, known: Collection[str]) -> str:
-    """What to say of a name that is not among the known ones."""
-    matches = likely(name, known)
-    return f"did you mean {matches!r}?" if matches else f"use one of {', '.join(map(repr, known))}"
+def suggestion(name: str, choices: Collection[str]) -> str:
+    """The remedy for a name that is none of the choices."""
+    match = likely(name, choices)
+    return f"did you mean {match!r}?" if match else f"use one of {', '.join(map(repr, choices))}"
 
 
 def advice(pattern: str, names: Sequence[str]) -> str:
-    """What was probably meant by a pattern that matches none of `names`: the pattern with one of its words replaced by a near
-    one of the names' own, the pattern in the middle of a name, the nearest names, any names."""
-    known = dict.fromkeys(word for name in names for word in name.split("."))
+    """The remedy for a pattern without a match: one word corrected, wildcards around it, the nearest names, or any names."""
+    words = dict.fromkeys(part for name in names for part in name.split("."))
     candidates = [
         pattern[: match.start()] + near + pattern[match.end() :]
         for match in re.finditer(r"\w+", pattern)
-        if match[0] not in known
-        for near in difflib.get_close_matches(match[0], known, n=3)
+        if match[0] not in words
+        for near in difflib.get_close_matches(match[0], words, n=3)
     ]
     for candidate in (*candidates, f"*{pattern}", f"*.{pattern}.*", f"*{pattern}*"):
         count = sum(fnmatchcase(name, candidate) for name in names)

@@ -1,4 +1,4 @@
-"""The PNGs that a run has drawn. They may be damaged: a machine can lose its power, and anybody can put a file there."""
+"""The PNGs that a run has drawn. They may be damaged by a power failure, or be anybody's files."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from typing import Any
 THUMBNAIL = 256  # px: the side that ModelSpec recommends
 JPEG_QUALITY = 85
 
-# What Pillow's decoders raise on bytes that are not what their header claims, besides ValueError and its own.
+# Raised by Pillow's decoders on bytes that do not match their header, besides ValueError and its own errors.
 DECODE_ERRORS = (
     OSError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, RuntimeError, struct.error, zlib.error,
 )  # fmt: skip
 
 
 def unreadable() -> tuple[type[Exception], ...]:
-    """What opening or decoding a damaged file raises. Pillow is imported here, and not before."""
+    """The exceptions of opening or decoding a damaged file. Imports Pillow, on first use."""
     from PIL import Image
 
     return (*DECODE_ERRORS, ValueError, Image.DecompressionBombError)
 
 
 def pngs(folder: Path, pattern: str = "*.png") -> list[Path]:
-    """A folder's pictures, by name. Hidden ones are none: some systems leave "._00.png" beside "00.png". Nor is a pipe, or a
-    folder."""
+    """A folder's PNG files, by name, without hidden ones: some systems leave "._00.png" next to "00.png"."""
     return [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(".") and file.is_file()]
 
 
 def png(image: Any) -> bytes:
-    """A PIL image as the bytes of a PNG file."""
+    """The bytes of a PNG file of a PIL image."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def is_sound(file: Path) -> bool:
-    """Whether all of it can be decoded."""
+    """Whether the whole PNG can be decoded."""
     from PIL import Image
 
     try:
@@ -53,29 +52,28 @@ def is_sound(file: Path) -> bool:
     return True
 
 
-def asked_of(file: Path) -> dict[str, Any]:
-    """What a PNG that a run drew says of its request: at least "prompt"."""
+def request_of(file: Path) -> dict[str, Any]:
+    """The request in the metadata of a PNG that a run drew: at least "prompt"."""
     from PIL import Image
 
     with Image.open(file) as image:
         prompt, request = image.info.get("prompt", ""), image.info.get("request", "{}")
     try:
-        asked = json.loads(request)
+        fields = json.loads(request)
     except (ValueError, RecursionError):  # not written by this program
-        asked = {}
-    return (asked if isinstance(asked, dict) else {}) | {"prompt": prompt}
+        fields = {}
+    return (fields if isinstance(fields, dict) else {}) | {"prompt": prompt}
 
 
-def at_full_strength(asked: Mapping[str, Any]) -> bool:
-    """Whether it shows what the adapter does, and not a part of that or the model without it."""
-    return asked.get("strength", 1) == 1
+def at_full_strength(request: Mapping[str, Any]) -> bool:
+    """Whether the image was drawn with the adapter at strength 1."""
+    return request.get("strength", 1) == 1
 
 
 def first_sample(folder: Path, ending: str = "") -> Path | None:
-    """The first sample of a step's folder that shows the adapter at full strength; None where none does. ending: "", or
-    AVERAGE."""
+    """The first sound sample in a step's folder with the adapter at full strength, or None. ending: "" or AVERAGE."""
     files = (file for file in pngs(folder) if re.fullmatch(rf"\d+{ending}", file.stem))
-    return next((file for file in files if is_sound(file) and at_full_strength(asked_of(file))), None)
+    return next((file for file in files if is_sound(file) and at_full_strength(request_of(file))), None)
 
 
 def thumbnail(file: Path, side: int) -> str:
@@ -84,7 +82,7 @@ def thumbnail(file: Path, side: int) -> str:
 
 
 def reduced(data: bytes, side: int) -> bytes:
-    """An image file's content as a JPEG of at most `side` pixels to a side."""
+    """An image file's bytes, converted to a JPEG of at most `side` pixels to a side."""
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as opened:

@@ -1,7 +1,5 @@
-"""Signals become flags that the run reads: SIGTERM, SIGINT and SIGHUP stop it, SIGUSR1 asks for a checkpoint now.
-
-Each is acknowledged at once, in the middle of whatever is computed. A second SIGINT stops at once.
-"""
+"""Signal handlers that set flags for the run: SIGTERM, SIGINT and SIGHUP stop it, SIGUSR1 requests a checkpoint. Each is
+acknowledged at once, even during a long computation. A second SIGINT stops at once."""
 
 from __future__ import annotations
 
@@ -17,24 +15,22 @@ from contextlib import contextmanager
 from trainer.base.console import REST, moves, read_or_not
 from trainer.base.errors import Interrupted
 
-# Not on Windows: the signal for a closed terminal, and the one for a checkpoint.
+# None on Windows: the signal of a closed terminal, and the one that requests a checkpoint.
 HANGUP, SAVE = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
 STOP = (signal.SIGTERM, signal.SIGINT, *([HANGUP] if HANGUP else []))
 HANDLED = {*STOP, *([SAVE] if SAVE else [])}
 
-STOPPING = "stopping"
-
 
 def hold_save() -> None:
-    """Ignore the signal for a checkpoint, which by default ends a process: before there is anything to save."""
+    """Ignore the checkpoint signal, which by default kills the process, until there is something to save."""
     if SAVE:
         signal.signal(SAVE, signal.SIG_IGN)
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """A block that starts processes, who inherit it: a run's signals meet none before it has said what it does with them.
-    On the main thread of a POSIX system; elsewhere nothing is held back."""
+    """Block the signals in HANDLED. Processes started in the block inherit that, so that no signal reaches them before they
+    have set their handlers. Only on the main thread of a POSIX system; elsewhere a no-op."""
     if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -46,22 +42,20 @@ def blocked() -> Iterator[None]:
 
 
 class Signals:
-    """Installed for the length of a `with` block. `check` raises Interrupted once a stop was asked for.
-
-    stop: the number of the first signal that asked to stop, or None. save: whether a checkpoint was asked for; whoever writes
-    it sets it back. promise: what the acknowledgement says of a stop. A SIGHUP that was ignored stays so (nohup).
-    """
+    """Signal handlers, installed during a `with` block. `check` raises Interrupted once a stop was requested. An ignored
+    SIGHUP stays ignored (nohup). stop: the first signal that requested a stop, or None. save: whether a checkpoint was
+    requested; its writer resets it. promise: the text that acknowledges a stop."""
 
     def __init__(self) -> None:
         self.stop: int | None = None
         self.save = False
-        self.promise = STOPPING
+        self.promise = "stopping"
         self._interrupted = False
-        self._received = 0  # signals to stop that came to this process, and not from another one
+        self._received = 0  # stop signals that this process itself received
         self._until: float | None = None
         self._before: dict[int, object] = {}
-        # Python runs a handler between two of its own instructions: a backward pass in C++ may be half a minute long. The
-        # number of a signal comes through here at once, to a thread.
+        # Python runs handlers between two bytecodes only, and a backward pass in C++ may take half a minute. Signal numbers
+        # reach a thread through this socket at once.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup = -1
@@ -85,14 +79,14 @@ class Signals:
         self._writer.close()
 
     def _acknowledge(self) -> None:
-        start = f"\r{REST}" if moves(sys.stderr) else ""  # in the place of the live line
+        start = f"\r{REST}" if moves(sys.stderr) else ""  # overwrites the live line
         while True:
             for signum in self._reader.recv(64):
                 if signum == 0:
                     return
-                if signum in self._before:  # the data loader's workers send signals too when they end
+                if signum in self._before:  # ending workers of the data loader send signals, too
                     text = "a checkpoint is written after this step" if signum == SAVE else self.promise
-                    # Not through Python's stderr, whose lock the interrupted code may hold.
+                    # Bypasses Python's stderr, whose lock the interrupted code may hold.
                     with read_or_not(sys.stderr):
                         os.write(2, f"{start}{signal.Signals(signum).name}: {text}\n".encode())
 
@@ -108,8 +102,7 @@ class Signals:
 
     @contextmanager
     def last_work(self, seconds: float) -> Iterator[None]:
-        """A block in which a stop that was asked for once leaves time for work that may be left undone: `check` raises when
-        that time is over, or at a second signal."""
+        """A block of optional work: after one stop signal, `check` raises only once the time is up or at a second signal."""
         self._until = time.monotonic() + seconds
         try:
             yield
@@ -117,7 +110,7 @@ class Signals:
             self._until = None
 
     def check(self) -> None:
-        """Raises Interrupted where a stop was asked for."""
+        """Raises Interrupted if a stop was requested."""
         in_time = self._until is not None and self._received < 2 and time.monotonic() < self._until
         if self.stop is not None and not in_time:
             raise Interrupted(self.stop)

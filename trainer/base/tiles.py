@@ -1,23 +1,20 @@
-"""Which images pass the VAE in tiles: those that would take far more memory than a step over them."""
+"""Tiling for the VAE of images that would take far more memory than a training step on them."""
 
-# Pixels that pass as a whole. Encoding so many takes 5 GiB in fp32, which a card of 8 GB has; 2048 x 2048 would take 10.
+# Maximum pixels without tiles: encoding them takes 5 GiB in fp32, which fits a card of 8 GB; 2048 x 2048 would take 10.
 WHOLE = 2**21
-SIDES = range(1024, 1472, 64)  # of tiles, in pixels
-OVERLAP = 0.25  # of two neighbours, as diffusers has it: there one fades into the other
+SIDES = range(1024, 1472, 64)  # sides of tiles in pixels
+OVERLAP = 0.25  # of neighbouring tiles, which are blended there; the value of diffusers
 
 
 def side(width: int, height: int) -> int | None:
-    """The side, in pixels, of the square tiles that an image passes in; None: it passes as a whole.
-
-    The smallest at which no tile of the last row or column is narrower than half the others, or as near to that as can be: a
-    tile is normalised by its own mean and variance, and those of a narrow strip say little.
-    """
+    """The side, in pixels, of an image's square tiles; None: no tiles. The smallest at which the last row and column are half
+    a tile wide, or nearest to that: each tile is normalised by its own statistics, and a narrow strip's are poor."""
     if width * height <= WHOLE:
         return None
     return max(SIDES, key=lambda side: (min(0.5, *(_last(length, side) for length in (width, height))), -side))
 
 
 def _last(length: int, side: int) -> float:
-    """The share of a whole tile that the last one has."""
+    """The length of the last tile as a share of a whole one."""
     stride = int(side * (1 - OVERLAP))
     return (length - (length - 1) // stride * stride) / min(length, side)

@@ -1,1 +1,1 @@
-"""Crash-safe storage of a run and what a run is made of."""
+"""Crash-safe storage of a run's state."""

@@ -1,12 +1,12 @@
-"""What a checkpoint is made of, and how it becomes files, by the names of pieces: tensors to NAME.safetensors, what the
-frozen base is stored as to quantization.json, everything else to state.json. No pickle anywhere."""
+"""A checkpoint's pieces and files: tensors in NAME.safetensors, the frozen base's record in quantization.json, the rest in
+state.json; no pickle."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,14 +15,14 @@ from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import TensorFile, serialize
 
-# Of the files, and the only one that is read; raise it when a piece moves to another file, or there is a new one.
+# Version of the files; no other is read. Raise it when a piece moves to another file or a new one is added.
 LAYOUT_VERSION = 6
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One entry of the census. version: of its content; raise it when its state_dict changes its meaning. file: where its
-    tensors go; "" for a piece without any. asked_by: the key that asks for an optional piece; "" for one of every run."""
+    """An entry of the census. version: raise it when the meaning of its state_dict changes. file: the file of its tensors;
+    "": it has none. asked_by: the config key that requires an optional piece; "": every run has it."""
 
     name: str
     version: int = 1
@@ -32,29 +32,29 @@ class Piece:
 
 TENSOR_FILES = {name: f"{name}.safetensors" for name in ("adapter", "data", "norms", "optimizer")}
 WITHOUT_TENSORS = ("config", "environment", "model", "origin", "progress", "quantization", "scaler", "schedule")
-# The census: what every run has. Pieces that a config asks for come beside them (`Pieces`).
+# The census: the pieces of every run. A config may require more (`Pieces`).
 PIECES = {name: Piece(name, file=TENSOR_FILES.get(name, "")) for name in (*TENSOR_FILES, *WITHOUT_TENSORS)}
 STATE, QUANTIZATION = "state.json", "quantization.json"
 
 
 class Provider(Protocol):
-    """A piece of a run. What it gives is tensors and JSON values by name; it takes back exactly that."""
+    """A piece of a run. Its state is tensors and JSON values by name."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The piece at this moment: JSON values, and tensors by name."""
+        """The current state: tensors and JSON values by name."""
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Take back what `state_dict` gave, or check what the run is pinned to. Raises UserError where it does not fit."""
+        """Restore such a state, or check it against this run. Raises UserError if it does not fit."""
 
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """A run's progress.
 
     step: attempted updates. images: samples seen. non_finite: updates skipped because a value was not finite. total_steps:
-    the schedule's frozen length. started: ISO date and time of the first start (UTC). changes: what --allow changed in
-    mid-run, in order: {"step": the last one before, "what": lines, "epoch": the one that begins with the next step, from 0;
-    None where the present one goes on}. log: the digest of the log's lines up to here; "" before one is written.
+    the schedule's frozen length. started: ISO date and time of the first start (UTC). changes: changes by --allow in
+    mid-run, in order: {"step": the last step before, "what": lines of text, "epoch": the epoch, from 0, that begins with
+    the next step; None: the current one goes on}. log: digest of the log's lines so far; "" before the first.
     """
 
     step: int
@@ -67,19 +67,19 @@ class Progress:
 
     @property
     def began(self) -> tuple[int, int]:
-        """(steps made before, epoch from 0) when the present photos came to be trained."""
-        begun = [(change["step"], change["epoch"]) for change in self.changes if change["epoch"] is not None]
-        return begun[-1] if begun else (0, 0)
+        """(step, epoch from 0) after which the current photos are trained."""
+        starts = [(change["step"], change["epoch"]) for change in self.changes if change["epoch"] is not None]
+        return starts[-1] if starts else (0, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the fields back. Raises ValueError for what is no count, and for changes that are malformed."""
+        """Restore the fields. Raises ValueError for numbers that are no counts, and for malformed changes."""
         loaded = Progress(**state)
         counts = (loaded.step, loaded.images, loaded.non_finite, loaded.total_steps)
-        if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
+        if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # floats are exact up to there
             raise ValueError(f"counts are {short(counts)}")
         for change in loaded.changes:
             places = [change["step"], *([] if change["epoch"] is None else [change["epoch"]])]
@@ -89,22 +89,19 @@ class Progress:
                 raise ValueError("a change does not say what")
         if not isinstance(loaded.log, str):
             raise ValueError(f"the log's digest is {short(loaded.log)}")
-        datetime.fromisoformat(loaded.started)  # ValueError or TypeError where it is no date
+        datetime.fromisoformat(loaded.started)  # ValueError or TypeError if it is no date
         self.__dict__.update(loaded.__dict__)
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A piece that decides what the following steps do, and must be now what it was then.
-
-    check: (saved, now) -> None; raises UserError, naming what differs.
-    """
+    """A piece that must equal the saved one. check: (saved, current) -> None; raises UserError with the differences."""
 
     value: Mapping[str, Any]
     check: Callable[[Mapping[str, Any], Mapping[str, Any]], object]
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The value of this run."""
+        """This run's value."""
         return self.value
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,8 +110,7 @@ class Pin:
 
 
 def pack(providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES) -> dict[str, list[memoryview | bytes]]:
-    """A snapshot in host memory: the checkpoint's files by name. Raises ValueError where a piece of the census is left out,
-    or one is not in it."""
+    """A snapshot in host memory: the checkpoint's files by name. Raises ValueError unless the pieces match the census."""
     odd = sorted(providers.keys() ^ census.keys())
     if odd:
         raise ValueError(f"a checkpoint needs exactly {sorted(census)}; odd: {odd}")
@@ -138,7 +134,7 @@ def pack(providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES
 
 
 def own_census(listed: Mapping[str, Any]) -> dict[str, Piece]:
-    """What every run has, and the optional pieces that a checkpoint itself lists (`pieces` of its state.json)."""
+    """The pieces of every run, and the optional ones that a checkpoint lists (`pieces` of its state.json)."""
     optional = {
         name: Piece(name, piece.get("version"), str(piece.get("file", "")), piece["asked_by"])
         for name, piece in listed.items()
@@ -148,9 +144,8 @@ def own_census(listed: Mapping[str, Any]) -> dict[str, Piece]:
 
 
 class Saved:
-    """A verified checkpoint, read piece by piece. Each goes back to what it came from; `finish` sees to it that all did.
-    census: what the config asks for; None: what the checkpoint has itself, to read it and not to go on from it. Raises
-    UserError where a piece is missing, malformed, or of another version."""
+    """A verified checkpoint, read piece by piece. census: the pieces that the config requires; None: the checkpoint's own
+    pieces, for reading without resuming. Raises UserError if a piece is missing, malformed or of another version."""
 
     def __init__(self, folder: Path, census: Mapping[str, Piece] | None, phases: Phases = QUIET) -> None:
         self.folder, self.phases = folder, phases
@@ -174,10 +169,10 @@ class Saved:
                     f"{folder}: {name} has version {short(piece.get('version'))}, this version reads "
                     f"{self.census[name].version}; go on with the version that wrote it"
                 )
-        self._left = set(self.pieces)
+        self._unrestored = set(self.pieces)
 
     def _disagreement(self, name: str) -> str:
-        """What is wrong with a piece that only one of checkpoint and census has."""
+        """The message about a piece that only the checkpoint or only the census has."""
         lacks = name in self.census
         key = self.census[name].asked_by if lacks else self.pieces[name].get("asked_by")
         if key:
@@ -188,14 +183,14 @@ class Saved:
         return f"has an unknown piece, {name}: go on with the version that wrote it"
 
     def values(self, name: str) -> dict[str, Any]:
-        """One piece's state without tensors."""
+        """A piece's state without tensors."""
         state = files.read_json(self.folder / QUANTIZATION) if name == "quantization" else self.pieces[name].get("state")
         if not isinstance(state, dict):
             raise UserError(f"{self.folder}: the state of {name} is not there or not a table")
         return state
 
     def state(self, name: str) -> dict[str, Any]:
-        """One piece's state, tensors included."""
+        """A piece's state with tensors."""
         piece, state = self.pieces[name], self.values(name)
         if self.census[name].file:
             file = TensorFile(self.folder / self.census[name].file)
@@ -210,7 +205,7 @@ class Saved:
         return state
 
     def restore(self, **providers: Provider) -> None:
-        """Give pieces back. Raises UserError where one does not fit this run."""
+        """Restore pieces from the checkpoint. Raises UserError if one does not fit this run."""
         for name, provider in providers.items():
             try:
                 provider.load_state_dict(self.state(name))
@@ -218,9 +213,43 @@ class Saved:
                 raise
             except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise UserError(f"{self.folder}: the state of {name} does not fit: {error!r:.500}") from error
-            self._left.discard(name)
+            self._unrestored.discard(name)
 
     def finish(self) -> None:
-        """Raises ValueError where a piece was not given back: the run would go on without it."""
-        if self._left:
-            raise ValueError(f"{self.folder}: not restored: {', '.join(sorted(self._left))}")
+        """Raises ValueError if a piece was not restored: the run would go on without it."""
+        if self._unrestored:
+            raise ValueError(f"{self.folder}: not restored: {', '.join(sorted(self._unrestored))}")
+
+
+P = TypeVar("P", bound=Provider)
+
+
+class Pieces:
+    """The registered pieces of a run. saved: the checkpoint to resume, or None. census: the config's pieces."""
+
+    def __init__(self, saved: Saved | None, census: Mapping[str, Piece] = PIECES) -> None:
+        self.census = census
+        self._saved, self._providers = saved, dict[str, Provider]()
+
+    def enter(self, name: str, provider: P) -> P:
+        """Register a piece, and restore it if the run is resumed. Raises UserError if the saved one does not fit."""
+        self._providers[name] = provider
+        if self._saved is not None:
+            self._saved.restore(**{name: provider})
+        return provider
+
+    def complete(self) -> None:
+        """Raises ValueError if a piece of the census or of the saved checkpoint was never entered."""
+        missing = sorted(self.census.keys() - self._providers.keys())
+        if missing:
+            raise ValueError(f"never entered: {', '.join(missing)}")
+        if self._saved is not None:
+            self._saved.finish()
+
+    def states(self, *, but: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
+        """The current states of the pieces by name, except those named in `but`."""
+        return {name: piece.state_dict() for name, piece in self._providers.items() if name not in but}
+
+    def pack(self) -> dict[str, list[memoryview | bytes]]:
+        """The checkpoint's files with the current state (`pack`)."""
+        return pack(self._providers, self.census)

@@ -14,8 +14,7 @@ from trainer.adapters.kinds import kind_named
 from trainer.adapters.norms import Norms, made_for
 from trainer.base.memory import checkpoint_blocks, find_blocks
 from trainer.base.run_layout import AVERAGE
-from trainer.checkpoint.pieces import Pieces
-from trainer.checkpoint.state import Progress
+from trainer.checkpoint.state import Pieces, Progress
 from trainer.config import Config
 from trainer.engine.components import Components
 from trainer.engine.draw_digest import DrawDigest

@@ -121,7 +121,7 @@ def count_prompt_tokens(model: Model, captions: Sequence[str]) -> dict[str, tupl
 
 def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:
     """One conditioning from encoders that each give different tensors."""
-    return Conditioning.from_tensors({name: tensor for part in parts for name, tensor in part.items()})
+    return Conditioning(**{name: tensor for part in parts for name, tensor in part.items()})
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.base.errors import UserError
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 from trainer.base.progress import Phase
 from trainer.base.protocols import WeightOwner
 from trainer.base.tensorfile import NAMES, TensorEntry, TensorFile, count_not_finite
@@ -62,7 +62,7 @@ class Weights:
         """A tensor's entry in its file's header."""
         return self.index[key].entries[self.prefix + key]
 
-    def read(self, key: str, advance: Advance = unheard) -> torch.Tensor:
+    def read(self, key: str, advance: Advance = no_progress) -> torch.Tensor:
         """A tensor, as its file has it. Raises UserError if a value is not finite."""
         tensor = self.index[key].read(self.prefix + key, advance)
         if count := count_not_finite(tensor):
@@ -130,7 +130,7 @@ class Read:
             else:
                 _place_tensor(module, name, weight.dequantize(piece, shape))
 
-    def tensors(self, advance: Advance = unheard) -> list[torch.Tensor]:
+    def tensors(self, advance: Advance = no_progress) -> list[torch.Tensor]:
         """The module's tensors that it becomes, in fp32; a quantised weight is dequantised."""
         if self.held is None:
             source = self.weights.read(self.link.original, advance)
@@ -153,7 +153,7 @@ class Read:
         scales = split_original(link if link.swap else Link(link.original, link.parts), scale, self.rows)
         return [{"weight": w.contiguous().view(codes.dtype), "scale": s} for w, s in zip(weights, scales, strict=True)]
 
-    def _call(self, function: Callable, roles: tuple[str, ...], advance: Advance = unheard):
+    def _call(self, function: Callable, roles: tuple[str, ...], advance: Advance = no_progress):
         """function(tensors by these roles, shape); a ValueError becomes a UserError."""
         try:
             return function({role: self.weights.read(self.held.parts[role], advance) for role in roles}, self.shape)

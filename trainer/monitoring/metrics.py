@@ -177,7 +177,7 @@ class Metrics:
                 self._mark, self._held_out = fields.get(PHOTOS), []
             best = "best, " if held_out < min(self._held_out, default=held_out) else ""
             self._held_out.append(held_out)
-            self._phases.made(f"held-out loss {held_out:.4f} ({best}step {step})")
+            self._phases.event = f"held-out loss {held_out:.4f} ({best}step {step})"
 
     def _fields(self, entry: dict[str, Any]) -> Fields:
         """How the training stands; what a narrow terminal leaves out first has the highest rank."""
@@ -192,7 +192,7 @@ class Metrics:
             (6, f"lr {entry['lr']:.2e}"),
             (7, f"{median(rates):.3g} images/s" if rates else ""),
             (8, f"memory {memory / 2**30:.2f} GiB"),
-            (2, self.phase.left()),
+            (2, self.phase.time_left()),
             (4, f"last {self._phases.event}" if self._phases.event else ""),
         ]
         return [(rank, text) for rank, text in fields if text]

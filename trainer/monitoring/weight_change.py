@@ -11,7 +11,7 @@ import torch
 
 from trainer.adapters import Adapter
 from trainer.adapters.change import LayerChange, StartFactors, change
-from trainer.base.console import broken
+from trainer.base.console import wrapped
 from trainer.base.progress import QUIET, Phases
 from trainer.kernels.dora_torch import TINY
 
@@ -84,7 +84,7 @@ def render(sections: Mapping[str, Mapping[str, Any]], columns: int) -> str:
             continue
         head, *rows = table
         for first, *others in rows:
-            lines += broken(f"  {first}", columns)
+            lines += wrapped(f"  {first}", columns)
             text = ", ".join(f"{name} {cell}" for name, cell in zip(head[1:], others, strict=True))
-            lines += broken(f"    {text}", columns)
+            lines += wrapped(f"    {text}", columns)
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.base.errors import UserError
-from trainer.base.memory import put_back
+from trainer.base.memory import preserved
 from trainer.optim.libraries import paged
 from trainer.optim.parameters import padded
 from trainer.optim.regrouping import Regrouping
@@ -88,7 +88,7 @@ class OptimizerState:
         if not self.entry.modes:
             yield
             return
-        with put_back(list(self._parameters().values()), changed):
+        with preserved(list(self._parameters().values()), changed):
             try:
                 self.optimizer.eval()  # type: ignore[attr-defined]
                 changed()

@@ -197,7 +197,7 @@ class FrozenLayer(nn.Module):
     def compute_weight(self, g_N: torch.Tensor | None = None, *, again: bool = False) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer. again:
         it is asked for once more, in the backward pass of a block that runs again, and decoded once for both."""
-        weight, once = self.in_use(), memory.once()
+        weight, once = self.in_use(), memory.recompute_cache()
         if g_N is None and weight.is_dense(self.compute_dtype):
             return weight.codes.view(self.weight_shape)
         if g_N is None and once and (decoded := once.pop(self, None)) is not None:

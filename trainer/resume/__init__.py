@@ -1,1 +1,1 @@
-"""Where a run starts, and what must not have changed since it stopped."""
+"""The start of a run, and checks of a resumed one."""

@@ -1,4 +1,4 @@
-"""--allow: what a run is pinned to and may have another value from its next step on; and what never can."""
+"""--allow: which keys may change when a run is resumed, and which never can."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NEVER = {
     "optimizer.options*": "its saved state follows from them",
     "data.cache_text": "which text encoders are loaded, and compared with the checkpoint's, follows from it",
 }
-# With another value of these, other photos come next: the present epoch ends.
+# A change of these changes the next photos, and so ends the current epoch.
 ORDER = ("run.seed", "data.batch_size", "data.short_batches")
-# Under another value of these a loss measures something else: that of a step, and that at fixed draws (held_out_loss.py),
-# which has neither weights nor a range of times. objective.stratified only spreads the times more evenly.
+# A change of these makes losses incomparable: LOSS that of a step, FIXED_LOSS that at fixed draws (held_out_loss.py), which
+# has neither weights nor a range of times. objective.stratified only spreads the times more evenly.
 FIXED_LOSS = (
     "objective.guidance", "data.resolution*", "data.sources.*.resolution*", "data.bucket_step", "data.max_aspect",
     "data.crop", "data.enlarge", "data.background", "data.text_length", "data.clip_chunks", "data.weighted_captions",
@@ -37,13 +37,13 @@ LOSS = (
     "objective.[!s]*", "objective.shift", "photos", *FIXED_LOSS, "data.sources.*", "data.masks", "data.unmasked_weight",
     "data.caption_dropout", "data.caption_variants", "data.crop_jitter", "data.colour_jitter", "data.flip",
 )  # fmt: skip
-PHOTOS, SHARE = "data", "step.accumulation"  # what allows other photos, and another number of micro-batches
+PHOTOS, SHARE = "data", "step.accumulation"  # --allow names of other photos, and of another number of micro-batches
 
 
 @dataclass
 class Allowance:
-    """What may differ from the checkpoint. keys: as --allow gives them: keys or tables. resume_from: as given, or "" where a
-    checkpoint cannot help. changed: by key, a line that says from what to what. steps_per_epoch: at the checkpoint."""
+    """The permitted differences from a checkpoint. keys: the keys or tables of --allow. resume_from: the option, or "" if no
+    checkpoint is involved. changed: text of each change by key. steps_per_epoch: at the checkpoint."""
 
     keys: tuple[str, ...] = ()
     resume_from: str = "auto"
@@ -52,22 +52,21 @@ class Allowance:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the changes begin a new epoch: photos, or their order, are others."""
+        """Whether the changes begin a new epoch, as they change photos or their order."""
         return any(key in ORDER or key in (PHOTOS, SHARE) for key in self.changed)
 
     def permits(self, key: str) -> bool:
-        """Whether --allow names the key, or a table that it is in."""
-        return any(key == given or key.startswith(f"{given}.") for given in self.keys)
+        """Whether --allow names the key or a table around it."""
+        return any(key == table or key.startswith(f"{table}.") for table in self.keys)
 
-    def way(self, needed: Iterable[str]) -> str:
-        """The arguments that allow these keys."""
-        given = {PHOTOS if key.startswith(f"{PHOTOS}.") else _whole(key) for key in needed}
-        return f"--resume_from {self.resume_from} --allow {','.join(sorted({*self.keys, *given}))}"
+    def way(self, changed_keys: Iterable[str]) -> str:
+        """The command-line arguments that allow these changes."""
+        names = {PHOTOS if key.startswith(f"{PHOTOS}.") else _whole(key) for key in changed_keys}
+        return f"--resume_from {self.resume_from} --allow {','.join(sorted({*self.keys, *names}))}"
 
 
 def parse(allow: str | None, resume_from: str | None) -> Allowance:
-    """The allowance that the command line's texts mean. Raises UserError for a key that there is not, and where nothing is
-    resumed."""
+    """The allowance of the command line's texts. Raises UserError for unknown keys, and without --resume_from."""
     if allow is None:
         return Allowance(resume_from=resume_from or "auto")
     if resume_from is None:
@@ -75,26 +74,26 @@ def parse(allow: str | None, resume_from: str | None) -> Allowance:
     keys = tuple(dict.fromkeys(key.strip() for key in allow.split(",") if key.strip()))
     if not keys:
         raise UserError("--allow names no key; write it as --allow optimizer.lr,schedule")
-    known = configs.known_keys()
+    schema = configs.known_keys()
     for key in keys:
-        if configs.generic(key) not in known and not any(name.startswith(f"{configs.generic(key)}.") for name in known):
+        if configs.generic(key) not in schema and not any(name.startswith(f"{configs.generic(key)}.") for name in schema):
             raise UserError(f"--allow {key}: unknown key; {configs.hint(key)}")
     return Allowance(keys, resume_from)
 
 
-def never(key: str, optimizer: str | None = None) -> str:
-    """Why this key of the config can never change in mid-run; "" where it can. optimizer: the name of the run's."""
+def objection(key: str, optimizer: str | None = None) -> str:
+    """The reason why this config key can never change on resume; "" if it can. optimizer: the name of the run's."""
     if fnmatchcase(key, "optimizer.betas*") and optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].modes:
         return "the weights for use follow from them and from what was trained so far"
     return next((reason for pattern, reason in NEVER.items() if fnmatchcase(key, pattern)), "")
 
 
-def noted(changes: Iterable[Mapping[str, Any]], patterns: Sequence[str], after: int | None = None) -> list[str]:
-    """Lines of what --allow changed of these keys. changes: Progress.changes. after: this step; None: whenever."""
+def change_lines(changes: Iterable[Mapping[str, Any]], patterns: Sequence[str], after: int | None = None) -> list[str]:
+    """The lines of --allow's changes of keys that match. changes: Progress.changes. after: the step before; None: any."""
     lines = [line for change in changes if after in (None, change["step"]) for line in change["what"]]
     return [line for line in lines if any(fnmatchcase(line.partition(":")[0], pattern) for pattern in patterns)]
 
 
 def _whole(key: str) -> str:
-    """The key itself, where `flatten` added the place in its list."""
+    """The key without the list index that `flatten` adds."""
     return key if configs.generic(key) in configs.known_keys() else key.rpartition(".")[0]

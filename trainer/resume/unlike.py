@@ -1,6 +1,6 @@
-"""What must not differ between the processes of a run (docs/processes.md). Each reads a config, photos and a model of its
-own, perhaps stale ones. So what a checkpoint is made of is compared three times: the config as the processes meet, data and
-files before a weight is read, all tensors before step 1."""
+"""Checks that all processes of a run train the same (docs/processes.md). Each reads its own copies of config, photos and
+model, which may be stale. So the pieces of a checkpoint are compared three times: the config when the processes connect, data
+and files before a weight is read, all tensors before step 1."""
 
 import hashlib
 import json
@@ -17,43 +17,42 @@ from trainer import config as configs
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError, shown
 from trainer.base.tensorfile import tensor_sha256
-from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pieces
 from trainer.config import Config
 from trainer.data import identity
 from trainer.plan.run_plan import RunPlan
 from trainer.resume.pins import PLACES, versions
 from trainer.runtime.processes import Processes
 
-# What may differ all the same, as "PIECE: KEY".
+# Permitted differences, as "PIECE: KEY".
 MAY_DIFFER = (
-    *(f"config: {place}" for place in PLACES),  # what lies there is compared
-    "config: run.output_dir", "config: *.cache_dir",  # the main process writes, and each may keep encodings of its own
-    "config: validation.samples.*.references*", "config: validation.samples.*.truth",  # places; the main process draws
-    "config: data.num_workers",  # by a machine's cores; what is read ahead is the same
-    # By a card's memory. They change no byte, but of compiled blocks, where "environment: compiled" has them.
+    *(f"config: {place}" for place in PLACES),  # their contents are compared
+    "config: run.output_dir", "config: *.cache_dir",  # only the main process writes; caches may be separate
+    "config: validation.samples.*.references*", "config: validation.samples.*.truth",  # paths; only the main process draws
+    "config: data.num_workers",  # depends on the cores; the data are the same
+    # Depend on a card's memory. They change bytes only of compiled blocks, where "environment: compiled" contains them.
     "config: memory.gradient_checkpointing", "config: memory.offload", "config: memory.resident_blocks",
-    "start: file", "progress: started",  # a name and a clock; files have the main process's
-    "quantization: *.library", "quantization: *.relative_error",  # to be read: the bytes are compared
+    "start: file", "progress: started",  # a name and a clock; the main process's are written
+    "quantization: *.library", "quantization: *.relative_error",  # informative: the bytes are compared
 )  # fmt: skip
-# It changes the last bits of a process's share of a sum, which all then add alike. A deterministic run goes on with the same.
+# Changes the last bits of a process's partial sums, which all then add alike. A deterministic run needs the same hardware.
 HARDWARE = ("environment: device", "environment: kernels", "environment: attention")
-# Pieces that follow from the others, and that the main process alone writes.
+# Pieces derived from the others; only the main process writes them.
 DERIVED = ("norms", "origin")
 
-LISTED = 20  # lines of a refusal, and names in one of them
+LISTED = 20  # maximum lines of a message, and names in a line
 
 
 def refuse_unlike_configs(peers: Processes, config: Config) -> None:
-    """Compare the resolved config's keys, by which the processes know what they do in common, before they do it; and
-    versions. Raises UserError, in all processes, with the keys and versions that differ."""
+    """Compare the resolved configs and versions, first of all. Raises UserError, in all processes, with the differences."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     ours = {"trainer": f"{__version__}, source {_digest(''.join(file.read_text(encoding='utf-8') for file in files))}"}
     _compare(peers, config, lambda: {"config": configs.tree(config), "versions": ours | versions(config.optimizer.name)})
 
 
 def refuse_unlike_data(peers: Processes, plan: RunPlan, pieces: Pieces) -> None:
-    """Compare photos, captions, model files by their sizes and headers, and what the run goes on from. plan: its model's
-    files are here. Raises UserError, in all processes, with what differs, and the names of photos."""
+    """Compare photos, captions, sizes and headers of the model's files (which must be local), and the checkpoint. Raises
+    UserError in all processes, with the differences and names of photos."""
     source, held_out = plan.model.source, plan.data.held_out
 
     def data() -> dict[str, Mapping[str, Any]]:
@@ -69,8 +68,7 @@ def refuse_unlike_data(peers: Processes, plan: RunPlan, pieces: Pieces) -> None:
 
 
 def refuse_unlike_states(peers: Processes, config: Config, pieces: Pieces) -> None:
-    """Compare what a checkpoint would have now: the bytes of the frozen base, adapter and optimizer among it. Raises
-    UserError, in all processes, with the tensors that differ."""
+    """Compare all pieces and their tensors' bytes, the frozen base's included. Raises UserError in all processes."""
     _compare(peers, config, lambda: pieces.states(but=DERIVED))
 
 
@@ -80,7 +78,7 @@ def _compare(
     states: Callable[[], Mapping[str, Mapping[str, Any]]],
     photos: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
-    """states: by piece. photos: asked for where the data differ. Neither is asked for where there is one process."""
+    """Raises UserError if the states (by piece) differ. photos: digests, called if data differ. No-op for one process."""
     if peers.count == 1:
         return
     may_differ = MAY_DIFFER if config.run.deterministic else (*MAY_DIFFER, *HARDWARE)
@@ -93,9 +91,9 @@ def _compare(
         return
     of_data = {key for key in differences if key.startswith(("data: ", "held-out photos: "))}
     lines = _of_photos(peers, photos()) if photos is not None and of_data else []
-    left = [key for key in differences if not (lines and key in of_data)]
-    lines += [f"{key.removeprefix('config: ')}: {_by_rank(differences[key])}" for key in left[:LISTED]]
-    lines += [f"and {len(left) - LISTED} more"] * (len(left) > LISTED)
+    others = [key for key in differences if not (lines and key in of_data)]
+    lines += [f"{key.removeprefix('config: ')}: {_by_rank(differences[key])}" for key in others[:LISTED]]
+    lines += [f"and {len(others) - LISTED} more"] * (len(others) > LISTED)
     remedy = "give all of them the same config, photos, model files, versions and checkpoints, and start all again"
     raise UserError("\n".join(["the processes of this run do not train the same:", *lines, remedy]))
 
@@ -105,7 +103,7 @@ def _digest(text: str) -> str:
 
 
 def _by_rank(values: Sequence[str | None]) -> str:
-    """Each value with the ranks that have it."""
+    """The distinct values with their ranks, in words."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault("absent" if value is None else shown(json.loads(value)), []).append(str(rank))
@@ -113,11 +111,11 @@ def _by_rank(values: Sequence[str | None]) -> str:
 
 
 def _of_photos(peers: Processes, digests: Mapping[str, torch.Tensor]) -> list[str]:
-    """How the photos of each process differ from those of process 0, in words. digests: what `photo_digests` gives."""
+    """The differences of each process's photos from those of process 0, in words. digests: of `photo_digests`."""
     texts = peers.exchange(json.dumps({name: tensor.tolist() for name, tensor in digests.items()}))
     tables = [{name: torch.tensor(rows, dtype=torch.uint8) for name, rows in json.loads(text).items()} for text in texts]
     return [
-        f"photos of process {rank}, beside those of process 0: {how}: {shortlist(names, LISTED)}"
+        f"photos of process {rank}, beside those of process 0: {difference}: {shortlist(names, LISTED)}"
         for rank, table in enumerate(tables)
-        for how, names in identity.differences(tables[0], table).items()
+        for difference, names in identity.differences(tables[0], table).items()
     ]

@@ -1,1 +1,1 @@
-"""A run, from its config to its adapter files: built, gone through step by step, ended and saved."""
+"""A run, from its config to its adapter files: set-up, steps, saving, end."""

@@ -1,4 +1,4 @@
-"""The steps of a run, and what is due between two of them. Knows no config and no model family."""
+"""The loop over the steps of a run, and the jobs between them. Knows no config and no model family."""
 
 import time
 from collections import deque
@@ -21,22 +21,19 @@ from trainer.run.checkpointing import Saves
 from trainer.runtime.context import RunContext
 from trainer.runtime.jobs import ENDINGS, Fields, Job, Position, run_jobs
 
-# What is said of a stop once there is a step to keep.
+# Acknowledgements of a stop, once there is a step to save.
 SAVED = "stopping; a checkpoint is written"
 AFTER_STEP = "stopping after this step; a checkpoint is written"
 
-# What asks for a checkpoint between two steps, the stronger last.
+# Reasons for a checkpoint between two steps; the higher one wins.
 BY_THE_CLOCK, BY_SIGNAL = 1, 2
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """Steps until the end, `stop_after`, a signal, or what ends a run. All processes go through it side by side.
-
-    data: the micro-batches of every update still to come, and this process's share of them, read; it is closed here. last,
-    stop_after: steps; stop_after is at most last. measurements: writes the log. jobs: done after its line. pending: what ends
-    the run once all processes know of it.
-    """
+    """Steps until the end, `stop_after`, a signal or an error. All processes run it in parallel. data: each remaining update,
+    and this process's batches of it; closed here. last, stop_after: steps, stop_after <= last. measurements: writes the log.
+    jobs: run after its line. pending: an error that ends the run once all processes know of it."""
 
     step: Step
     data: Generator[tuple[Sequence[MicroBatch], list[Batch]]]
@@ -52,8 +49,8 @@ class Loop:
     pending: Exception | None = field(default=None, init=False)
 
     def steps(self) -> Generator[Fields]:
-        """The line of the log of each step, when all that is due after it is done. However it ends, also where it is closed,
-        the last whole step is saved. Raises Interrupted, PeerStopped, one of ENDINGS, OSError, KeyboardInterrupt."""
+        """Yields each step's line of the log after its jobs. However it ends, also when closed, the last whole step is saved.
+        Raises Interrupted, PeerStopped, one of ENDINGS, OSError, KeyboardInterrupt."""
         progress, at_once = self.state.progress, False
         self.signals.promise = SAVED
         try:
@@ -65,16 +62,16 @@ class Loop:
             self.saves.save(final=True)
             raise
         except (Interrupted, *ENDINGS) as error:
-            # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
-            # and leave together: whoever ended first would have the launcher stop the one that saves.
+            # Between two steps, or in a step that changed nothing: the trained state is whole, and saved. All processes get
+            # here and leave together: if one ended first, the launcher would stop the one that saves.
             self.measurements.end(error)
             self.saves.save(final=True)
             if isinstance(error, Interrupted):
-                where = (f"after step {progress.step}, which is saved",) if progress.step else ()
-                raise Interrupted(error.signum, *where) from None
+                states = (f"after step {progress.step}, which is saved",) if progress.step else ()
+                raise Interrupted(error.signum, *states) from None
             raise
         except PeerStopped:
-            # In the middle of a step, perhaps: it changes nothing before its last reduction. Nobody waits for this process.
+            # Maybe within a step, which changes nothing before its last reduction. No other process waits for this one.
             if not self.context.processes.replaced:
                 self.saves.save(final=True, alone=True)
             raise
@@ -89,16 +86,16 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is made."""
+        """Whether the last step is done."""
         return self.state.progress.step >= self.last
 
     def _steps(self) -> Generator[Fields]:
         processes, progress, at = self.context.processes, self.state.progress, self._position(fresh=False)
-        ends: deque[float] = deque(maxlen=PACE_UNITS)  # when each of the last steps was done
-        _, self.pending = run_jobs(self.jobs, at, processes)  # of step 0, or what a stop cut off
+        ends: deque[float] = deque(maxlen=PACE_UNITS)  # end times of the last steps
+        _, self.pending = run_jobs(self.jobs, at, processes)  # at step 0, or jobs that a stop cut off
         self.pending = self.measurements.begin(at) or self.pending
         while progress.step < self.stop_after:
-            begun = time.perf_counter()
+            began = time.perf_counter()
             update, batches = self._read()
             self._agree()
             occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
@@ -111,7 +108,7 @@ class Loop:
                 self.signals.promise = SAVED
             ended = time.perf_counter()
             ends.append(ended)
-            self.measurements.log.phase.pace = pace_of(list(ends)) or ended - begun
+            self.measurements.log.phase.pace = pace_of(list(ends)) or ended - began
             entry = self._count(result, occurrences, ended - started)
             at = self._position()
             self.pending = run_jobs(self.jobs, at, processes)[1] or self.pending
@@ -123,7 +120,7 @@ class Loop:
         return Position(self.state.progress.step, self.last, fresh)
 
     def _read(self) -> tuple[Sequence[MicroBatch], list[Batch]]:
-        """The next update; an error waits until `_agree` tells all processes of it."""
+        """The next update; an error becomes pending, until `_agree` tells all processes."""
         try:
             return next(self.data)
         except DataError as error:
@@ -131,8 +128,8 @@ class Loop:
             return [], []
 
     def _agree(self) -> None:
-        """Do between two steps what any process was asked to do or met with, in all of them at the same step. Raises
-        Interrupted for a signal, OSError for a checkpoint that could not be written, what is pending."""
+        """Act in all processes on signals, due saves and errors of any process, between two steps. Raises Interrupted for a
+        signal, OSError for a checkpoint that could not be written, and the pending error."""
         processes, step = self.context.processes, self.state.progress.step
         kind = next((place for place, ending in enumerate(ENDINGS, 1) if isinstance(self.pending, ending)), 0)
         save = BY_SIGNAL if self.signals.save else BY_THE_CLOCK if processes.is_main and self.saves.overdue else 0
@@ -143,7 +140,7 @@ class Loop:
             raise self.pending or ENDINGS[kind - 1]("another process could not go on; its message says why")
         if signum:
             raise Interrupted(signum)
-        saved = self.saves.done
+        saved = self.saves.is_saved
         if save:
             self.saves.save()
         if save == BY_SIGNAL:
@@ -151,7 +148,7 @@ class Loop:
             processes.say(f"SIGUSR1: step {step} is {'saved already' if saved else 'being saved'}")
 
     def _count(self, result: StepResult, occurrences: Sequence[Occurrence], seconds: float) -> Fields:
-        """Note that a step was made, and write its line in the log; returns that."""
+        """Count a step, and write its line to the log; returns the line."""
         progress = self.state.progress
         if result.refused:
             cause = "" if result.bad_latents else self.measurements.course.blame()

@@ -1,7 +1,5 @@
-"""A run that is open: the one way in, for the command line, for every tool, and for Python (docs/api.md).
-
-Nothing here ends the process: mistakes, stops and all else are raised (base/errors.py).
-"""
+"""An open run: the only entry point of the command line, of all tools, and of Python (docs/api.md). Nothing here ends the
+process: errors and stops are raised (base/errors.py)."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, re
 from trainer.plan.samples import requests_of
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.unlike import refuse_unlike_configs
-from trainer.run.output_folder import opened
+from trainer.run.output_folder import open_output
 from trainer.run.run import Run, build, close, make_loop
 from trainer.run.setup import Launch
 from trainer.runtime.attention import TORCHS_OWN, Attention
@@ -51,17 +49,18 @@ from trainer.runtime.processes import Processes
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Errors, ALONE = Callable[[Any, Any], Any], Ports()
-_TRAINING: list[Session] = []  # the one that trains in this process: signals, device and processes are the process's own
+LossFunction = Callable[[Any, Any], Any]
+NO_PORTS = Ports()
+_TRAINING: list[Session] = []  # at most one per process, which has only one set of signals, device and peers
 
 
 def load_config(file: str | Path, changes: dict[str, Any] | None = None) -> Config:
-    """The config of a TOML file, with other values for some keys ({"optimizer.lr": 5e-5}). Raises UserError."""
+    """The config of a TOML file. changes: other values by key ({"optimizer.lr": 5e-5}). Raises UserError."""
     return load(str(file), [f"{key}={literal(value)}" for key, value in (changes or {}).items()])
 
 
 def measuring(config: Config) -> Config:
-    """The config of a run that only measures its held-out loss: nothing is written but caches of the model's own."""
+    """The config of a run that only measures its held-out loss, and writes only the model's caches."""
     keys = {
         "data.cache": "memory", "step.compile": "none", "step.graphs": False, "memory.shard": False,
         "memory.gradient_checkpointing": False, "validation.every_steps": 0, "validation.every_epochs": 0,
@@ -71,27 +70,24 @@ def measuring(config: Config) -> Config:
 
 
 class Session:
-    """A run that is open. `open` is how one is made; `with` lets it go.
-
-    source: the model's files. config: the resolved one. only: "train", or "measure" for a session that trains nothing, writes
-    nothing and may stand beside others. quiet: it says nothing but warnings.
-    """
+    """An open run. `open` creates it, `with` closes it. source: the model's files. config: the resolved one. only: "train",
+    or "measure": trains and writes nothing, and allows several sessions. quiet: print only warnings."""
 
     def __init__(self, config: Config, only: Literal["train", "measure"], launch: Launch) -> None:
         self.source = open_source(config, launch.ports.hub)
         self.config = resolve(config, self.source)
         self.only, self.launch, self.quiet = only, launch, False
         self.jobs: Sequence[Job] = ()
-        self.errors: Errors | None = None
+        self.errors: LossFunction | None = None
         self._open = ExitStack()
-        self._built: tuple[Run, Signals] | None = None
+        self._running: tuple[Run, Signals] | None = None
         self._steps: Generator[SimpleNamespace] | None = None
-        self._left = False
+        self._files_written = False
 
     def __repr__(self) -> str:
-        """Its folder, and where it is."""
-        made = "not open" if self._built is None else f"step {self.step} of {self.run.plan.length.max_steps}"
-        return f"Session({self.config.run.output_dir!r}: {made if self.only == 'train' else 'it measures'})"
+        """The folder and the step."""
+        position = "not open" if self._running is None else f"step {self.step} of {self.run.plan.length.max_steps}"
+        return f"Session({self.config.run.output_dir!r}: {position if self.only == 'train' else 'it measures'})"
 
     @classmethod
     def open(
@@ -100,15 +96,15 @@ class Session:
         *,
         only: Literal["train", "measure"] = "train",
         resume_from: str | None = None,
-        ports: Ports = ALONE,
-        loss: Errors | None = None,
+        ports: Ports = NO_PORTS,
+        loss: LossFunction | None = None,
         jobs: Sequence[Job] = (),
     ) -> Session:
-        """A session of a config, to be entered by `with`. Raises UserError for what its model's configs do not allow.
+        """A session of a config, to be entered by `with`. Raises UserError for settings that the model does not allow.
 
         resume_from: "auto", "latest", or the folder of a checkpoint. ports: parts on top of the core (workbench.PORTS: all).
-        loss: (prediction, target), fp32 [B, C, H, W] -> the loss of each latent, in place of objective.loss. jobs: are done
-        between two steps, after the run's own. Neither stands in a checkpoint: whoever resumes gives them again.
+        loss: (prediction, target), fp32 [B, C, H, W] -> the loss of each latent, in place of objective.loss. jobs: run
+        between two steps, after the run's own. Neither is saved in a checkpoint: give them again when you resume.
         """
         if only == "measure" and (resume_from is not None or loss is not None or jobs):
             raise UserError('only="measure" trains nothing; leave out resume_from, loss and jobs')
@@ -119,7 +115,7 @@ class Session:
     # --- before a weight is read
 
     def plan(self, *, processes: int = 1, phases: Phases = QUIET, scanned: Scanned | Memo | None = None) -> RunPlan:
-        """The run's plan, checked without weights. scanned: photos that were read, or what reads them. Raises UserError."""
+        """The run's plan, checked without weights. scanned: scanned photos, or their memo. Raises UserError."""
         scanned = scanned or Memo(layouts=self.launch.ports.layouts or ())
         return make_plan(self.config, self.source, processes=processes, phases=phases, scanned=scanned)
 
@@ -127,16 +123,16 @@ class Session:
 
     @cached_property
     def processes(self) -> Processes:
-        """This process among its equals."""
+        """This process and its peers."""
         return start_processes(self.config, quiet=self.quiet)
 
     def components(
         self, model: ModelPlan, phases: Phases, *, attention: Attention = TORCHS_OWN, kind: Callable[..., Any] = Components
     ) -> Any:
-        """The model of a plan whose weights are on this machine; nothing of it is loaded yet. kind: its class."""
+        """The model of a plan whose weights are on this machine, with nothing loaded yet. kind: its class."""
         fused = kernels.choose(self.config.adapter.kernels, self.processes.device)
-        given = {"kernels": fused, "digests": FileDigests(phases=phases), "attention": attention}
-        return kind(model, processes=self.processes, phases=phases, **given)
+        choices = {"kernels": fused, "digests": FileDigests(phases=phases), "attention": attention}
+        return kind(model, processes=self.processes, phases=phases, **choices)
 
     # --- to train
 
@@ -152,49 +148,49 @@ class Session:
                 _TRAINING.append(self)
                 run, signals = stack.enter_context(_prepared(self))
                 stack.enter_context(run.attached.page or nullcontext())
-                self._built, self._open = (run, signals), stack.pop_all()
+                self._running, self._open = (run, signals), stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
-        """Whatever ends the block, the last whole step is saved, but after a second Ctrl-C. A block that is left early,
-        without an error, leaves adapter files as a run does that stops (export.on_stop)."""
+        """Save the last whole step, unless a second Ctrl-C ended the block. If it is left early without an error, adapter
+        files are written as for a run that stops (export.on_stop)."""
         try:
             if self._steps is not None and isinstance(error, KeyboardInterrupt):
                 with suppress(KeyboardInterrupt):
                     self._steps.throw(error)
             elif self._steps is not None:
                 self._steps.close()
-            if error is None and self._steps is not None and not self._left:
-                self._leave()
+            if error is None and self._steps is not None and not self._files_written:
+                self._write_artifacts()
         except BaseException as raised:
             if not self._open.__exit__(type(raised), raised, raised.__traceback__):
                 raise
         finally:
-            # The model goes with the block, though a name, or the traceback of an error, still holds on to the session.
-            self._built, self._steps = None, None
+            # Frees the model although a name, or the traceback of an error, still refers to the session.
+            self._running, self._steps = None, None
         return self._open.__exit__(kind, error, trace)
 
     @property
     def run(self) -> Run:
-        """What the run is made of. Raises UserError outside of a `with` block, and in a session that only measures."""
-        if self._built is None:
+        """The parts of the run. Raises UserError outside of a `with` block, and in a session that only measures."""
+        if self._running is None:
             raise UserError("this needs a Session that trains, inside its block: with Session.open(config) as session")
-        return self._built[0]
+        return self._running[0]
 
     @property
     def step(self) -> int:
-        """How many steps are made."""
+        """The number of steps done."""
         return self.run.progress.step
 
     def __iter__(self) -> Iterator[SimpleNamespace]:
-        """The steps from here on, each after it is made: an object with what the log has of it (step, loss, lr, grad_norm,
-        ...). With the last step come adapter files and report, as at a run's end."""
+        """The remaining steps, each after it is done, as an object with the log's fields (step, loss, lr, grad_norm, ...).
+        After the last one, adapter files and report are written, as at a run's end."""
         if self._steps is None:
             self._steps = self._iterate()
         return self._steps
 
     def _iterate(self) -> Generator[SimpleNamespace]:
-        run, signals = self.run, self._built[1]  # type: ignore[index]
+        run, signals = self.run, self._running[1]  # type: ignore[index]
         if self.errors is not None:
             if self.config.step.graphs is True:
                 raise UserError("step.graphs = true records the objective's own loss; leave it out beside a loss of your own")
@@ -210,13 +206,13 @@ class Session:
             if run.plan.config.export.on_stop and run.progress.step:
                 leave_in_time(run.artifacts(), signals)
             raise
-        self._leave()
+        self._write_artifacts()
 
-    def _leave(self) -> None:
-        """Leave what a run leaves for people at its end, or where it stops."""
-        self._left, finished = True, self.step >= self.run.plan.length.max_steps
+    def _write_artifacts(self) -> None:
+        """Write the artifacts of a run's end or stop."""
+        self._files_written, finished = True, self.step >= self.run.plan.length.max_steps
         if finished or self.config.export.on_stop:
-            close(self.run, self._built[1], finished=finished)  # type: ignore[index]
+            close(self.run, self._running[1], finished=finished)  # type: ignore[index]
 
     def train(self) -> bool:
         """Train to the end, or to run.stop_after; returns whether the end was reached."""
@@ -226,13 +222,12 @@ class Session:
 
     @property
     def lr(self) -> float:
-        """The first group's rate in the next step; setting it scales all groups', now and in the schedule. It does not stand
-        in a checkpoint: a resumed run has the config's rate."""
+        """The first group's next rate. Setting it scales all groups' rates; a resumed run has the config's again."""
         return self.run.step.schedule.get_last_lr()[0]
 
     @lr.setter
     def lr(self, value: float) -> None:
-        """Scale all groups' rates. Raises UserError for one that cannot be."""
+        """Scale all groups' rates. Raises UserError if the old or the new rate is not above 0."""
         schedule = self.run.step.schedule
         if not (value > 0 and self.lr > 0):
             raise UserError(f"lr = {value}: a rate above 0 is needed, and one now ({self.lr}) that can be scaled")
@@ -243,8 +238,8 @@ class Session:
             group["lr"] = rate
 
     def sample(self, prompt: str, **fields: Any) -> Image:
-        """A picture by the adapter as it is. fields: of an entry of validation.samples (docs/keys.md), with its defaults.
-        Text encoders that the run has let go are loaded for it, one by one. Raises UserError where a config is refused."""
+        """An image drawn with the current adapter. fields: other keys of an entry of validation.samples (docs/keys.md). Text
+        encoders that the run has freed are loaded again, one by one. Raises UserError for invalid fields."""
         plan, components, state = self.run.plan, self.run.components, self.run.state
         try:
             samples = (SampleTable.model_validate({"prompt": prompt, **fields}),)
@@ -254,16 +249,15 @@ class Session:
         config = with_values(self.config, keys)
         refuse_unread(config, plan.model.family)
         refuse_unread_by_model(config, plan.model.source)
-        (asked,) = requests_of(config.validation, (), plan.data.resolution, plan.model.family.images)
+        (request,) = requests_of(config.validation, (), plan.data.resolution, plan.model.family.images)
         components.load(plan.model.family.vae)
-        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(asked.strength), components.without_below():
-            conditioning = conditionings(components, [asked.prompt, asked.negative])
+        with torch.no_grad(), state.evaluating(), state.adapter.at_strength(request.strength), components.without_below():
+            conditioning = conditionings(components, [request.prompt, request.negative])
             draw = beside(self.run.step.graphs, components.family.images.draw)
-            return draw(components.model, asked, conditioning(asked.prompt), conditioning(asked.negative))
+            return draw(components.model, request, conditioning(request.prompt), conditioning(request.negative))
 
     def export(self, path: str | Path) -> list[Path]:
-        """The files of the adapter as it is, written in the config's formats: diffusers' at the path, the others beside it.
-        Raises NotTrained before the first update."""
+        """Write the adapter in the config's formats, diffusers' to `path`. Raises NotTrained before the first update."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         return list(self.run.artifacts().export(path.name.removesuffix(".safetensors"), folder=path.parent).values())
@@ -271,9 +265,9 @@ class Session:
 
 @contextmanager
 def _prepared(session: Session) -> Iterator[tuple[Run, Signals]]:
-    """A block with a run whose output is open, and the signals that it hears. Nothing is trained yet."""
+    """A block with a built run whose output folder is open, and its signals. Nothing is trained yet."""
     config, launch = session.config, session.launch
-    # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
+    # Before the signal handlers: a process waiting for its peers has nothing to lose and should just end.
     peers, layout = session.processes, Layout(Path(config.run.output_dir))
     alive, every = Alive(layout.alive, enabled=peers.is_main), config.logging.every_seconds
     with Signals() as signals, peers.attending(signals, alive), alive:
@@ -289,6 +283,6 @@ def _prepared(session: Session) -> Iterator[tuple[Run, Signals]]:
             run = build(config, session.source, context, launch)
             run = replace(run, attached=replace(run.attached, mirror=mirror))
         gc.enable()  # off since the process started (main.py)
-        with opened(run), nullcontext() if mirror is None else mirror.running(signals, run.progress.step):
+        with open_output(run), nullcontext() if mirror is None else mirror.running(signals, run.progress.step):
             yield run, signals
         peers.leave_together()

@@ -210,14 +210,14 @@ def attention_once(
     (memory.gradient_checkpointing = "selective") a fused kernel's results are kept; plain ones, and with a mask, are not."""
     theirs = nn.functional.scaled_dot_product_attention
     if memory.recomputing():
-        made = memory.kept()
+        made = memory.saved_value()
         return theirs(query, key, value, attn_mask, **keys) if made is None else _Attended.apply(query, key, value, *made)
-    fused = _fused(query, key, value) if memory.keeping() and attn_mask is None and not keys else None
+    fused = _fused(query, key, value) if memory.is_saving() and attn_mask is None and not keys else None
     if fused is None:
-        memory.keep(None)
+        memory.save_value(None)
         return theirs(query, key, value, attn_mask, **keys)
     made = fused.forward(query, key, value)
-    memory.keep((fused, *made))
+    memory.save_value((fused, *made))
     return made[0]
 
 

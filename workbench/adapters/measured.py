@@ -14,7 +14,7 @@ from trainer.artifacts.ports import Ports
 from trainer.base.console import write
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.progress import Phases
-from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pieces
 from trainer.config import AdapterTable, Config, RuleTable, with_values
 from trainer.data.cache.entries import MemoryCache
 from trainer.engine.assembly import build_adapter

@@ -10,7 +10,7 @@ from trainer.base.run_layout import Layout, folder_name, step_of
 from trainer.checkpoint import store
 from trainer.checkpoint.state import Saved
 from trainer.config import Config
-from trainer.resume.allowed_changes import Allowance, never
+from trainer.resume.allowed_changes import Allowance, objection
 from trainer.resume.pins import MAY_CHANGE, PLACES
 
 DRAWS = ("data", "run.seed")  # keys and tables that decide draws or photos
@@ -23,7 +23,7 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
     if checkpoint in ("auto", "latest"):
         example = Layout(Path("RUN")).checkpoints / folder_name(500)
         raise UserError(f"--fork_from {checkpoint}: give a checkpoint's folder, for example {example}")
-    folder = store.named(checkpoint, option="--fork_from")
+    folder = store.checkpoint_at(checkpoint, option="--fork_from")
     tree = dict(Saved(folder, census=None).state("config"))
     old = Layout(Path(tree["run"]["output_dir"]))
     tree["run"].pop("stop_after", None)
@@ -64,7 +64,7 @@ def _holds_a_run(layout: Layout) -> bool:
 
 def _refuse(key: str) -> None:
     name = configs.whole(key)
-    if reason := never(key):
+    if reason := objection(key):
         raise UserError(f"--fork_from: {name} cannot change in mid-run: {reason}; leave it out, or start a new run")
     if any(key == table or key.startswith(f"{table}.") for table in DRAWS):
         remedy = "leave it out, or go on with other photos or draws by --resume_from CHECKPOINT --allow data"

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from trainer.base import signals
 from trainer.base.console import LIVE, write
-from trainer.base.errors import Interrupted, PeerStopped, ending, told
+from trainer.base.errors import Interrupted, PeerStopped, ending, error_text
 from trainer.runtime.libraries import quiet_libraries
 from workbench.commands.arguments import parse, resume_command, without_config
 from workbench.commands.tools import missing_part, undoing
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             write(f"go on: {resume()}", whole=True)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, Interrupted) and options.fork_from is not None and alone:
-            error = Interrupted(error.signum, error.where, "this command goes on")
+            error = Interrupted(error.signum, error.state, "this command goes on")
         error = missing_part(error) or error
         status, message = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
                 write(f"error: {type(error).__name__}: {error}")
             raise
         resumable = alone and not planned and (status == 6 or status > 128)
-        write(told(error, message) + (f"\ngo on: {resume()}" if resumable else ""), sys.stderr, whole=True)
+        write(error_text(error, message) + (f"\ngo on: {resume()}" if resumable else ""), sys.stderr, whole=True)
         if not (alone or planned or options.compare):
             from trainer.runtime.processes import excuse
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from trainer.base import signals
 from trainer.base.console import write
-from trainer.base.errors import Interrupted, UserError, ending, told
+from trainer.base.errors import Interrupted, UserError, ending, error_text
 from trainer.runtime.libraries import quiet_libraries
 from workbench.commands.environment import show_everything
 
@@ -37,7 +37,7 @@ def run_tool(work: Callable[[], int | None]) -> int:
         status, message = ending(error)
         if status == 1 and not isinstance(error, OSError):
             raise
-        write(told(error, message), sys.stderr, whole=True)
+        write(error_text(error, message), sys.stderr, whole=True)
         return status
 
 

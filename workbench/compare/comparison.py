@@ -106,7 +106,7 @@ def compare_all(asked: Variations, train: Callable[[Config], bool], *, only_plan
         except NonFiniteError as error:
             write(f"{name}: ended: {error}")  # which is what came of this variant
         except Interrupted as error:
-            raise Interrupted(error.signum, f"{error.where} ({name})", "the same command goes on") from None
+            raise Interrupted(error.signum, f"{error.state} ({name})", "the same command goes on") from None
         finally:
             gc.collect()
             give_back()

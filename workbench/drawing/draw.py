@@ -15,11 +15,11 @@ from trainer.artifacts import sampling
 from trainer.artifacts.ports import Ports
 from trainer.base.errors import UserError
 from trainer.base.files import refuse_taken, write_atomic
-from trainer.base.pictures import asked_of, png, pngs
+from trainer.base.pictures import png, pngs, request_of
 from trainer.base.progress import QUIET, Phases
 from trainer.base.run_layout import Layout, step_of
 from trainer.base.text import visible
-from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pieces
 from trainer.config import Config, with_values
 from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
@@ -267,7 +267,7 @@ def prompts_of(config: Config, layout: Layout) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*samples.prompts, *(sample.prompt for sample in samples.samples))))
     steps = [step for path in layout.samples.glob("*") if (step := step_of(path.name)) is not None]
     files = pngs(layout.samples_of(max(steps))) if steps else ()
-    return tuple(dict.fromkeys(str(asked_of(file)["prompt"]) for file in files))
+    return tuple(dict.fromkeys(str(request_of(file)["prompt"]) for file in files))
 
 
 def show_in_report(layout: Layout) -> bool:

@@ -13,7 +13,7 @@ from PIL import Image
 from trainer.adapters.export import About, not_loaded_by_diffusers
 from trainer.adapters.kinds import KINDS, kind_named
 from trainer.base.files import FileGroup
-from trainer.base.pictures import asked_of, at_full_strength, is_sound, png, pngs
+from trainer.base.pictures import at_full_strength, is_sound, png, pngs, request_of
 from trainer.base.run_layout import AVERAGE, Layout
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.samples import as_shown
@@ -64,7 +64,7 @@ def base_model(plan: RunPlan) -> str | None:
 
 def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequence[Path]) -> str:
     """The whole card. files: names by format, the average's by "FORMAT, average". samples: PNGs that tell what was asked."""
-    drawn = {file.name: asked_of(file) for file in samples}
+    drawn = {file.name: request_of(file) for file in samples}
     objective = plan.model.objective
     card = environment(TEMPLATES, yaml=yaml_text, code=code, cell=_cell, number=_number).get_template("card.md")
     return card.render(

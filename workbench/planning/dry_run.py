@@ -20,7 +20,7 @@ from trainer.base.memory import find_blocks, recomputing
 from trainer.base.progress import QUIET
 from trainer.base.protocols import Kernels
 from trainer.base.types import Batch, Conditioning, Occurrence
-from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pieces
 from trainer.data.buckets import ReferenceLayout
 from trainer.ema import Average
 from trainer.engine.assembly import build_adapter, build_step

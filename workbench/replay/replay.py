@@ -33,9 +33,10 @@ from trainer.monitoring import metrics
 from trainer.plan.data_sources import cache_dir, open_cache
 from trainer.plan.run_plan import RunPlan, fetched
 from trainer.resume.allowed_changes import Allowance
+from trainer.resume.pins import pin_environment
 from trainer.run.run import build_components, build_state
 from trainer.run.session import Session
-from trainer.run.setup import Launch, begin, choose_attention, environment_pin, updates_of
+from trainer.run.setup import Launch, begin, choose_attention, updates_of
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory
 from workbench.adapter_files import start
@@ -190,8 +191,8 @@ def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
     pieces, differs = begun.pieces, list[str]()
     attention = choose_attention(begun.plan, peers.device, peers.say)
     tolerant = configs.with_values(begun.plan.config, {"run.deterministic": False})
-    pin = environment_pin(tolerant, peers.device, there.kernels.name, str(attention), 1, differs.append)
-    pieces.enter("environment", pin)
+    names = {"kernels": there.kernels.name, "attention": str(attention)}
+    pieces.enter("environment", pin_environment(tolerant, peers.device, **names, processes=1, say=differs.append))
     plan = replace(begun.plan, config=configs.with_values(begun.plan.config, {"step.compile": "none", "step.graphs": False}))
     plan = replace(plan, model=fetched(plan.model, peers, phases))
     read = {occurrence.sample for _, occurrences in _updates(span, plan) for occurrence in occurrences}

@@ -10,7 +10,7 @@ import torch
 from trainer import quantization
 from trainer.adapters import export
 from trainer.adapters.portable import of_adapter
-from trainer.base.files import Advance, unheard
+from trainer.base.files import Advance, no_progress
 from trainer.base.pictures import is_sound, pngs
 from trainer.base.run_layout import Layout, plain_request
 from trainer.base.tensorfile import TensorFile
@@ -96,7 +96,7 @@ def change_table(changes: Mapping[str, BlockChange], *, drifts: bool) -> dict[st
     return {"columns": columns, "rows": rows}
 
 
-def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = unheard) -> str:
+def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = no_progress) -> str:
     """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference. advance:
     gets every number of bytes that was read; may raise."""
     file = TensorFile(path)

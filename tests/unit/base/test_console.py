@@ -43,7 +43,7 @@ WORDS = st.lists(st.text(st.characters(codec="ascii", categories=["L", "N", "P"]
 
 @given(words=WORDS, indent=st.integers(0, 6), columns=st.integers(12, 160))
 def test_a_long_line_is_broken_between_words_and_loses_none(words: list[str], indent: int, columns: int) -> None:
-    parts = console.broken(" " * indent + " ".join(words), columns)
+    parts = console.wrapped(" " * indent + " ".join(words), columns)
     assert " ".join(parts).split() == words
     assert all(len(part) <= columns or " " not in console.NUMBER.sub(r"\1\2", part.strip()) for part in parts)
     assert all(part.startswith(" " * (indent + 4)) for part in parts[1:])
@@ -70,13 +70,13 @@ def test_a_log_has_lines_of_160_characters() -> None:
 
 
 def test_a_number_stays_beside_its_unit() -> None:
-    assert console.broken("saved 3.4 MiB, transient 0.6 MiB", 31) == ["saved 3.4 MiB, transient", "    0.6 MiB"]
-    assert console.broken("4 h 12 min for 500 steps", 17) == ["4 h 12 min for", "    500 steps"]
+    assert console.wrapped("saved 3.4 MiB, transient 0.6 MiB", 31) == ["saved 3.4 MiB, transient", "    0.6 MiB"]
+    assert console.wrapped("4 h 12 min for 500 steps", 17) == ["4 h 12 min for", "    500 steps"]
 
 
 def test_a_name_is_not_broken_at_its_hyphens() -> None:
     """It may be there to be copied."""
-    assert console.broken("one a-long-option-name two", 16) == ["one", "    a-long-option-name", "    two"]
+    assert console.wrapped("one a-long-option-name two", 16) == ["one", "    a-long-option-name", "    two"]
 
 
 def test_no_control_character_gets_out_and_what_is_to_be_copied_stays_whole(monkeypatch) -> None:

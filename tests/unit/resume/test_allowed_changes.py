@@ -15,7 +15,7 @@ from trainer.checkpoint.state import Progress
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.config.training_tables import ObjectiveTable
 from trainer.resume import pins
-from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, NEVER, Allowance, never, noted, parse
+from trainer.resume.allowed_changes import FIXED_LOSS, LOSS, NEVER, Allowance, change_lines, objection, parse
 
 TREE: dict[str, Any] = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 4},
@@ -128,10 +128,16 @@ def test_what_would_not_fit_stays_refused_with_the_reason(key: str, value: Any) 
 
 def test_every_reason_is_of_a_key_that_there_is() -> None:
     for pattern in NEVER:
-        assert any(never(key) == NEVER[pattern] for key in configs.known_keys() if key.startswith(pattern.partition("*")[0]))
-    assert not never("optimizer.lr") and not never("adapter.rules.0.lr") and not never("adapter.rules.0.stop_step")
-    assert not any(never(f"adapter.{key}") for key in ("dropout", "rank_dropout", "module_dropout", "max_norm", "kernels"))
-    assert never("adapter.rules.0.rank") and never("model.components.unet.dtype")
+        assert any(
+            objection(key) == NEVER[pattern] for key in configs.known_keys() if key.startswith(pattern.partition("*")[0])
+        )
+    assert (
+        not objection("optimizer.lr") and not objection("adapter.rules.0.lr") and not objection("adapter.rules.0.stop_step")
+    )
+    assert not any(
+        objection(f"adapter.{key}") for key in ("dropout", "rank_dropout", "module_dropout", "max_norm", "kernels")
+    )
+    assert objection("adapter.rules.0.rank") and objection("model.components.unet.dtype")
 
 
 @pytest.mark.parametrize(
@@ -235,21 +241,21 @@ def test_betas_of_an_optimizer_with_modes_never_change() -> None:
     other["optimizer"]["betas"] = [0.95, 0.999]
     with pytest.raises(UserError, match="never: the weights for use follow from them"):
         pins.refuse_changes(tree, other, "the checkpoint", allowed=Allowance(("optimizer.betas",)))
-    assert never("optimizer.betas.0", "schedulefree_adamw") and not never("optimizer.betas.0", "adamw")
-    assert not never("optimizer.lr", "schedulefree_adamw")
+    assert objection("optimizer.betas.0", "schedulefree_adamw") and not objection("optimizer.betas.0", "adamw")
+    assert not objection("optimizer.lr", "schedulefree_adamw")
 
 
 def test_every_key_of_the_objective_changes_what_the_loss_measures_but_for_how_evenly_times_are_drawn() -> None:
     keys = [f"objective.{name}" for name in ObjectiveTable.model_fields]
     others = ["optimizer.lr", "step.accumulation", "adapter.dropout", "run.seed", "data.batch_size", "schedule.name"]
     changes = [{"step": 3, "what": [f"{key}: 1 -> 2" for key in [*keys, "objective.t_range.1", *others]]}]
-    told = [line.partition(":")[0] for line in noted(changes, LOSS, 3)]
+    told = [line.partition(":")[0] for line in change_lines(changes, LOSS, 3)]
     assert told == [*(key for key in keys if key != "objective.stratified"), "objective.t_range.1"]
-    assert [line.partition(":")[0] for line in noted(changes, FIXED_LOSS)] == ["objective.guidance"]
-    assert noted(changes, LOSS, 4) == [] and noted(changes, LOSS) == noted(changes, LOSS, 3)
+    assert [line.partition(":")[0] for line in change_lines(changes, FIXED_LOSS)] == ["objective.guidance"]
+    assert change_lines(changes, LOSS, 4) == [] and change_lines(changes, LOSS) == change_lines(changes, LOSS, 3)
     photos = [{"step": 5, "what": ["photos: 5 photos then, 6 now", "added: 0/05.jpg", "data.resolution: 64 -> 128"]}]
-    assert noted(photos, LOSS) == ["photos: 5 photos then, 6 now", "data.resolution: 64 -> 128"]
-    assert noted(photos, FIXED_LOSS) == ["data.resolution: 64 -> 128"]
+    assert change_lines(photos, LOSS) == ["photos: 5 photos then, 6 now", "data.resolution: 64 -> 128"]
+    assert change_lines(photos, FIXED_LOSS) == ["data.resolution: 64 -> 128"]
 
 
 def test_keys_of_the_data_that_change_what_is_asked_change_what_the_loss_measures() -> None:
@@ -258,5 +264,5 @@ def test_keys_of_the_data_that_change_what_is_asked_change_what_the_loss_measure
     same |= {name for name in DataTable.model_fields if name.startswith("cache")}
     keys = [f"data.{name}" for name in DataTable.model_fields]
     keys += [f"data.sources.0.{name}" for name in SourceTable.model_fields]
-    told = [key for key in keys if noted([{"step": 3, "what": [f"{key}: 1 -> 2"]}], LOSS)]
+    told = [key for key in keys if change_lines([{"step": 3, "what": [f"{key}: 1 -> 2"]}], LOSS)]
     assert told == [key for key in keys if key.removeprefix("data.") not in same]

@@ -14,7 +14,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.checkpoint.state import Pin
 from trainer.resume.allowed_changes import Allowance
-from trainer.resume.pins import NOT_COMPILED, pin_environment, pin_quantization, refuse_changes, share_out
+from trainer.resume.pins import pin_environment, pin_quantization, refuse_changes, share_out
 
 LAYER: dict[str, Any] = {
     "format": "int4", "library": "quanto 0.2", "relative_error": 0.01, "tensors": {"weight": "a" * 64, "bias": "b" * 64},
@@ -48,9 +48,10 @@ def test_another_base_is_refused_with_the_first_layer_that_differs(now: dict[str
         pin_quantization({"unet.a": LAYER}).load_state_dict(dict(BASE))
 
 
-def environment(attention: str, compiled: str = NOT_COMPILED, *, deterministic: bool = False, said: list[str]) -> Pin:
-    chosen = {"kernels": "torch", "attention": attention, "compiled": compiled, "processes": 1}
-    return pin_environment(torch.device("cpu"), "adamw", chosen, deterministic=deterministic, say=said.append)
+def environment(attention: str, *, said: list[str], **keys: Any) -> Pin:
+    config = configs.parse(Workbench(Path("models"), Path("out")).tree(**keys))
+    names = {"kernels": "torch", "attention": attention}
+    return pin_environment(config, torch.device("cpu"), **names, processes=1, say=said.append)
 
 
 def test_another_attention_is_told_and_refused_where_bytes_are_promised() -> None:
@@ -61,7 +62,7 @@ def test_another_attention_is_told_and_refused_where_bytes_are_promised() -> Non
     environment("math", said=said).load_state_dict(dict(before.value))
     assert len(said) == 1 and "attention: cudnn, flash, efficient, math -> math. State and draws are the same" in said[0]
     with pytest.raises(UserError, match=r"run\.deterministic = true.*: attention: cudnn, .* -> math; restore it"):
-        environment("math", deterministic=True, said=said).load_state_dict(dict(before.value))
+        environment("math", run__deterministic=True, said=said).load_state_dict(dict(before.value))
     refuse_changes({"step.attention": "math"}, {"step.attention": "auto"}, "the checkpoint", allowed=Allowance())
 
 
@@ -69,7 +70,7 @@ def test_a_checkpoint_from_before_there_was_a_choice_had_torchs_own() -> None:
     said: list[str] = []
     older = environment("torch's own", said=said).value
     older = {key: value for key, value in older.items() if key not in ("attention", "compiled")}
-    environment("torch's own", deterministic=True, said=said).load_state_dict(older)
+    environment("torch's own", run__deterministic=True, said=said).load_state_dict(older)
     assert not said
     environment("math", said=said).load_state_dict(older)
     assert len(said) == 1 and "checkpoint's: attention: torch's own -> math. " in said[0]
@@ -78,8 +79,10 @@ def test_a_checkpoint_from_before_there_was_a_choice_had_torchs_own() -> None:
 def test_compiled_blocks_that_recompute_otherwise_are_told() -> None:
     """Elsewhere a block has the same bytes, recomputed or not."""
     said: list[str] = []
-    before = environment("math", "blocks, gradient_checkpointing = False", said=said)
-    environment("math", "blocks, gradient_checkpointing = True", said=said).load_state_dict(dict(before.value))
+    before = environment("math", step__compile="blocks", memory__gradient_checkpointing=False, said=said)
+    environment("math", step__compile="blocks", memory__gradient_checkpointing=True, said=said).load_state_dict(
+        dict(before.value)
+    )
     assert len(said) == 1 and "compiled: blocks, gradient_checkpointing = False -> blocks, gradient" in said[0]
 
 

@@ -66,13 +66,13 @@ def test_steps_at_a_rate_of_nothing_are_refused_and_no_others(name: str, more: d
     for done, last in ((0, 6), (0, 7), (3, 6), (6, 6), (3, 12), (6, 12), (8, 12)):
         idle = [step for step in range(max(done, falls.warmup) + 1, last + 1) if rates[step - 1] == 0]
         if not idle:
-            refuse_idle_steps(falls, length=6, done=done, last=last)
+            refuse_idle_steps(falls, length=6, step=done, last=last)
             continue
         with pytest.raises(
             UserError, match=f"^steps {idle[0]} to {last} would train nothing: .*; leave out schedule.total_steps"
         ):
-            refuse_idle_steps(falls, length=6, done=done, last=last)
+            refuse_idle_steps(falls, length=6, step=done, last=last)
         with pytest.raises(
             UserError, match=f"set schedule.total_steps = {last}, .*; with --allow; or train {idle[0] - 1} steps"
         ):
-            refuse_idle_steps(falls, length=6, done=done, last=last, way="; with --allow")
+            refuse_idle_steps(falls, length=6, step=done, last=last, way="; with --allow")

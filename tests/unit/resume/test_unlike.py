@@ -15,8 +15,7 @@ from tests.harness import Workbench
 from tests.unit.runtime.test_processes import pair, side_by_side  # noqa: F401
 from trainer import config as configs
 from trainer.base.errors import UserError
-from trainer.checkpoint.pieces import Pieces
-from trainer.checkpoint.state import Pin
+from trainer.checkpoint.state import Pieces, Pin
 from trainer.resume.unlike import DERIVED, MAY_DIFFER, refuse_unlike_configs, refuse_unlike_states
 
 

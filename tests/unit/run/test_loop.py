@@ -34,7 +34,7 @@ def between_steps(*, is_main: bool = True, pending: Exception | None = None, sig
     loop = SimpleNamespace(
         pending=pending, state=SimpleNamespace(progress=SimpleNamespace(step=3)),
         signals=SimpleNamespace(stop=None, save=signalled),
-        saves=SimpleNamespace(overdue=True, failed=False, done=False, save=lambda: saved.append(3)),
+        saves=SimpleNamespace(overdue=True, failed=False, is_saved=False, save=lambda: saved.append(3)),
         context=SimpleNamespace(processes=SimpleNamespace(is_main=is_main, largest=largest, say=said.append)),
     )  # fmt: skip
     return loop, asked, saved, said

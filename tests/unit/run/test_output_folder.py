@@ -14,7 +14,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET
 from trainer.base.run_layout import Layout
-from trainer.run.output_folder import opened
+from trainer.run.output_folder import open_output
 
 CONFIG = configs.parse(
     {
@@ -31,7 +31,7 @@ def held(root: Path, step: int, **more: Any) -> Any:
     context: Any = SimpleNamespace(processes=processes, phases=QUIET, layout=Layout(root))
     plan = SimpleNamespace(config=CONFIG, length=SimpleNamespace(max_steps=9))
     known = {"plan": plan, "context": context, "progress": SimpleNamespace(step=step), "pieces": SimpleNamespace()}
-    return opened(SimpleNamespace(**{"resumed": None, "changed": False} | known | more))  # type: ignore[arg-type]
+    return open_output(SimpleNamespace(**{"resumed": None, "changed": False} | known | more))  # type: ignore[arg-type]
 
 
 def left_by_a_killed_start(root: Path) -> None:

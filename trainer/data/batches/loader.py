@@ -126,7 +126,7 @@ class Reader:
             assert self.encoders is not None
             return self.collate([self.encoders.prompts([text]).to("cpu") for text in texts])
         keys = [text_key(text, fingerprint=self.text_fingerprint) for text in texts]
-        return self.collate([Conditioning.from_tensors(self.cache.get(key)) for key in keys])
+        return self.collate([Conditioning(**self.cache.get(key)) for key in keys])
 
 
 def _stack(weights: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -451,7 +451,7 @@ def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):
     assert fill_text(cache, ["a", "bb", "a"], fingerprint="t", encode=singly(counted), on_non_finite=refuse) == 3
     assert calls == [["a"], ["bb"], [""]]
     assert fill_text(Cache(tmp_path), ["bb", "ccc"], fingerprint="t", encode=singly(counted), on_non_finite=refuse) == 1
-    stored = Conditioning.from_tensors(Cache(tmp_path).get(text_key("bb", fingerprint="t")))
+    stored = Conditioning(**Cache(tmp_path).get(text_key("bb", fingerprint="t")))
     expected = encode_text(["bb"])
     assert equal(stored.tensors(), expected.tensors()) and stored.sequence.dtype == torch.bfloat16
 

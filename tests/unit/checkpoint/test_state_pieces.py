@@ -14,8 +14,7 @@ from trainer import config as configs
 from trainer.adapters import Adapter
 from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
-from trainer.checkpoint.pieces import Pieces
-from trainer.checkpoint.state import PIECES, Piece, Saved
+from trainer.checkpoint.state import PIECES, Piece, Pieces, Saved
 from trainer.config import reading
 from trainer.resume import start_point
 from trainer.run import run as runs

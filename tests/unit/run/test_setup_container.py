@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.run import container
+from trainer.run import setup
 
 VOLUMES = "/var/lib/docker/volumes"
 HEX = "0123456789abcdef" * 4
@@ -21,9 +21,9 @@ def mount(source: str, point: str, kind: str = "ext4") -> str:
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *mounts: str, output: str = "/outputs/bear") -> str:
     file = tmp_path / "mountinfo"
     file.write_text("\n".join((ROOT, *mounts)) + "\n", encoding="utf-8")
-    monkeypatch.setattr(container, "MOUNTS", file)
-    monkeypatch.setenv(container.IN_IMAGE, "1")
-    return " ".join(container.doubts(Path(output), "run.output_dir"))
+    monkeypatch.setattr(setup, "MOUNTS", file)
+    monkeypatch.setenv(setup.IN_IMAGE, "1")
+    return " ".join(setup.container_warnings(Path(output), "run.output_dir"))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,6 @@ def test_a_link_is_followed(tmp_path, monkeypatch) -> None:
 
 
 def test_elsewhere_nothing_is_told(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv(container.IN_IMAGE, raising=False)
-    monkeypatch.setattr(container, "MOUNTS", tmp_path / "not read")
-    assert container.doubts(tmp_path, "run.output_dir") == []
+    monkeypatch.delenv(setup.IN_IMAGE, raising=False)
+    monkeypatch.setattr(setup, "MOUNTS", tmp_path / "not read")
+    assert setup.container_warnings(tmp_path, "run.output_dir") == []
