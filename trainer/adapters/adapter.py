@@ -25,7 +25,9 @@ class Adapter:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """fp32 parameters as LAYER.lora_A.weight, sorted by layer; within a layer in the order of `AdapterKind.shapes`."""
         layers = self.layers.items()
-        return {f"{name}.{end}": values.weight for name, layer in layers for end, values in layer.trained(ADAPTER_NAME).items()}
+        return {
+            f"{name}.{end}": values.weight for name, layer in layers for end, values in layer.trained(ADAPTER_NAME).items()
+        }
 
     def parameter_groups(self, rates: Rates) -> list[dict[str, object]]:
         """Optimizer groups {"lr", "weight_decay", "params", "magnitudes"}. Magnitudes have groups of their own, never
@@ -56,7 +58,9 @@ class Adapter:
         parameters = self.named_parameters()
         unmatched = sorted(state.keys() ^ parameters.keys())
         if unmatched:
-            problem = "is missing from the saved adapter" if unmatched[0] in parameters else "is not part of this run's adapter"
+            problem = (
+                "is missing from the saved adapter" if unmatched[0] in parameters else "is not part of this run's adapter"
+            )
             raise UserError(f"the saved adapter does not fit this run: {unmatched[0]} {problem}")
         for name, parameter in parameters.items():
             saved = state[name]

@@ -59,7 +59,7 @@ def merged_rows(weight: torch.Tensor, adapters: Adapters, layer: str) -> Iterato
     for opened, strength in adapters:
         if (factors := opened.portable.layers.get(layer)) is not None:
             if factors.form is not None:
-                changes.append(strength * factors.scaling * factors.form.product(factors.held()))
+                changes.append(strength * factors.scaling * factors.form.product(factors.matrix_tensors()))
                 continue
             wide = {kind: recipe(tensor.make().double()) for kind, tensor in factors.tensors().items()}
             factors = replace(factors, a=wide["A"], b=wide["B"], magnitude=wide.get("magnitude"))
