@@ -173,11 +173,11 @@ class Adapter:
                 return
             torch.manual_seed(draws.generator(seed, "dropout", step, micro_batch).initial_seed())
             if thins:
-                drawn = drawn_rows(
+                row_factors = drawn_rows(
                     ranks, rank_dropout=rank_dropout, module_dropout=module_dropout, seed=seed, step=step,
                     micro_batch=micro_batch,
                 )  # fmt: skip
-                all_rows.copy_(torch.cat([*drawn.values()]))
+                all_rows.copy_(torch.cat([*row_factors.values()]))
             for name, layer in dropping.items():
                 layer.train()
                 layer.current.rows = rows.get(name)
@@ -220,8 +220,8 @@ def drawn_rows(
 ) -> dict[str, torch.Tensor]:
     """Factors for the rows of each layer's A in this micro-batch: fp32 [R], on the CPU. ranks: by layer.
 
-    A row is dropped with probability `rank_dropout`, a layer with `module_dropout`, each by a draw of its own. What remains
-    is divided by its probability to remain, so that the expected update is the whole one.
+    A row is dropped with probability `rank_dropout`, a layer with `module_dropout`, each by a draw of its own. The others are
+    divided by their probability to remain, so that the expected update is the whole one.
     """
     rows = {}
     for layer, rank in ranks.items():

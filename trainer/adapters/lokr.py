@@ -302,9 +302,9 @@ class _Kron(torch.autograd.Function):
         gradients = {name: gradient.to(next(iter(part.trained.values())).dtype) for name, gradient in gradients.items()}
         for whole, (a, b) in PAIRS.items():
             if whole in gradients and whole not in part.trained:
-                d_whole, (left, right) = gradients[whole].flatten(1), (part.trained[end].detach() for end in (a, b))
+                d_whole, (factor_a, factor_b) = gradients[whole].flatten(1), (part.trained[end].detach() for end in (a, b))
                 d_whole = d_whole * part.scaling if whole == W1 else d_whole
-                gradients |= {a: d_whole @ right.flatten(1).t(), b: (left.t() @ d_whole).view(right.shape)}
+                gradients |= {a: d_whole @ factor_b.flatten(1).t(), b: (factor_a.t() @ d_whole).view(factor_b.shape)}
         d_trained = [gradients[end].view(tensor.shape) for end, tensor in part.trained.items()]
         if part.scaling != 1 and next(iter(part.trained)) in path:  # `cast` has it times s
             d_trained[0].mul_(part.scaling)

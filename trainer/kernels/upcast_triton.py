@@ -4,7 +4,6 @@ The shape fixes block sizes; they were timed on an H100. The kernels run under T
 (TRITON_INTERPRET=1), for tests without a GPU.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -208,11 +207,6 @@ class Weight(NamedTuple):
 @torch.compiler.assume_constant_result
 def converts_e4m3(device: torch.device) -> bool:
     """Whether Triton converts e4m3 codes for that device (Ada and newer); if not, the kernels read their bits."""
-    return _converts_e4m3(device)
-
-
-@cache  # torch's answer takes as long as the launch of a kernel
-def _converts_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

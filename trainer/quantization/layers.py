@@ -75,10 +75,10 @@ class FrozenLayer(nn.Module):
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
         self._plain = False  # StoredWeight.plain, determined once when the payload is filled
         self._stored = self._described(self._buffers)  # (its buffer, the description)
-        # For a streamed payload: its home; its buffers there and on the device; and the descriptions of both.
+        # For a streamed payload: its home; its buffers there and on the device; and `_stored` for either.
         self._home: Home | None = None
-        self._places: tuple[Payload, Payload] | None = None
-        self._of_places: tuple[tuple[torch.Tensor, StoredWeight], tuple[torch.Tensor, StoredWeight]] | None = None
+        self._places: tuple[Payload, ...] | None = None
+        self._stored_at: tuple[tuple[torch.Tensor, StoredWeight], ...] = ()
 
     @property
     def qweight(self) -> torch.Tensor:
@@ -119,18 +119,19 @@ class FrozenLayer(nn.Module):
         Call it before the payload is filled.
         """
         self._home, self._places = home, (_buffers(home.payload), _buffers(passing))
-        self._of_places = self._described(self._places[0]), self._described(self._places[1])
+        self._stored_at = tuple(map(self._described, self._places))
         self.bind(False)
 
     def bind(self, passing: bool) -> None:
         """Compute with the payload on the device (`passing`), or with the one at home."""
-        assert self._places is not None and self._of_places is not None
+        assert self._places is not None
         self._buffers.update(self._places[passing])
-        self._stored = self._of_places[passing]
+        self._stored = self._stored_at[passing]
 
     def end_stream(self) -> None:
         """Drop the payload."""
-        self._home = self._places = self._of_places = None
+        self._home = self._places = None
+        self._stored_at = ()
         for name in _payload(self._buffers):
             del self._buffers[f"payload_{name}"]
         del self._stored
@@ -171,12 +172,12 @@ class FrozenLayer(nn.Module):
         """Copy in a payload of this layer's format as it is."""
         self._fill({name: payload[name].view(tensor.shape) for name, tensor in self.payload().items()})
 
-    def load_held(self, held: HeldWeight, payload: Payload) -> None:
+    def load_held(self, weight: HeldWeight, payload: Payload) -> None:
         """Copy in a file's quantised weight, or convert it if this layer is stored in another format."""
-        if self.format.dtype_name == held.dtype:
+        if self.format.dtype_name == weight.dtype:
             self.load_payload(payload)
         else:
-            self.load_weight(held.dequantize(payload, self.weight_shape))
+            self.load_weight(weight.dequantize(payload, self.weight_shape))
 
     def _fill(self, payload: Payload) -> None:
         if self._home is not None:
@@ -185,9 +186,7 @@ class FrozenLayer(nn.Module):
             copy_payload(payload, self.payload())
         self._plain = self.kernels.has_plain_codes(self._described(_buffers(payload))[1])
         self._stored = self._described(self._buffers)
-        if self._places is not None:
-            home, passing = self._places
-            self._of_places = self._described(home), self._described(passing)
+        self._stored_at = tuple(map(self._described, self._places or ()))
 
     def compute_weight(self, g_N: torch.Tensor | None = None, *, again: bool = False) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself if it is that, else in the shared buffer.
