@@ -254,7 +254,8 @@ def _weight_gradient(base: BaseLayer, name: str, weight: Tensor, t: Tensor, d: T
     """The factor's gradient in `_product`. d: the gradient of its result."""
     if not _on_the_left(name, t):
         return base.product_weight_grad(d.flatten(0, 1), t.flatten(0, 1), weight.shape)
-    joined, d_joined = (_matrices(name, tensor).transpose(0, 1).flatten(1) for tensor in (t, d))
+    matrices, d_matrices = _matrices(name, t), _matrices(name, d)
+    joined, d_joined = (batch.transpose(0, 1).flatten(1) for batch in (matrices, d_matrices))
     return d_joined @ joined.t()
 
 
