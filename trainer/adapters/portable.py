@@ -134,10 +134,8 @@ class Factors:
 
 @dataclass(frozen=True)
 class Portable:
-    """An adapter apart from any model, as files hold it.
-
-    layers: by full name, in the model's order if that is known. meaning: of the magnitudes. metadata: the file's.
-    """
+    """An adapter apart from any model, as files hold it. layers: by full name, in the model's order if that is known.
+    meaning: of the magnitudes. metadata: the file's."""
 
     layers: Mapping[str, Factors]
     meaning: DoraScale = "magnitude"
@@ -248,10 +246,8 @@ def of_state(
     rslora: bool,
     advance: Advance = unheard,
 ) -> Portable:
-    """The adapter saved by `Adapter.state_dict` as `state`: a checkpoint has no more of it.
-
-    norms: every DoRA layer's, by full name. meaning: of the magnitudes. advance: counts layers.
-    """
+    """The adapter of an `Adapter.state_dict`: a checkpoint has no more of it. norms: every DoRA layer's, by full name.
+    meaning: of the magnitudes. advance: counts layers."""
     layers = {}
     for target in targets:
         name = f"{target.component}.{target.name}"

@@ -184,21 +184,17 @@ def lora_config(targets: Sequence[Target], kind: AdapterKind, *, rslora: bool) -
 
 def fused_modules(links: Sequence[Link]) -> list[Link]:
     """The modules of the original layout that hold several layers (Flux's qkv, linear1), one layer's rows after another's.
-
-    links: a family's links of parameters.
-    """
-    weights = [link for link in links if link.original.endswith(".weight")]
+    links: a family's links of parameters."""
     return [
         Link(link.original.removesuffix(".weight"), tuple(part.removesuffix(".weight") for part in link.parts), link.op)
-        for link in weights
+        for link in links
+        if link.original.endswith(".weight")
     ]
 
 
 def fused_with(adapted: Mapping[str, object], fused: Mapping[str, Sequence[Link]]) -> list[str]:
-    """Full names of the layers without an adapter that one module holds together with adapted ones.
-
-    adapted: by full name. fused: modules by component.
-    """
+    """Full names of the layers without an adapter that one module holds together with adapted ones. adapted: by full name.
+    fused: modules by component."""
     names = []
     for component, modules in fused.items():
         for module in modules:

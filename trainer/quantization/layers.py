@@ -114,10 +114,8 @@ class FrozenLayer(nn.Module):
         return buffers["payload_weight"], replace(stored, plain=True) if self._plain else stored
 
     def stream(self, home: Home, passing: Payload) -> None:
-        """Keep the payload in `home` from now on, and in `passing`, on the device, while the block is there (`bind`).
-
-        Call it before the payload is filled.
-        """
+        """Keep the payload, which is not filled yet, in `home` from now on, and in `passing`, on the device, while the block
+        is there (`bind`)."""
         self._home, self._places = home, (_buffers(home.payload), _buffers(passing))
         self._stored_at = tuple(map(self._described, self._places))
         self.bind(False)
@@ -189,10 +187,8 @@ class FrozenLayer(nn.Module):
         self._stored_at = tuple(map(self._described, self._places or ()))
 
     def compute_weight(self, g_N: torch.Tensor | None = None, *, again: bool = False) -> torch.Tensor:
-        """W, or g * W row by row, in `compute_dtype`: the payload itself if it is that, else in the shared buffer.
-
-        again: the backward pass of a recomputed block will ask for it too, so that it is decoded once for both.
-        """
+        """W, or g * W row by row, in `compute_dtype`: the payload itself if it is that, else in the shared buffer. again: the
+        backward pass of a recomputed block will ask for it too, so that it is decoded once for both."""
         weight = self.in_use()
         if g_N is None and weight.is_dense(self.compute_dtype):
             return weight.codes.view(self.weight_shape)
@@ -229,10 +225,8 @@ class FrozenLayer(nn.Module):
         return self.kernels.row_squares(self.stored()).sqrt()
 
     def matmul(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor:
-        """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through.
-
-        again: for `compute_weight`.
-        """
+        """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through. again:
+        for `compute_weight`."""
         return self.product(x, self.compute_weight(again=again))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
