@@ -24,10 +24,8 @@ class Adapter:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """fp32 parameters as LAYER.lora_A.weight, sorted by layer; within a layer in the order of `AdapterKind.shapes`."""
-        layers = self.layers.items()
-        return {
-            f"{name}.{end}": values.weight for name, layer in layers for end, values in layer.trained(ADAPTER_NAME).items()
-        }
+        modules = {name: layer.trained(ADAPTER_NAME) for name, layer in self.layers.items()}
+        return {f"{name}.{end}": values.weight for name, by_end in modules.items() for end, values in by_end.items()}
 
     def parameter_groups(self, rates: Rates) -> list[dict[str, object]]:
         """Optimizer groups {"lr", "weight_decay", "params", "magnitudes"}. Magnitudes have groups of their own, never
@@ -56,12 +54,10 @@ class Adapter:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors in. Raises UserError if a name, shape or dtype differs."""
         parameters = self.named_parameters()
-        unmatched = sorted(state.keys() ^ parameters.keys())
-        if unmatched:
-            problem = (
-                "is missing from the saved adapter" if unmatched[0] in parameters else "is not part of this run's adapter"
-            )
-            raise UserError(f"the saved adapter does not fit this run: {unmatched[0]} {problem}")
+        if unmatched := sorted(state.keys() ^ parameters.keys()):
+            name = unmatched[0]
+            problem = "is missing from the saved adapter" if name in parameters else "is not part of this run's adapter"
+            raise UserError(f"the saved adapter does not fit this run: {name} {problem}")
         for name, parameter in parameters.items():
             saved = state[name]
             if (parameter.shape, parameter.dtype) != (saved.shape, saved.dtype):
@@ -151,7 +147,7 @@ class Adapter:
     ) -> Callable[[int, int], AbstractContextManager[None]]:
         """(step, micro-batch) -> a context with the adapter as that step trains it.
 
-        Dropouts are on, seeded by (seed, step, micro-batch); those of ranks and modules by the layer too. Layers past their
+        Dropouts are on, seeded by (seed, step, micro-batch), and rank and module dropout by the layer too. Layers past their
         `stop_step` get no gradient any more.
         """
         thins = bool(rank_dropout or module_dropout)

@@ -72,9 +72,8 @@ def file_names(
     if adapted and peft and not set(adapted) - set(peft):
         names.pop("diffusers")  # it would be empty
     separate = [component for component in adapted if component in peft and "diffusers" in formats]
-    return {format: name for format, name in names.items() if format in formats} | {
-        f"peft {component}": f"{stem}_{component}/{peft_config.WEIGHTS}" for component in separate
-    }
+    peft_names = {f"peft {component}": f"{stem}_{component}/{peft_config.WEIGHTS}" for component in separate}
+    return {format: name for format, name in names.items() if format in formats} | peft_names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,10 +91,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
     def trained(self, adapter_name: str) -> dict[str, Values]:
         """The modules of the adapter's parameters, by the ends of their names (`AdapterKind.shapes`)."""
-        by_end = {end: self._modules.get(end.removesuffix(".weight")) for end in self.kinds[adapter_name].ends}
-        return {
-            end: modules[adapter_name] for end, modules in by_end.items() if modules is not None and adapter_name in modules
-        }
+        by_end = {end: self._modules.get(end.removesuffix(".weight"), {}) for end in self.kinds[adapter_name].ends}
+        return {end: modules[adapter_name] for end, modules in by_end.items() if adapter_name in modules}
 
     def effective(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """(A, B, m or None) in their own shapes, with gradients."""
@@ -213,7 +211,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
         if part is None and self.kinds[name].composes:
             (a, b, m), scaling, c = self.effective(name), self.scaling[name], None
             if m is not None:
-                c = self.norm = self.norm_with(a.flatten(1), b.flatten(1), scaling)
+                c = self._buffers["norm"] = self.norm_with(a.flatten(1), b.flatten(1), scaling)
             return Part(self.get_base_layer(), a, b, scaling, m, c, self.z_rows)
         # Parameters may be swapped for others (torch.func.functional_call), and PEFT sets scalings.
         if (
@@ -266,22 +264,18 @@ def refresh(layers: Iterable[AdaptedLayer]) -> None:
     cast_a = _cast(stale, "cast_A", [a.detach() for a in a_s], [1.0] * len(stale))
     cast_sb = _cast(stale, "cast_B", [b.detach().flatten(1) for b in b_s], scalings)
     row_values: list[tuple[Tensor | None, ...]] = [(None, None, None)] * len(stale)  # c, g and the divisor
-    with_m = [place for place, m in enumerate(magnitudes) if m is not None]
+    with_m = [n for n, m in enumerate(magnitudes) if m is not None]
     if with_m:
-        inputs = [
-            (bases[n].stored(), stale[n].base_norm_sq, a_s[n].flatten(1), b_s[n].flatten(1), scalings[n]) for n in with_m
-        ]
-        norms = bases[with_m[0]].kernels.adapted_norms(*map(list, zip(*inputs, strict=True)))
-        m_all, rows = torch.cat([magnitudes[place] for place in with_m]), [len(c_N) for c_N in norms]
+        args = [(bases[n].stored(), stale[n].base_norm_sq, a_s[n].flatten(1), b_s[n].flatten(1), scalings[n]) for n in with_m]
+        norms = bases[with_m[0]].kernels.adapted_norms(*map(list, zip(*args, strict=True)))
+        m_all, rows = torch.cat([magnitudes[n] for n in with_m]), [len(c_N) for c_N in norms]
         gains, divisors = scale_rows(m_all, torch.cat(norms)).split(rows), divisor(m_all).split(rows)
-        for place, c_N, g_N, over_N in zip(with_m, norms, gains, divisors, strict=True):
-            row_values[place] = c_N, g_N, over_N
-            stale[place]._buffers.update(norm=c_N, gain=g_N, divisor=over_N)
-    for place, (layer, (c_N, *gains)) in enumerate(zip(stale, row_values, strict=True)):
-        ready, z_rows = Ready(cast_a[place], cast_sb[place], *gains), layer._buffers.get("z_rows")
-        layer.current.part = Part(
-            bases[place], a_s[place], b_s[place], scalings[place], magnitudes[place], c_N, z_rows, ready
-        )
+        for n, c_N, g_N, over_N in zip(with_m, norms, gains, divisors, strict=True):
+            row_values[n] = c_N, g_N, over_N
+            stale[n]._buffers.update(norm=c_N, gain=g_N, divisor=over_N)
+    for n, (layer, (c_N, *of_m)) in enumerate(zip(stale, row_values, strict=True)):
+        ready, z_rows = Ready(cast_a[n], cast_sb[n], *of_m), layer._buffers.get("z_rows")
+        layer.current.part = Part(bases[n], a_s[n], b_s[n], scalings[n], magnitudes[n], c_N, z_rows, ready)
     for shared in {id(layer.shared): layer.shared for layer in stale if layer.shared is not None}.values():
         shared.join()
 
@@ -353,12 +347,7 @@ class SharedInput:
     def applies(self, x: torch.Tensor) -> bool:
         """Whether all would compute alike on x: none is merged, disabled or drops anything, and a change of x would show."""
         for layer in self.layers:
-            if (
-                layer.merged_adapters
-                or layer._disable_adapters
-                or layer.current.rows is not None
-                or layer.dropout is not None
-            ):
+            if layer.merged_adapters or layer._disable_adapters or layer.dropout or layer.current.rows is not None:
                 return False
         return torch.compiler.is_compiling() or not x.is_inference()
 

@@ -13,7 +13,8 @@ The first is exact. Under the root of the second, 2 s rowsum(B * ((W16 - W) A^T)
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ from trainer.kernels.dora_torch import TINY
 TOLERANCE = 1e-5  # relative: sums of another device or thread count differ in their last bits
 
 
-class RowNorms(NamedTuple):
+@dataclass(frozen=True)
+class RowNorms:
     """The norms of one layer's rows, fp32 [N], on the CPU. Saved as LAYER.FIELD_norm.
 
     base: ||W||. original: ||W16||; None if W is dense, or lies quantised in the model's file. adapted: c; None for a layer
@@ -133,14 +135,14 @@ class Norms:
 
 
 def _tensors(layers: Mapping[str, RowNorms]) -> dict[str, torch.Tensor]:
-    by_key = {f"{name}.{kind}_norm": tensor for name, norms in layers.items() for kind, tensor in norms._asdict().items()}
+    by_key = {f"{name}.{kind}_norm": tensor for name, norms in layers.items() for kind, tensor in vars(norms).items()}
     return {key: tensor for key, tensor in by_key.items() if tensor is not None}
 
 
 def read_norms(state: Mapping[str, Any]) -> dict[str, RowNorms]:
     """The norms in a `Norms.state_dict`, by layer: adapter files need no more of the model."""
     layers = [key.removesuffix(".base_norm") for key in state if key.endswith(".base_norm")]
-    return {name: RowNorms(*(state.get(f"{name}.{kind}_norm") for kind in RowNorms._fields)) for name in layers}
+    return {name: RowNorms(*(state.get(f"{name}.{field.name}_norm") for field in fields(RowNorms))) for name in layers}
 
 
 def made_for(held: Mapping[str, str]) -> str:

@@ -8,8 +8,8 @@ A LoKr has its matrices in place of A and B. If the original layout fuses layers
 `lycoris_`, which ComfyUI and LyCORIS read: several products cannot become one. Layers that ComfyUI does not know by such a
 name keep their original one.
 
-sd-scripts builds modules for layers of some blocks alone, and drops the tensors of all others without a word: those of
-`AdapterPart.not_in_sd_scripts`.
+sd-scripts builds modules for layers of some blocks alone, and drops the tensors of all others without a word. The model
+family knows these layers (`AdapterPart.not_in_sd_scripts`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

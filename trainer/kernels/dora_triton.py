@@ -260,7 +260,7 @@ def _adapter_gradients(
 
 
 def has_plain_codes(weight: StoredWeight) -> bool:
-    """False: these kernels decode every code alike, and a look would wait for the device at each layer."""
+    """Always False: these kernels decode every code alike, and a look would wait for the device at each layer."""
     return False
 
 

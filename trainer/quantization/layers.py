@@ -361,7 +361,7 @@ class FrozenLinear(FrozenLayer):
     collapsed = rows
 
     def put_rows(self, y_MN, y):
-        """Nothing: the rows of a contiguous output are a view."""
+        """No work: the rows of a contiguous output are a view."""
 
     def from_rows(self, y_MN, like):
         return y_MN if len(like) == 2 else y_MN.view(*like[:-1], y_MN.shape[1])
