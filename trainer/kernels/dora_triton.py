@@ -14,15 +14,7 @@ from trainer.base.types import StoredWeight
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
 from trainer.kernels.norm_triton import adapted_norms
 from trainer.kernels.operators_triton import INTERPRETED, LaunchConfig, ceil_div, launch, next_power_of_2, operator
-from trainer.kernels.upcast_triton import (
-    check_dtypes,
-    rank_block,
-    rounded,
-    row_squares,
-    splits_of,
-    sum_of_splits,
-    upcast,
-)  # fmt: skip
+from trainer.kernels.upcast_triton import check_dtypes, rank_block, rounded, row_squares, splits_of, sum_of_splits, upcast
 
 __all__ = [
     "adapted_norms", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "rotate", "row_squares",
@@ -148,8 +140,8 @@ def _compose(
 
     def config() -> LaunchConfig:
         check_dtypes(z_MN, t_MR, sb_NR, out_MN)
-        # Whole cache lines of z, and little of t read again.
-        block_m, (block_n, largest) = row_block(z_MN.dtype), (64, 32) if z_MN.dtype == torch.float32 else (128, 64)
+        # Whole cache lines of z, and little of t read again. A product of fp32 runs on registers: larger tiles spill.
+        block_m, block_n, largest = (32, 64, 32) if z_MN.dtype == torch.float32 else (64, 128, 64)
         constants = dict(
             R=rank, GAIN=g_N is not None, BIAS=bias_N is not None, INTERPRETED=INTERPRETED, BLOCK_M=block_m, BLOCK_N=block_n,
             BLOCK_R=rank_block(rank, largest),
@@ -217,7 +209,7 @@ def _rotate(q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, back
 
 
 def row_block(dtype: torch.dtype) -> int:
-    """Rows of an activation in a tile. A product of fp32 runs on registers: larger tiles spill."""
+    """Rows of an activation in a tile of these sums; fewer of fp32, as in `_compose`."""
     return 32 if dtype == torch.float32 else 64
 
 
@@ -288,7 +280,7 @@ def adapter_gradients(
     are not fp32."""
     (columns, rank), b_NR = b_NR.shape, b_NR.contiguous()
     db_NR, dm_N, sb_NR = torch.empty_like(b_NR), torch.empty_like(g_N), torch.empty_like(b_NR, dtype=dy_MN.dtype)
-    splits, share = splits_of(len(dy_MN), row_block(dy_MN.dtype), PROGRAMS // ceil_div(columns, SUM_COLUMNS))
+    splits, share = splits_of(dy_MN.shape[0], row_block(dy_MN.dtype), PROGRAMS // ceil_div(columns, SUM_COLUMNS))
     d_SNR = torch.empty(splits, columns, rank, dtype=torch.float32, device=dy_MN.device)
     du_SN = torch.empty(splits, columns, dtype=torch.float32, device=dy_MN.device)
     _adapter_gradients(dy_MN, u_MN, t_MR, b_NR, g_N, over_N, bias_N, scaling, with_z, share, d_SNR, du_SN, db_NR, dm_N, sb_NR)
