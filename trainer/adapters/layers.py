@@ -347,7 +347,8 @@ class SharedInput:
     def applies(self, x: torch.Tensor) -> bool:
         """Whether all would compute alike on x: none is merged, disabled or drops anything, and a change of x would show."""
         for layer in self.layers:
-            if layer.merged_adapters or layer._disable_adapters or layer.dropout or layer.current.rows is not None:
+            drops = layer.dropout is not None or layer.current.rows is not None
+            if layer.merged_adapters or layer._disable_adapters or drops:
                 return False
         return torch.compiler.is_compiling() or not x.is_inference()
 
