@@ -88,7 +88,7 @@ def layer_steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, 
 
         return run
 
-    functions = {"forward": lambda: layer.converted_product(x), "input_grad": lambda: layer.input_grad(dy, x.shape, g)}
+    functions = {"forward": lambda: layer.matmul(x), "input_grad": lambda: layer.input_grad(dy, x.shape, g)}
     ways = {"upcast": (False, False), "fp8": (True, False)} | ({"fast": (True, True)} if chosen.name == "triton" else {})
     return {f"{pass_} {way}": chosen_way(function, *ways[way]) for pass_, function in functions.items() for way in ways}
 

@@ -291,7 +291,7 @@ def wrappers() -> dict[str, tuple[float, float]]:
         "compose": ([("compose", (z, t, sb, g, g, z))], lambda: dora_triton.compose(z, t, sb, g, g, z)),
         "adapter_gradients (two kernels)": (
             [("row_sums", (z, z, t, g, d, du)), ("adapter_gradients", gradients)],
-            lambda: dora_triton._adapter_gradients(z, z, t, b, g, g, g, 1.0, False, d, du, *gradients[5:]),
+            lambda: dora_triton._adapter_gradients(z, z, t, b, g, g, g, 1.0, False, 64, d, du, *gradients[5:]),
         ),
     }
     told = {}

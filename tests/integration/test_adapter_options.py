@@ -12,7 +12,7 @@ import torch
 
 from tests.harness import Workbench, built, metrics_of, take_step
 from trainer import config as configs
-from trainer.adapters.limits import drawn_rows
+from trainer.adapters.adapter import drawn_rows
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint.state import PIECES, Saved
@@ -112,7 +112,7 @@ def test_forward_and_gradients_are_those_of_dense_autograd(bench: Workbench, tar
         told = run.step.training
         for step in range(1, 4):
             with told(step, 0):
-                rows = layer.now.rows.double()
+                rows = layer.current.rows.double()
                 right = drawn_rows({name: len(a)}, rank_dropout=0.5, module_dropout=0.1, seed=7, step=step, micro_batch=0)
                 assert torch.equal(rows.float(), right[name])
                 y = layer(x)
@@ -128,7 +128,7 @@ def test_forward_and_gradients_are_those_of_dense_autograd(bench: Workbench, tar
                 y64 = torch.nn.functional.linear(x64, weight, bias)
             for one, other in zip((y, *grads), (y64, *torch.autograd.grad(y64, (x64, a64, b64), g.double())), strict=True):
                 assert (one.double() - other).abs().max() <= 1e-5 * other.abs().max().clamp_min(1), step
-        assert layer.now.rows is None and not layer.training, "off again"
+        assert layer.current.rows is None and not layer.training, "off again"
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_each_micro_batch_of_a_step_has_the_draws_of_its_own(bench: Workbench) -
     with built(configs.parse(tree(bench, "out", **more))) as run:
         ((name, layer),) = run.adapter.layers.items()
         seen: list[tuple[torch.Tensor, bool]] = []
-        layer.register_forward_pre_hook(lambda *_: seen.append((layer.now.rows.clone(), layer.training)))
+        layer.register_forward_pre_hook(lambda *_: seen.append((layer.current.rows.clone(), layer.training)))
         for step, update in zip((1, 2), run.updates(), strict=False):
             take_step(run, step, update)
         places = [(step, micro_batch) for step in (1, 2) for micro_batch in (0, 1)]
@@ -148,7 +148,7 @@ def test_each_micro_batch_of_a_step_has_the_draws_of_its_own(bench: Workbench) -
             for step, number in places
         ]
         assert len(seen) == 4 and all(torch.equal(rows, right) for (rows, _), right in zip(seen, drawn, strict=True))
-        assert all(on for _, on in seen) and not layer.training and layer.now.rows is None
+        assert all(on for _, on in seen) and not layer.training and layer.current.rows is None
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def files(bench: Workbench) -> dict[Path, bytes]:
 @pytest.mark.parametrize("name", ["nf4", "int4", "int8", "fp8_e4m3"])
 def test_a_second_start_converts_nothing_and_has_the_same_base(bench: Workbench, monkeypatch, name: str) -> None:
     first, made = load(bench, FORMATS[name])
-    assert (made.found, made.wanted) == (0, stored_as(first).layers)
+    assert (made.hits, made.total) == (0, stored_as(first).layers)
     written = files(bench)
     convert = FrozenLayer.load_weight
     converted: list[Format] = []
@@ -56,7 +56,7 @@ def test_a_second_start_converts_nothing_and_has_the_same_base(bench: Workbench,
         FrozenLayer, "load_weight", lambda self, weight: (converted.append(self.format), convert(self, weight))
     )
     second, found = load(bench, FORMATS[name])
-    assert found.found == found.wanted == made.wanted
+    assert found.hits == found.total == made.total
     assert not any(format.quantised for format in converted)
     assert_equal(first, second)
     assert stored_as(second) == stored_as(first), "sizes and errors are those of the conversion"
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_made_again(bench: Workbench, damage: str) -> None:
         broken = broken.replace(name, b'"' + b"x" * (len(name) - 2) + b'"')
     path.write_bytes(broken)
     again, mended = load(bench)
-    assert mended.found == {"the header": 0, "the end": 0}.get(damage, made.wanted - 1)
+    assert mended.hits == {"the header": 0, "the end": 0}.get(damage, made.total - 1)
     assert_equal(exact, again)
     assert path.read_bytes() == sound
 
@@ -90,7 +90,7 @@ def test_whatever_changes_the_conversion_is_another_file(bench: Workbench) -> No
     for change in ({"format": FORMATS["fp4"]}, {"exclude": ("*to_q",)}, {"fingerprint": "another model"}):
         count = len(files(bench))
         _, converted = load(bench, **change)
-        assert converted.found == 0 and len(files(bench)) == count + 1, change
+        assert converted.hits == 0 and len(files(bench)) == count + 1, change
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_the_norms_of_the_weights_as_read_are_kept(bench: Workbench, monkeypatch
     monkeypatch.setattr(decode, "PIECE", 1 << 10)  # several pieces, as in a large layer
     first, _ = load(bench, FORMATS[name])
     second, found = load(bench, FORMATS[name])
-    assert found.found == found.wanted
+    assert found.hits == found.total
     for layer_name, layer in first.named_modules():
         if isinstance(layer, FrozenLayer):
             again = second.get_submodule(layer_name)

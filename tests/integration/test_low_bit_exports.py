@@ -17,10 +17,11 @@ import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from tests.harness import DENOISER
-from trainer.adapters import Adapter, Method, Target, export, inject, splitting
+from trainer.adapters import Adapter, Method, Target, export, inject, sd_scripts
 from trainer.adapters.kinds import kind_named
 from trainer.adapters.norms import Norms, RowNorms, made_for, magnitude, read_norms
 from trainer.adapters.portable import of_adapter
+from trainer.adapters.targets import fused_modules, fused_with
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import Recipe, TensorFile, Tensors, serialize
 from trainer.base.types import Link
@@ -73,7 +74,7 @@ class Trained:
 
     def kohya(self, convention: str, norms: dict[str, RowNorms] | None = None) -> dict[str, torch.Tensor]:
         norms = norms or self.norms.now()
-        tensors = export.kohya_tensors(
+        tensors = sd_scripts.kohya_tensors(
             of_adapter(self.adapter, norms, convention), modules=self.fused, norms=norms,
             prefixes=FAMILIES[self.family].kohya_prefixes({}.get), rows=lambda name: self.base_layer(name).weight_shape[0],
         )  # fmt: skip
@@ -116,9 +117,9 @@ def trained(models: Path, family: str, dtype: str, targets: tuple[str, ...] = ("
         method=Method(kind_named("dora")),
         seed=7,
     )
-    fused = {name: splitting.fused_modules(FAMILIES[family].module_links(name, source.config(name)))}
+    fused = {name: fused_modules(FAMILIES[family].module_links(name, source.config(name)))}
     full = {f"{name}.{n}": layer for n, layer in layers.items()}
-    beside = {n: full[n] for n in splitting.fused_with(adapter.targets, fused)}
+    beside = {n: full[n] for n in fused_with(adapter.targets, fused)}
     return Trained(family, adapter, Norms(adapter, beside, {}), fused, full.__getitem__)
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from scripts import adapter as script
 from tests.harness import PHOTOS, Workbench, built
-from trainer.adapters.hashes import with_hash
+from trainer.adapters.export import with_hash
 from trainer.base.tensorfile import TensorFile, write_tensors
 from workbench.commands import main as cli
 

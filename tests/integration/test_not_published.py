@@ -7,7 +7,7 @@ import torch
 
 from scripts import adapter as script
 from tests.harness import Workbench, built, take_step
-from trainer.adapters import export
+from trainer.adapters import sd_scripts
 from trainer.artifacts.exports import Artifacts
 from trainer.base.errors import UserError
 from trainer.base.run_layout import folder_name
@@ -43,7 +43,7 @@ def test_only_an_untrained_adapter_is_passed_over(bench: Workbench, monkeypatch,
     def refused(*_, **__):
         raise UserError("magnitudes cannot be put together")
 
-    monkeypatch.setattr(export, "kohya_tensors", refused)
+    monkeypatch.setattr(sd_scripts, "kohya_tensors", refused)
     assert start(bench, export__every_steps=1) == 2
     said = capsys.readouterr()
     assert "error: magnitudes cannot be put together" in said.err and "warning: magnitudes" not in said.out

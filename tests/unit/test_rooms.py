@@ -83,7 +83,7 @@ KEPT_FROM: dict[str, tuple[str, ...]] = dict.fromkeys(
 # Libraries that one room knows. A pattern is a file's path.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "accelerate": ("runtime/processes.py", "models/building.py"),
-    "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*"),
+    "bitsandbytes": ("quantization/table.py", "optim/*"),
     "datasets": ("workbench/sources/hf.py",),
     "fsspec": ("workbench/mirror/store.py",),
     "html": (),  # templates escape what is put into them
@@ -92,7 +92,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "diffusers": ("models/*",),
     "huggingface_hub": ("workbench/hub/*", "workbench/adapters/push.py"),  # the core opens no connection (transformers and
     # diffusers import it, and are given local folders)
-    "optimum": ("quantization/quanto.py",),
+    "optimum": ("quantization/table.py",),
     "peft": ("adapters/*", "runtime/peft_dora.py"),
     "pytorch_optimizer": ("optim/*",),
     "schedulefree": ("optim/*",),

@@ -1,4 +1,4 @@
-"""The trainable part of a run: the adapted layers, their parameters, and what is done with all of them at once."""
+"""The trainable part of a run: the adapted layers, their parameters, and the operations on all of them at once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from trainer.adapters.kinds import AdapterKind
-from trainer.adapters.limits import drawn_rows, limit_norms
 from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
 from trainer.base import draws
 from trainer.base.errors import UserError
@@ -21,16 +20,16 @@ class Adapter:
 
     def __init__(self, layers: Mapping, targets: Mapping[str, Target], *, kind: AdapterKind, rslora: bool) -> None:
         self.layers, self.targets, self.kind, self.rslora = dict(layers), dict(targets), kind, rslora
-        self.together: dict[str, list] = {}  # layers that are refreshed together, by the owner whose forward does it
+        self.together: dict[str, list] = {}  # layers refreshed together, by the owner whose forward does it
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """fp32 parameters, as LAYER.lora_A.weight, sorted by layer; a layer's in the order of `AdapterKind.shapes`."""
-        layers = self.layers.items()
-        return {f"{name}.{end}": held.weight for name, layer in layers for end, held in layer.trained(ADAPTER_NAME).items()}
+        """fp32 parameters as LAYER.lora_A.weight, sorted by layer; within a layer in the order of `AdapterKind.shapes`."""
+        modules = {name: layer.trained(ADAPTER_NAME) for name, layer in self.layers.items()}
+        return {f"{name}.{end}": values.weight for name, by_end in modules.items() for end, values in by_end.items()}
 
     def parameter_groups(self, rates: Rates) -> list[dict[str, object]]:
-        """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed. Layers with
-        a `stop_step` are apart, too, and their groups have that key."""
+        """Optimizer groups {"lr", "weight_decay", "params", "magnitudes"}. Magnitudes have groups of their own, never
+        decayed; so have layers with a `stop_step`, whose groups have that key too."""
         parameters = self.named_parameters()
         return [
             {"lr": rate, "weight_decay": decay, "params": [parameters[name] for name in names], "magnitudes": magnitude}
@@ -41,25 +40,25 @@ class Adapter:
     def groups(
         self, rates: Rates, rules: Sequence[Rule] | None = None
     ) -> dict[tuple[float, float, bool, int | None], list[str]]:
-        """The parameters' names by (rate, decay, whether they are magnitudes, stop_step). rules: others than this run's."""
+        """Parameter names by (rate, decay, is a magnitude, stop_step). rules: replace this run's."""
         targets = self.targets
         if rules is not None:
             targets = dict(zip(targets, with_rates(targets.values(), rules), strict=True))
         return grouped(self.named_parameters(), targets, rates)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Every parameter by name, fp32: the piece "adapter" of a checkpoint."""
+        """Every parameter by name, fp32: the checkpoint's piece "adapter"."""
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors in. Raises UserError where names or shapes differ."""
-        mine = self.named_parameters()
-        odd = sorted(state.keys() ^ mine.keys())
-        if odd:
-            where = "is missing from the saved adapter" if odd[0] in mine else "is not part of this run's adapter"
-            raise UserError(f"the saved adapter does not fit this run: {odd[0]} {where}")
-        for name, parameter in mine.items():
+        """Copy the tensors in. Raises UserError if a name, shape or dtype differs."""
+        parameters = self.named_parameters()
+        if unmatched := sorted(state.keys() ^ parameters.keys()):
+            name = unmatched[0]
+            problem = "is missing from the saved adapter" if name in parameters else "is not part of this run's adapter"
+            raise UserError(f"the saved adapter does not fit this run: {name} {problem}")
+        for name, parameter in parameters.items():
             saved = state[name]
             if (parameter.shape, parameter.dtype) != (saved.shape, saved.dtype):
                 raise UserError(
@@ -70,42 +69,39 @@ class Adapter:
         self.mark_stale()
 
     def mark_stale(self) -> None:
-        """Due after every change of the parameters: what follows from them is made anew before its next use."""
+        """Have every layer recompute what it derives from its parameters. Call it after each change of a parameter."""
         for layer in self.layers.values():
             layer.mark_stale()
 
     def refresh(self, advance: Advance = no_progress) -> None:
-        """Make now, of resident base weights, what follows from the parameters: the next forward finds it fresh."""
-        from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second: not to read a config
+        """Recompute now what layers with resident base weights derive from their parameters. advance: counts layers."""
+        from trainer.adapters.layers import refresh  # loads PEFT, which takes a second: not needed to read a config
 
         for layer in self.layers.values():
             refresh([layer])
             advance(1)
 
     def refreshed(self) -> Callable[[], None]:
-        """Make what follows from the parameters, as owners' forwards do; returns what gives all layers that memory back."""
+        """Refresh all layers as the owners' forwards do. Returns a function that gives them these very tensors back."""
         from trainer.adapters.layers import refresh
 
         for layers in self.together.values():
             refresh(layers)
-        made = [layer.made() for layer in self.layers.values()]
-        joined = {layer.shared: layer.shared.a_all for layer in self.layers.values() if layer.shared is not None}
+        restores = [layer.snapshot() for layer in self.layers.values()]
 
-        def put_back() -> None:
-            for layer in made:
-                layer()
-            for shared, a_all in joined.items():
-                shared.a_all = a_all
+        def restore_all() -> None:
+            for restore in restores:
+                restore()
 
-        return put_back
+        return restore_all
 
     def share_inputs(self, component: str, groups: Sequence[Sequence[str]]) -> None:
-        """Let Linears of `component` that are called with one tensor read it once.
+        """Let Linears of `component` that are called with the same tensor read it once.
 
         groups: endings of layer names; adapted layers of one group that differ in nothing else share. Adapters with dropout
         do not: each layer draws its own mask.
         """
-        from trainer.adapters.layers import SharedInput  # it loads PEFT, which takes a second: not to read a config
+        from trainer.adapters.layers import SharedInput
 
         for endings in groups if self.kind.factors is None else ():
             sharing: dict[str, list] = {}
@@ -118,17 +114,16 @@ class Adapter:
                     SharedInput(layers)
 
     def refresh_before(self, owners: Mapping[str, nn.Module]) -> None:
-        """Have the forward of each owner first refresh its stale adapted layers, together; those that are off are left.
+        """Have each owner's forward first refresh its stale adapted layers together, but for disabled and merged ones.
 
-        owners: modules by full name, as "unet", and those of its blocks that are streamed; a layer belongs to the innermost
-        one that contains it. There the base weights are resident, and the hook runs outside of what gradient checkpointing
-        repeats.
+        owners: modules by full name: "unet", and its blocks that are streamed. A layer belongs to the innermost owner that
+        contains it: there the base weights are resident, and the hook runs outside of what gradient checkpointing repeats.
         """
         from trainer.adapters.layers import refresh
 
         for name, layer in self.layers.items():
-            inside = [owner for owner in owners if name.startswith(f"{owner}.")]
-            self.together.setdefault(max(inside, key=len), []).append(layer)
+            owner = max((owner for owner in owners if name.startswith(f"{owner}.")), key=len)
+            self.together.setdefault(owner, []).append(layer)
         for owner, layers in self.together.items():
 
             def before(module, args, layers=layers) -> None:
@@ -150,22 +145,22 @@ class Adapter:
     def training(
         self, seed: int, *, rank_dropout: float = 0.0, module_dropout: float = 0.0
     ) -> Callable[[int, int], AbstractContextManager[None]]:
-        """(step, micro-batch) -> a context in which the adapter is as that step trains it.
+        """(step, micro-batch) -> a context with the adapter as that step trains it.
 
-        Dropouts are on, seeded by (seed, step, micro-batch), and by the layer those of ranks and modules. Layers whose
-        `stop_step` is behind get no gradient any more.
+        Dropouts are on, seeded by (seed, step, micro-batch), and rank and module dropout by the layer too. Layers past their
+        `stop_step` get no gradient any more.
         """
-        thin = bool(rank_dropout or module_dropout)
-        dropping = {name: layer for name, layer in self.layers.items() if thin or layer.dropout is not None}
-        ranks = {name: self.targets[name].rank for name in dropping} if thin else {}
-        # In the same memory each time, which a CUDA graph reads again, and in one copy to the device.
+        thins = bool(rank_dropout or module_dropout)
+        dropping = {name: layer for name, layer in self.layers.items() if thins or layer.dropout is not None}
+        ranks = {name: self.targets[name].rank for name in dropping} if thins else {}
+        # One tensor for all layers: one copy to the device, and the same memory each time, which a CUDA graph reads again.
         device = next((next(iter(layer.trained(ADAPTER_NAME).values())).weight.device for layer in dropping.values()), None)
         all_rows = torch.empty(sum(ranks.values()), device=device)
-        rows = dict(zip(ranks, all_rows.split([*ranks.values()]), strict=True)) if thin else {}
+        rows = dict(zip(ranks, all_rows.split([*ranks.values()]), strict=True)) if thins else {}
         stops = {name: stop for name, target in self.targets.items() if (stop := target.stop_step) is not None}
 
         @contextmanager
-        def within(step: int, micro_batch: int) -> Iterator[None]:
+        def context(step: int, micro_batch: int) -> Iterator[None]:
             for name in [name for name, stop in stops.items() if step > stop]:
                 self.layers[name].requires_grad_(False)
                 del stops[name]
@@ -173,28 +168,61 @@ class Adapter:
                 yield
                 return
             torch.manual_seed(draws.generator(seed, "dropout", step, micro_batch).initial_seed())
-            if thin:
-                drawn = drawn_rows(
+            if thins:
+                row_factors = drawn_rows(
                     ranks, rank_dropout=rank_dropout, module_dropout=module_dropout, seed=seed, step=step,
                     micro_batch=micro_batch,
                 )  # fmt: skip
-                all_rows.copy_(torch.cat([*drawn.values()]))
+                all_rows.copy_(torch.cat([*row_factors.values()]))
             for name, layer in dropping.items():
                 layer.train()
-                layer.now.rows = rows.get(name)
+                layer.current.rows = rows.get(name)
             try:
                 yield
             finally:
                 for layer in dropping.values():
                     layer.eval()
-                    layer.now.rows = None
+                    layer.current.rows = None
 
-        return within
+        return context
 
+    @torch.no_grad()
     def limit_norms(self, limit: float, step: int) -> int:
-        """Scale down the layers that this step trains and whose update is larger than `limit`; returns how many. What follows
-        from the parameters is stale then."""
+        """Scale A and B of the layers that this step trains alike where ||s B A|| (Frobenius) exceeds `limit`, so that it
+        equals it: kohya's --scale_weight_norms. Returns how many were scaled; derived values are stale then.
+
+        The norm is computed without B A: ||B A||^2 = sum of (B^T B) * (A A^T).
+        """
         stops = {name: target.stop_step for name, target in self.targets.items()}
+        tensors, ratios, above = [], [], []
         # By the step alone: a process without a micro-batch has to decide as the others do.
-        trained = [layer for name, layer in self.layers.items() if (stop := stops[name]) is None or step <= stop]
-        return int(limit_norms(trained, limit))
+        for layer in [layer for name, layer in self.layers.items() if (stop := stops[name]) is None or step <= stop]:
+            adapter, a, b, *_ = layer.active()
+            a_RK, b_NR = a.weight.flatten(1), b.weight.flatten(1)
+            norm = layer.scaling[adapter] * (b_NR.t() @ b_NR).mul_(a_RK @ a_RK.t()).sum().clamp_min(0).sqrt()
+            is_above = norm > limit
+            ratio = torch.where(is_above, (limit / norm).sqrt(), 1.0)  # times 1 is no change of any bit
+            tensors += [a.weight, b.weight]
+            ratios += [ratio, ratio]
+            above.append(is_above)
+        if not tensors:
+            return 0
+        torch._foreach_mul_(tensors, ratios)
+        return int(torch.stack(above).sum())
+
+
+def drawn_rows(
+    ranks: Mapping[str, int], *, rank_dropout: float, module_dropout: float, seed: int, step: int, micro_batch: int
+) -> dict[str, torch.Tensor]:
+    """Factors for the rows of each layer's A in this micro-batch: fp32 [R], on the CPU. ranks: by layer.
+
+    A row is dropped with probability `rank_dropout`, a layer with `module_dropout`, each by a draw of its own. The others are
+    divided by their probability to remain, so that the expected update is the whole one.
+    """
+    rows = {}
+    for layer, rank in ranks.items():
+        u_module, *u_rank = draws.uniforms(1 + rank, seed, "layer_dropout", step, micro_batch, layer)
+        remains = torch.tensor(u_rank, dtype=torch.float64) >= rank_dropout
+        share = (1 - rank_dropout) * (1 - module_dropout)
+        rows[layer] = (remains.double() * (u_module >= module_dropout) / share).float()
+    return rows

@@ -18,7 +18,7 @@ For a convolution, "x W^T" and "x A^T" are convolutions of W's geometry, B is a 
 m, c and g are fp32; A and B are fp32 and cast to the base's compute dtype at use; g * z + b is evaluated in fp32 and
 rounded once. m starts as the very norm that the forward divides by, so g = 1 exactly and y equals the base bit for bit.
 
-dm is read from y, which the next layer saves in most places anyway; only the rows of `is_drowned` save their z0.
+dm is computed from y, which the next layer saves in most places anyway; only the rows of `is_drowned` save their z0.
 """
 
 from collections.abc import Sequence
@@ -32,18 +32,18 @@ from trainer.base import memory
 from trainer.base.protocols import BaseLayer
 from trainer.kernels.dora_torch import TINY
 
-# How large a bias may be beside ||W||. y errs by its rounding, up to u (|g z| + |b|), u = 2^-8 in bf16. Behind a
-# normalisation the inputs' rms is about 1, so |g z| is about c, which training moves little from ||W||. One rounding has an
-# rms of 0.4 u, and G, z0 and y have one each: where signs are random, dm errs by 0.4 u sqrt(3 + 4^2) = 1.7 u of itself,
-# without a bias by 0.7 u. With inputs a quarter as large it is 6.5 u, or 2.5 %, the rms of a weight's rounding to float8.
+# Largest |b| / ||W||. y errs by its rounding, up to u (|g z| + |b|), u = 2^-8 in bf16. Behind a normalisation the inputs' rms
+# is about 1, so |g z| is about c, which training moves little from ||W||. One rounding has an rms of 0.4 u, and G, z0 and y
+# have one each: with random signs dm errs by 0.4 u sqrt(3 + 4^2) = 1.7 u of itself, without a bias by 0.7 u. With inputs a
+# quarter as large it is 6.5 u, or 2.5 %, the rms of a weight's rounding to float8.
 LARGE_BIAS = 4.0
-# How small a magnitude may become beside a bias, in roundoffs of it: at |m| = 4 u |b| the rounding of y, 0.4 u |b| beside
-# |g z| = |m|, is a tenth of dm, and dm is 0 where y rounds to the bias.
+# Smallest |m| / (u |b|): at |m| = 4 u |b| the rounding of y, 0.4 u |b| beside |g z| = |m|, is a tenth of dm, and dm is 0
+# where y rounds to the bias.
 SMALL_MAGNITUDE = 4.0
 
 
 def is_drowned(w_sq_N: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """The rows whose z cannot be read from their output, bool [N]: |b| >= LARGE_BIAS * ||W||, or W is zero, and so is m.
+    """The rows whose z cannot be recovered from their output, bool [N]: |b| >= LARGE_BIAS * ||W||, or W and m are zero.
 
     w_sq: ||W||^2, fp32 [N]. Frozen weights alone decide, so that a resumed run decides alike.
     """
@@ -53,10 +53,10 @@ def is_drowned(w_sq_N: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tenso
 
 def is_lost(m_N: torch.Tensor, bias_N: torch.Tensor | None, z_rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The rows whose dm is wrong by a tenth or more, bool [N]: |m| <= SMALL_MAGNITUDE u |b|, u the roundoff of the compute
-    dtype, and the row saves no z0. It depends on what is trained, so no step asks for it."""
+    dtype, and the row saves no z0. It depends on trained values, so no step uses it."""
     size_N = torch.zeros_like(m_N) if bias_N is None else bias_N.abs()
-    lost_N = m_N.abs() <= SMALL_MAGNITUDE * torch.finfo(dtype).eps / 2 * size_N
-    return lost_N if z_rows is None else lost_N.index_fill(0, z_rows, False)
+    is_small_N = m_N.abs() <= SMALL_MAGNITUDE * torch.finfo(dtype).eps / 2 * size_N
+    return is_small_N if z_rows is None else is_small_N.index_fill(0, z_rows, False)
 
 
 def scale_rows(m_N: torch.Tensor, c_N: torch.Tensor) -> torch.Tensor:
@@ -65,14 +65,14 @@ def scale_rows(m_N: torch.Tensor, c_N: torch.Tensor) -> torch.Tensor:
 
 
 def divisor(m_N: torch.Tensor) -> torch.Tensor:
-    """m, fp32 [N], for dm: no element is below TINY in size."""
+    """m as the divisor of dm, fp32 [N]: no element is below TINY in size."""
     return torch.where(m_N.abs() < TINY, TINY, m_N)
 
 
 class Ready(NamedTuple):
-    """What a layer computes with that changes with an update only.
+    """Tensors of a layer that only an update changes.
 
-    a: A in the compute dtype. sb: s B in it, [N, R]. g, over: m / c, and m as `divisor` has it, fp32 [N]; None for LoRA.
+    a: A in the compute dtype. sb: s B in it, [N, R]. g: m / c; over: `divisor` of m; fp32 [N], None for LoRA.
     """
 
     a: torch.Tensor
@@ -87,7 +87,7 @@ class Part:
     LoRA.
 
     z_rows: int64, the rows that save z0 for dm (`is_drowned`); None: no row. The others recover g * z from the output.
-    ready: where it was made before (layers.refresh); else it is made here.
+    ready: made here if not given (layers.refresh makes those of many layers at once).
     """
 
     base: BaseLayer
@@ -101,19 +101,19 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.ready is None:
-            compute, of_rows = self.base.compute_dtype, ()
+            compute, gains = self.base.compute_dtype, ()
             with torch.no_grad():
                 if self.m is not None:
                     assert self.c is not None
-                    of_rows = scale_rows(self.m, self.c), divisor(self.m)
+                    gains = scale_rows(self.m, self.c), divisor(self.m)
                 sb_NR = (self.b.detach().flatten(1) * self.scaling).to(compute)
-            self.ready = Ready(self.a.detach().to(compute), sb_NR, *of_rows)
-        # As _Adapted takes them: looked up here, once for an update. Only what gets a gradient passes through autograd.
+            self.ready = Ready(self.a.detach().to(compute), sb_NR, *gains)
+        # The arguments of _Adapted, looked up once for an update. Only tensors with a gradient pass through autograd.
         self.layer = self.base, self.scaling, len(self.a), self.b.shape, self.base.bias_N, self.c, self.z_rows, self.ready
         self.tensors = self.a, self.b, self.m
 
     def output(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The layer's output: `adapted` of it alone."""
+        """The layer's output, computed by `adapted` for it alone."""
         (y,) = adapted(x, [self], mask)
         return y
 
@@ -121,20 +121,19 @@ class Part:
 def adapted(
     x: torch.Tensor, parts: Sequence[Part], mask: torch.Tensor | None = None, a_all: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of adapted layers that share the input x, in their base's compute dtype, which is one.
+    """The outputs of adapted layers that share the input x, in their bases' common compute dtype.
 
     x: [..., K] -> [..., N] each, or [B, K, H, W] -> [B, N, h, w]. Layers that share x read it once: their A are multiplied as
-    one, forward and backward, and their gradients of x are summed where they are made.
+    one, forward and backward, and their gradients of x are summed as they are computed.
     mask: dropout's keep-mask over x, already divided by the keep probability; applies to the low-rank path only (LoRA
     only: DoRA's g couples both paths).
-    a_all: `together` of the parts' A, where it was made before.
+    a_all: `joined_a` of the parts; None: computed here.
     """
     if a_all is None:
         a_all = joined_a([part.ready.a for part in parts])
-    tensors = [tensor for part in parts for tensor in part.tensors]
-    given = [part.layer for part in parts], x, mask, a_all, *tensors
-    # Without a graph there is nothing for autograd to note, which takes longer than a small layer.
-    return _Adapted.apply(*given) if torch.is_grad_enabled() else tuple(_composed(*given)[0])
+    arguments = [part.layer for part in parts], x, mask, a_all, *(tensor for part in parts for tensor in part.tensors)
+    # Without a graph autograd has nothing to record, and its call takes longer than a small layer.
+    return _Adapted.apply(*arguments) if torch.is_grad_enabled() else tuple(_composed(*arguments)[0])
 
 
 def joined_a(factors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -142,16 +141,16 @@ def joined_a(factors: Sequence[torch.Tensor]) -> torch.Tensor:
     return factors[0] if len(factors) == 1 else torch.cat(factors)
 
 
-_GIVEN = 3  # tensors of a part: A, B, m
+_PER_PART = 3  # tensors of a part: A, B, m
 
 
 def _composed(layers, x, mask, a_all, *tensors):
-    """(the outputs, what their gradients are made from)."""
+    """(outputs, tensors saved for their gradients)."""
     first = layers[0][0]
     compute, kernels = first.compute_dtype, first.kernels
     x = x if x.dtype == compute else x.to(compute)
     x_c = first.collapsed(x)
-    # Not a view of x, where it is x: a compiler takes no view of an input for a tensor to save.
+    # x itself rather than its collapsed view: a compiler does not save a view of an input.
     x_a = x if mask is None else x * mask
     ranks = [layer[2] for layer in layers]
     t = first.product(first.collapsed(x_a), a_all)
@@ -170,14 +169,14 @@ def _composed(layers, x, mask, a_all, *tensors):
             if base.unread and g_N is not None:
                 memory.save_value(y if z_rows is None else None)  # z0 of some rows is not in y
         outputs.append(y)
-        # B, too, of a LoRA, whose s B may be B itself: a change of it in between would be seen.
-        saved += (tensors[at * _GIVEN + 1],) if g_N is None else (tensors[at * _GIVEN + 1], z_part, y)
+        # A LoRA saves B too: s B may be B itself, and autograd then sees a change of it in between.
+        saved += (tensors[at * _PER_PART + 1],) if g_N is None else (tensors[at * _PER_PART + 1], z_part, y)
     return outputs, saved
 
 
 def _y_again(base: BaseLayer, x: torch.Tensor, t: torch.Tensor, g_N: torch.Tensor | None) -> torch.Tensor | None:
-    """The output of a layer that no backward pass but its own reads, as its block runs again; None: it has to be made. A
-    LoRA's gradients need none: not a number, as whoever reads it after all makes the gradient not finite."""
+    """The output, when its block is recomputed, of a layer whose output only its own backward reads; None: compute it.
+    A LoRA's gradients need no output, so it is NaN: a reader after all makes the gradient not finite."""
     if g_N is None and memory.recomputing():
         y_MN = t.new_full((len(base.rows(t)), base.weight_shape[0]), torch.nan)
         return base.expanded(base.from_rows(y_MN, t.shape), x.shape)
@@ -187,7 +186,7 @@ def _y_again(base: BaseLayer, x: torch.Tensor, t: torch.Tensor, g_N: torch.Tenso
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layers, x, mask, a_all, *tensors):
-        # Under no_grad here: the products' own autograd nodes are not recorded, their backward is written out below.
+        # Autograd is off in here: the backward of the products is written out below.
         outputs, saved = _composed(layers, x, mask, a_all, *tensors)
         ctx.save_for_backward(*saved)
         ctx.layers, ctx.x_shape, ctx.x_dtype, ctx.dtype = layers, x.shape, x.dtype, tensors[0].dtype
@@ -212,8 +211,8 @@ class _Adapted(torch.autograd.Function):
                 b_NR, gradients = b.flatten(1), base.kernels.adapter_gradients
                 db_NR, dm, sb_NR = gradients(dy_MN, base.rows(y), t_MR, b_NR, g_N, over_N, bias_N, scaling, False)
                 if z_rows is not None:
-                    of_rows = dy_MN.index_select(1, z_rows), z_part, t_MR, b_NR[z_rows], g_N[z_rows], divisor(c[z_rows])
-                    dm[z_rows] = gradients(*of_rows, None, scaling, True)[1]
+                    inputs = dy_MN.index_select(1, z_rows), z_part, t_MR, b_NR[z_rows], g_N[z_rows], divisor(c[z_rows])
+                    dm[z_rows] = gradients(*inputs, None, scaling, True)[1]
             else:
                 at += 1
                 db_NR = (dy_MN.t() @ t_MR).to(dtype)
@@ -226,7 +225,7 @@ class _Adapted(torch.autograd.Function):
             ps_shape = dy.shape
         p = first.from_rows(all_p[0] if len(all_p) == 1 else torch.cat(all_p, 1), ps_shape)
         da_all = first.product_weight_grad(p, x_a, a_all.shape).to(dtype)
-        grads[::_GIVEN] = _split(da_all, ranks, 0)
+        grads[::_PER_PART] = _split(da_all, ranks, 0)
         if needs_dx:
             if mask is None:
                 first.product_input_grad(p, a_all, x_shape, add_to=dx)

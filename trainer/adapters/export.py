@@ -1,62 +1,53 @@
-"""Writers of adapter files: diffusers/PEFT keys and kohya keys, with the metadata their readers look for.
+"""Adapter files: diffusers/PEFT keys (here) and kohya keys (sd_scripts.py), with the metadata that their readers look for.
 
 diffusers: COMPONENT.LAYER.lora_A.weight [R, K], .lora_B.weight [N, R], .lora_magnitude_vector [N] (Conv2d [1, N, 1, 1];
-of a text encoder .lora_magnitude_vector.weight, see `_magnitude_key`); alpha / rank stand in the header's
+for a text encoder .lora_magnitude_vector.weight, see `_magnitude_key`); alpha / rank stand in the header's
 `lora_adapter_metadata` (a `.alpha` key raises for SDXL, without either the scale is 1).
 
-A LoKr's have lokr_w1, lokr_w2 or their pairs in place of A and B, as LyCORIS has them: in diffusers' keys with the scale in
-the first of them and without alpha. Where the original layout fuses layers, kohya's keys are diffusers' names behind
-`lycoris_`, which ComfyUI and LyCORIS read: of several products no one can be made. Layers that ComfyUI does not know by such
-a name keep their original one.
+A LoKr has lokr_w1, lokr_w2 or their pairs in place of A and B, as in LyCORIS' files: under diffusers' keys with the scale in
+the first of them and without alpha.
 
-kohya: PREFIX_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
-(Conv2d [N, 1, 1, 1]; of the input axis [1, K]). Layers that the original layout fuses (Flux's qkv, linear1) become one pair:
-block-diagonal, or where all have one and the same A, that A and their B's.
-
-Nothing here reads a frozen weight: what a DoRA's files need of them is their row norms (norms.py).
+No frozen weight is read here: of them a DoRA's files need the row norms alone (norms.py).
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.adapters import peft_config, sd_scripts
-from trainer.adapters.hashes import with_hash
-from trainer.adapters.portable import AllNorms, DoraScale, Factors, Portable, by_component, derived, widest
+from trainer.adapters.portable import AllNorms, DoraScale, Portable, by_component, derived
 from trainer.adapters.targets import Target, lora_config
 from trainer.base.errors import NotTrained, UserError
 from trainer.base.files import Advance, Write, no_progress, write_atomic
-from trainer.base.tensorfile import Recipe, Tensors, write_tensors
+from trainer.base.tensorfile import Recipe, Tensors, serialize, write_tensors
 from trainer.base.types import Link
 
 DORA_SCALE_MEANING = {
     "comfyui_released": "g * ||W||, g = m / ||W + sBA|| as trained: where the reader divides by ||W|| (ComfyUI's releases)",
     "magnitude": "g * ||W + sBA||: where the reader divides by ||W + sBA|| (LyCORIS, PEFT's definition)",
 }
-
-
 FORMATS = ("diffusers", "comfyui")
 
-# Header entries that are about a file's keys and bytes, and not about what was trained.
+# Header entries about a file's keys and bytes, not about the training.
 METADATA_OF_KEYS = (
     "lora_adapter_metadata", "format", "modelspec.implementation",
     "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", sd_scripts.ENTRY,
 )  # fmt: skip
-# Of ss_network_args, what is about a DoRA.
-DORA_ARGS = ("dora_wd", "wd_on_output", "dora_scale", "dora_base")
+DORA_ARGS = ("dora_wd", "wd_on_output", "dora_scale", "dora_base")  # keys of ss_network_args about a DoRA
+LEGACY_HASHED = (0x100000, 0x110000)  # the span of a file's bytes that kohya's old hash covers
 
 
 @dataclass(frozen=True)
 class About:
-    """What an adapter file says of its origin.
+    """The origin of an adapter file, for its header.
 
     started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
-    average: of the weights over which updates; "" for no average. entries: further ones of the header, as they stand there.
+    entries: further header entries, verbatim. average: which updates' weights were averaged; "" for none.
     """
 
     name: str
@@ -76,21 +67,22 @@ class About:
 def file_names(
     stem: str, formats: Sequence[str] = FORMATS, adapted: Collection[str] = (), peft: Collection[str] = ()
 ) -> dict[str, str]:
-    """What `write_files` writes, by format: of adapted components in `peft` "peft COMPONENT", each in a folder of PEFT's."""
+    """The files of `write_files` by format; "peft COMPONENT" for an adapted component in `peft`, in a PEFT folder."""
     names = {"diffusers": f"{stem}.safetensors", "comfyui": f"{stem}_comfyui.safetensors"}
     if adapted and peft and not set(adapted) - set(peft):
         names.pop("diffusers")  # it would be empty
-    own = [component for component in adapted if component in peft and "diffusers" in formats]
-    apart = {f"peft {component}": f"{stem}_{component}/{peft_config.WEIGHTS}" for component in own}
-    return {format: name for format, name in names.items() if format in formats} | apart
+    separate = [component for component in adapted if component in peft and "diffusers" in formats]
+    peft_names = {f"peft {component}": f"{stem}_{component}/{peft_config.WEIGHTS}" for component in separate}
+    return {format: name for format, name in names.items() if format in formats} | peft_names
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFiles:
-    """The files that a run makes of its adapter, and how it makes them.
+    """Settings of a run's adapter files.
 
-    formats: of FORMATS. dtype: of the matrices. dora_scale: what the magnitudes of the kohya file mean. fused: as `modules`
-    of `kohya_tensors`; prefixes, rows: as there. not_behind_lycoris, not_in_sd_scripts, peft: as a family has them.
+    formats: from FORMATS. dora_scale: the meaning of the kohya file's magnitudes. fused: `modules` of
+    `sd_scripts.kohya_tensors`; prefixes, rows, not_behind_lycoris: its arguments. not_in_sd_scripts: fnmatch patterns of
+    layers that sd-scripts drops. peft: component -> prefix of its layers' names in its PEFT file. dtype: of the matrices.
     """
 
     folder: Path
@@ -118,41 +110,40 @@ def write_files(
 ) -> dict[str, Path]:
     """Write a run's adapter files; returns them by format (`file_names`).
 
-    portable: the adapter, with magnitudes of the meaning asked for. norms: what `kohya_tensors` takes. thumbnail: a small
-    picture as a data URI.
-    advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
-    Raises NonFiniteError where a tensor is not finite, NotTrained where no update has reached it, and writes nothing then.
+    portable: (meaning of the magnitudes) -> the adapter. norms: for `kohya_tensors`. thumbnail: picture as a data URI.
+    advance: counts the layers of each file, and gets 0 for each piece written.
+    Raises NonFiniteError if a tensor is not finite, NotTrained if no update has reached it, and then writes nothing.
     """
     meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": files.dora_scale}
-    whole = {format: portable(meanings[format]).rounded(files.dtype) for format in files.formats}
-    adapted = {target.component: None for adapter in whole.values() for target in adapter.targets}
-    names = file_names(stem, files.formats, adapted, files.peft)
-    written = {format: files.folder / name for format, name in names.items()}
-    if "diffusers" in whole:
-        whole["diffusers"], apart = whole["diffusers"].parted(files.peft)
-        whole |= {f"peft {component}": adapter for component, adapter in apart.items()}
-    made = {format: whole[format] for format in written}
-    for adapter in made.values():
+    adapters = {format: portable(meanings[format]).rounded(files.dtype) for format in files.formats}
+    components = {target.component: None for adapter in adapters.values() for target in adapter.targets}
+    names = file_names(stem, files.formats, components, files.peft)
+    paths = {format: files.folder / name for format, name in names.items()}
+    if "diffusers" in adapters:
+        adapters["diffusers"], separate = adapters["diffusers"].parted(files.peft)
+        adapters |= {f"peft {component}": adapter for component, adapter in separate.items()}
+    adapters = {format: adapters[format] for format in paths}
+    for adapter in adapters.values():
         adapter.check_finite(advance)
-    if not any(factors.changes() for adapter in made.values() for factors in adapter.layers.values()):
+    if not any(factors.changes() for adapter in adapters.values() for factors in adapter.layers.values()):
         raise NotTrained(
             f"every B of the adapter is zero after step {about.step}, so it changes nothing: no file was written. Either its "
             "updates were skipped (metrics.jsonl says so), or there was no gradient, or the rate was too small: "
             f"optimizer.lr is {about.learning_rate:g}, and a warm-up begins with zero"
         )
-    for format, path in written.items():
-        adapter = made[format]
+    for format, path in paths.items():
+        adapter = adapters[format]
         if format == "diffusers":
             tensors = diffusers_tensors(adapter, advance)
             fields = metadata(adapter, about, convention="magnitude") | diffusers_metadata(adapter)
         elif format != "comfyui":
-            before = files.peft[format.removeprefix("peft ")]
-            tensors = peft_config.renamed(diffusers_tensors(adapter, advance), before)
+            prefix = files.peft[format.removeprefix("peft ")]
+            tensors = peft_config.renamed(diffusers_tensors(adapter, advance), prefix)
             fields = metadata(adapter, about, convention="magnitude") | {"format": "pt"}
-            said = lora_config(adapter.targets, adapter.kind, rslora=adapter.rslora)
-            files.write(path.with_name(peft_config.CONFIG), [peft_config.written(said, before)])
+            config = lora_config(adapter.targets, adapter.kind, rslora=adapter.rslora)
+            files.write(path.with_name(peft_config.CONFIG), [peft_config.config_bytes(config, prefix)])
         else:
-            tensors = kohya_tensors(
+            tensors = sd_scripts.kohya_tensors(
                 adapter, modules=files.fused, prefixes=files.prefixes, rows=files.rows,
                 not_behind_lycoris=files.not_behind_lycoris, norms=norms, advance=advance,
             )  # fmt: skip
@@ -161,13 +152,33 @@ def write_files(
                 fields[sd_scripts.ENTRY] = phrase
         fields |= {"modelspec.thumbnail": thumbnail} if thumbnail else {}
         write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0), files.write)
-    return written
+    return paths
+
+
+def with_hash(tensors: Tensors, fields: dict[str, str], advance: Advance = no_progress) -> dict[str, str]:
+    """`fields` with the hashes by which programs know an adapter file, whatever else its header says.
+
+    `sshs_model_hash`, and `modelspec.hash_sha256` with 0x before it: SHA-256 of everything behind the header.
+    `sshs_legacy_hash`: the first 8 digits of the SHA-256 of LEGACY_HASHED, in a file whose header has the `ss_*` entries
+    alone (sd-scripts, library/train_util.py, precalculate_safetensors_hashes).
+    """
+    data, window, at = hashlib.sha256(), hashlib.sha256(), 0
+    first, last = LEGACY_HASHED
+    for piece in serialize(tensors, {key: value for key, value in fields.items() if key.startswith("ss_")}):
+        if at:  # the header comes first
+            data.update(piece)
+        window.update(piece[max(0, first - at) : max(0, last - at)])
+        at += len(piece)
+        advance(0)
+    digest = data.hexdigest()
+    hashes = {"sshs_model_hash": digest, "sshs_legacy_hash": window.hexdigest()[:8], "modelspec.hash_sha256": f"0x{digest}"}
+    return fields | hashes
 
 
 def diffusers_tensors(portable: Portable, advance: Advance = no_progress) -> Tensors:
-    """The adapter's tensors under diffusers / PEFT keys, in the dtypes that they have. advance: counts layers.
+    """The adapter's tensors under diffusers / PEFT keys, in their own dtypes. advance: counts layers.
 
-    Raises UserError for a DoRA of the input axis, which PEFT has not, and for one that leaves out some layers.
+    Raises UserError for a DoRA of the input axis, which PEFT does not have, and for one that leaves out some layers.
     """
     tensors: dict[str, Recipe] = {}
     for name, factors in portable.layers.items():
@@ -194,14 +205,14 @@ def diffusers_tensors(portable: Portable, advance: Advance = no_progress) -> Ten
     return tensors
 
 
-# diffusers' pipelines have their encoders under this name, with or without a number, and load adapters by it.
+# The name of text encoders in diffusers' pipelines, with or without a number behind it, by which they load adapters.
 ENCODER = "text_encoder"
-# Without one of these in a text encoder its loader does not recognise the keys (loaders/lora_base.py).
+# diffusers' loader recognises a text encoder's keys by one of these layers (loaders/lora_base.py).
 ENCODER_LAYERS = (".q_proj", ".k_proj", ".v_proj", ".out_proj")
 
 
 def _magnitude_key(name: str) -> str:
-    """Of a layer's magnitude, as diffusers loads it.
+    """The key of a layer's magnitude that diffusers loads.
 
     Denoisers go through PEFT, which takes the key with and without `.weight` and writes it without. Text encoders go through
     transformers (`load_adapter`, 5.23), which finds no magnitude without `.weight`: it would stay ||W||, with no more than a
@@ -211,14 +222,14 @@ def _magnitude_key(name: str) -> str:
 
 
 def not_loaded_by_diffusers(names: Iterable[str]) -> list[str]:
-    """Sentences about the layers, by full name, that its pipelines do not take from a file in its own keys."""
+    """Messages about layers that diffusers' pipelines do not load from a file in its own keys. names: full names."""
     encoders: dict[str, list[str]] = {}
     for name in names:
         if name.startswith(ENCODER):
             encoders.setdefault(name.partition(".")[0], []).append(name)
-    known = ", ".join(end.removeprefix(".") for end in ENCODER_LAYERS)
+    marks = ", ".join(end.removeprefix(".") for end in ENCODER_LAYERS)
     return [
-        f"diffusers does not load the adapter of {component}: none of its layers is a {known}, by which its loader knows an "
+        f"diffusers does not load the adapter of {component}: none of its layers is a {marks}, by which its loader knows an "
         "encoder's keys; merge it into the model for diffusers (scripts/adapter.py merge), or use the kohya file elsewhere"
         for component, layers in encoders.items()
         if not any(layer.endswith(ENCODER_LAYERS) for layer in layers)
@@ -226,133 +237,17 @@ def not_loaded_by_diffusers(names: Iterable[str]) -> list[str]:
 
 
 def diffusers_metadata(portable: Portable) -> dict[str, str]:
-    """`lora_adapter_metadata` as diffusers writes it: each component's LoraConfig fields under its prefix.
-
-    And whose names the keys are.
-    """
-    if portable.kind.form:  # its loader finds rank and factor in the tensors
+    """`lora_adapter_metadata` as diffusers writes it, each component's LoraConfig fields under its prefix; and the library
+    whose names the keys are."""
+    if portable.kind.form:  # the loader finds rank and factor in the tensors
         return {"format": "pt", "modelspec.implementation": "diffusers"}
     fields: dict[str, Any] = {}
     for component, layers in by_component(portable):
         targets = [Target(component, name, *factors.ranked) for name, factors in layers.items()]
         config = {"lora_bias": False, "bias": "none"} | lora_config(targets, portable.kind, rslora=portable.rslora)
         fields |= {f"{component}.{key}": value for key, value in config.items()}
-    said = json.dumps(fields, indent=2, sort_keys=True)
-    return {"lora_adapter_metadata": said, "format": "pt", "modelspec.implementation": "diffusers"}
-
-
-def kohya_tensors(
-    portable: Portable,
-    *,
-    modules: Mapping[str, Sequence[Link]],
-    prefixes: Mapping[str, str],
-    rows: Callable[[str], int],
-    not_behind_lycoris: Sequence[str] = (),
-    norms: AllNorms = {},
-    advance: Advance = no_progress,
-) -> Tensors:
-    """The adapter's tensors under kohya keys, A and B in the dtypes that they have, alpha in fp32.
-
-    modules: component -> its modules under the names to write (empty: the layers under their own names).
-    prefixes: component -> key prefix; behind one that ends in a dot, names keep their dots.
-    rows: full name of a layer of `fused_with` -> how many it has.
-    not_behind_lycoris: fnmatch patterns of full names of layers that ComfyUI does not know behind `lycoris_`.
-    norms: for DoRA, of the layers of `fused_with`, by full name.
-    advance: counts layers. Raises UserError where the magnitudes of one module cannot be put together.
-    """
-    tensors: dict[str, torch.Tensor | Recipe] = {}
-    for component, layers in by_component(portable):
-        wanted = [module for module in modules.get(component, ()) if any(part in layers for part in module.parts)]
-        known = {part for module in wanted for part in module.parts}
-        wanted += [Link(name, (name,)) for name in layers if name not in known]
-        fuses = portable.kind.form is not None and any(len(module.parts) > 1 for module in modules.get(component, ()))
-        for module in wanted:
-            links = [(prefixes[component], module)]
-            if fuses and not any(fnmatchcase(f"{component}.{module.parts[0]}", each) for each in not_behind_lycoris):
-                links = [("lycoris", Link(part, (part,))) for part in module.parts if part in layers]
-            for prefix, link in links:
-                key = prefix + link.original if prefix.endswith(".") else f"{prefix}_{link.original.replace('.', '_')}"
-                full = Link(key, tuple(f"{component}.{part}" for part in link.parts), link.op)
-                tensors |= _kohya_module(portable, full, rows, norms)
-                advance(sum(part in layers for part in link.parts))
-    return tensors
-
-
-def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], norms: AllNorms) -> dict[str, Any]:
-    key = module.original
-    parts = {name: portable.layers.get(name) for name in module.parts}
-    if module.swap:
-        parts = {name: factors.swapped() for name, factors in parts.items()}
-    present = {name: factors for name, factors in parts.items() if factors is not None}
-    if formed := next((factors for factors in present.values() if factors.matrices), None):
-        return formed.named_matrices(f"{key}.") | {f"{key}.alpha": torch.tensor(formed.ranked[1], dtype=torch.float32)}
-    counts = {name: factors.rows if factors else rows(name) for name, factors in parts.items()}
-    first = next(iter(present.values()))
-    shared = len(present) == len(parts) > 1 and _one_a(list(present.values()))
-    rank = first.rank if shared else sum(factors.rank for factors in present.values())
-    total, kernel = sum(counts.values()), first.b.shape[2:]
-
-    def up() -> torch.Tensor:
-        made = torch.zeros(total, rank, *kernel, dtype=dtype_b)
-        row = column = 0
-        for name, count in counts.items():
-            if (factors := parts[name]) is not None:
-                b = factors.b.make()
-                # One alpha serves all parts: a part whose scaling differs from the first's carries the ratio in its rows.
-                ratio = factors.scaling / first.scaling
-                made[row : row + count, column : column + b.shape[1]] = b if ratio == 1 else b * ratio
-                column += 0 if shared else b.shape[1]
-            row += count
-        return made
-
-    def down() -> torch.Tensor:
-        made = [factors.a.make() for factors in ([first] if shared else present.values())]
-        return made[0] if len(made) == 1 else torch.cat([a.to(dtype_a) for a in made])
-
-    dtype_a, dtype_b = (widest([getattr(factors, which) for factors in present.values()]) for which in "ab")
-    tensors: dict[str, Any] = {
-        f"{key}.lora_down.weight": Recipe(dtype_a, (rank, *first.a.shape[1:]), down),
-        f"{key}.lora_up.weight": Recipe(dtype_b, (total, rank, *kernel), up),
-        f"{key}.alpha": torch.tensor(first.scaling * rank, dtype=torch.float32),
-    }
-    if (scale := _module_scale(parts, norms)) is not None:
-        tensors[f"{key}.dora_scale"] = scale
-    return tensors
-
-
-def _module_scale(parts: Mapping[str, Factors | None], norms: AllNorms) -> Recipe | None:
-    """The scale of one module, by the full names of its layers; None where none of them has a magnitude."""
-    present = {name: factors for name, factors in parts.items() if factors is not None}
-    with_m = {name: factors for name, factors in present.items() if factors.magnitude is not None}
-    if not with_m:
-        return None
-    first = next(iter(with_m.values()))
-    ones, axes = [1] * (len(first.b.shape) - 2), {factors.axis for factors in with_m.values()}
-    if axes == {"input"}:
-        made = [factors.magnitude.make() for factors in with_m.values()]
-        if len(with_m) < len(parts) or not all(torch.equal(made[0], m) for m in made):
-            raise UserError(
-                f"{', '.join(parts)} are one module in this format, with one magnitude of the input axis; theirs differ. "
-                "Use --to lora for an approximation"
-            )
-        return derived(first.magnitude, (1, len(made[0]), *ones), lambda m: m.view(1, -1, *ones))
-    absent = [name for name in parts if name not in with_m]
-    if axes != {"output"} or any(name in present or name not in norms for name in absent):
-        raise UserError(
-            f"{', '.join(absent or parts)}: a module of several layers takes the magnitudes of all of them, "
-            "of one axis, and of a layer without an adapter its norms in the model: give the model with --base"
-        )
-    rows = [f.magnitude.make().flatten() if (f := with_m.get(name)) else norms[name].reader for name in parts]
-    scale = torch.cat(rows).view(-1, 1, *ones)
-    return Recipe(scale.dtype, tuple(scale.shape), lambda: scale)
-
-
-def _one_a(parts: Sequence[Factors]) -> bool:
-    """Whether all parts have one and the same A, as where a fused adapter was trained, and one scaling."""
-    first = parts[0]
-    if any((part.a.shape, part.a.dtype, part.scaling) != (first.a.shape, first.a.dtype, first.scaling) for part in parts):
-        return False
-    return all(part.a is first.a or torch.equal(part.a.make(), first.a.make()) for part in parts[1:])
+    text = json.dumps(fields, indent=2, sort_keys=True)
+    return {"lora_adapter_metadata": text, "format": "pt", "modelspec.implementation": "diffusers"}
 
 
 def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, str]:

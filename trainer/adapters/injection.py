@@ -21,7 +21,7 @@ from trainer.base.files import Advance, no_progress
 
 @dataclass(frozen=True)
 class Method:
-    """How an adapter computes. dropout: of its inputs, in training."""
+    """How an adapter computes. dropout: probability for its inputs, in training."""
 
     kind: AdapterKind
     rslora: bool = False
@@ -39,9 +39,8 @@ def inject(
 ) -> Adapter:
     """Put one adapter on every target, in place; everything else is frozen.
 
-    bases: classes of the frozen base layers (protocols.BaseLayer) that carry them. seed: of their first values.
+    bases: classes of the frozen base layers (protocols.BaseLayer). seed: for the first values. advance: counts layers.
     Raises UserError for a grouped convolution, whose rows see different inputs.
-    advance: counts layers.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -69,33 +68,32 @@ def inject(
     layers: dict[str, AdaptedLayer] = {}
     for component in dict.fromkeys(target.component for target in targets):
         module = components[component]
-        mine = [target for target in targets if target.component == component]
+        members = [target for target in targets if target.component == component]
         # An exact match of whole names: a list would match suffixes.
-        pattern = "|".join(re.escape(target.name) for target in mine)
+        pattern = "|".join(re.escape(target.name) for target in members)
         config = LoraConfig(r=1, target_modules=pattern, use_rslora=method.rslora, lora_dropout=method.dropout)
         config._register_custom_module(dict.fromkeys(bases, build))
         inject_adapter_in_model(config, module, ADAPTER_NAME)
-        for name, value in lora_config(mine, method.kind, rslora=method.rslora).items():
+        for name, value in lora_config(members, method.kind, rslora=method.rslora).items():
             setattr(config, name, value)
-        layers |= {f"{component}.{target.name}": module.get_submodule(target.name) for target in mine}
+        layers |= {f"{component}.{target.name}": module.get_submodule(target.name) for target in members}
     assert all(isinstance(layer, AdaptedLayer) for layer in layers.values())
-    _draw(layers, seed)
+    _draw(layers, method.kind, seed)
     return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, kind=method.kind, rslora=method.rslora)
 
 
-def _draw(layers: Mapping[str, nn.Module], seed: int) -> None:
-    """Give the adapters their first values.
+@torch.no_grad()
+def _draw(layers: Mapping[str, nn.Module], kind: AdapterKind, seed: int) -> None:
+    """Draw A, or a kind's other random parameters, from U(-1/sqrt(K), 1/sqrt(K)) with K columns (kaiming_uniform with
+    a = sqrt(5), as in PEFT and LyCORIS). The rest has its first values (`AdaptedLayer.update_layer`).
 
-    A, or what a kind draws, is drawn from U(-1/sqrt(K), 1/sqrt(K)) of K columns (kaiming_uniform with a = sqrt(5), as PEFT
-    and LyCORIS have it) by the layer's name, so that it does not depend on which other layers are adapted. The rest has its
-    first values (`AdaptedLayer.update_layer`).
+    Seeded by the layer's name, so that the values do not depend on which other layers are adapted.
     """
     for name, layer in layers.items():
         generator = draws.generator(seed, "init", name)
-        for end, held in layer.trained(ADAPTER_NAME).items():
-            if end in layer.kinds[ADAPTER_NAME].drawn:
-                a = held.weight
+        for end, values in layer.trained(ADAPTER_NAME).items():
+            if end in kind.drawn:
+                a = values.weight
                 bound = 1 / math.sqrt(a.flatten(1).shape[1])
-                with torch.no_grad():
-                    a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+                a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
         layer.mark_stale()

@@ -1,8 +1,8 @@
 """The table of adapter kinds. A new one is an entry here, and the functions that it names.
 
 Every kind changes a layer's weight W in one form: V = W + s B A, of factors A [R, K...] and B [N, R...] that its parameters
-give; where it trains magnitudes m, the weight is m / ||V||_row V (dora.py). What reads or writes files, merges, measures or
-replays knows this form, so a kind says how its parameters give it.
+give; if it trains magnitudes m, the weight is m / ||V||_row V (dora.py). Code that reads or writes files, merges, measures or
+replays uses this form alone, so a kind says how its parameters give it.
 """
 
 import math
@@ -15,27 +15,28 @@ import torch
 from torch import Tensor
 
 from trainer.adapters import lokr
-from trainer.adapters.dora import Part, is_drowned
+from trainer.adapters.dora import is_drowned
 from trainer.base import other_trainers, patterns
 from trainer.base.errors import UserError
 
-# How the names of PEFT's parameters end, in a checkpoint and in diffusers' keys. A layer's come in this order.
+# Ends of PEFT's parameter names, in a checkpoint and in diffusers' keys; also the order of a layer's parameters.
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
-LayerState = Mapping[str, Tensor]  # of one layer's parameters, by the ends of their names
+LayerState = Mapping[str, Tensor]  # one layer's parameters by the ends of their names
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a kind has that computes with other matrices than A and B, and whose files hold these.
+    """The functions of a kind that computes with other matrices than A and B, and whose files hold these.
 
-    ends: of all names that they may have; a layer has some of them. part: (base layer, its matrices, these in the compute
-    dtype, the first times s, and s) -> what computes, made once for an update: as a lokr.KronPart. rank: (the matrices'
-    shapes) -> a layer's rank. unscaled: (the ends of a layer) -> whether its s is 1 whatever its alpha. product: (the
-    matrices) -> B A in W's shape, fp64. norm: (the matrices) -> ||B A||; (the matrices, others) -> ||B A - B' A'||. nearest:
-    (the matrices, rank) -> (A, B, what is lost) of the nearest of that rank. options: of `adapter`, the keys that `shapes`
-    takes, too.
+    ends: the name ends that the matrices may have; a layer has some of them.
+    part: (base layer, matrices, matrices in the compute dtype with the first times s, s) -> an object that computes the
+      forward, made once for an update: a lokr.KronPart.
+    rank: (shapes of the matrices) -> a layer's rank. unscaled: (ends of a layer) -> whether s is 1 whatever alpha is.
+    product: (matrices) -> B A in W's shape, fp64. norm: (matrices) -> ||B A||; (matrices, others) -> ||B A - B' A'||.
+    nearest: (matrices, rank) -> (A, B, relative loss) of the nearest product of that rank.
+    options: keys of `adapter` that `shapes` takes too.
     """
 
     ends: tuple[str, ...]
@@ -52,15 +53,15 @@ class Form:
 class AdapterKind:
     """One entry of the table.
 
-    word: what people call it; its name is the word of `adapter.type`.
-    shapes: (W's shape, rank) -> the shapes of what a layer trains, fp32, by the ends of the names, "NAME" or "NAME.weight".
-    drawn: the ends of those that begin as draws, and not as zeros. first: (an AdaptedLayer, its adapter's name) -> the first
-    values of what begins otherwise.
-    factors: (the parameters) -> (A, B), with gradients; None: A and B are parameters. In a fresh adapter B is zero.
-    form: what it has in place of A and B; then `factors` is for files and measures alone, and its R may be large.
-    module: of kohya's programs, what a file of this kind belongs to; "": what the family says of a LoRA's.
-    starts_from: of which kinds of files `adapter.init_from` takes one.
-    refuses: the config keys that it does not go with, and why.
+    name: the word of `adapter.type`. word: the kind's common name.
+    shapes: (W's shape, rank) -> shapes of a layer's parameters, fp32, by the ends of their names, "NAME" or "NAME.weight".
+    drawn: ends of the parameters that begin as random draws, not as zeros.
+    first: (AdaptedLayer, adapter name) -> first values of parameters that begin otherwise.
+    factors: (parameters) -> (A, B), with gradients; None: A and B are parameters. In a fresh adapter B is zero.
+    form: the functions of its own matrices in place of A and B; then `factors` is for files and measures alone, and its R
+      may be large.
+    module: value of the header's ss_network_module; "": the one that the family gives a LoRA.
+    starts_from: the kinds of file that `adapter.init_from` takes. refuses: config key -> why it excludes this kind.
     """
 
     name: str
@@ -76,62 +77,55 @@ class AdapterKind:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """How the names of a layer's parameters end, in order."""
+        """The ends of a layer's parameter names, in order."""
         return self.form.ends if self.form else tuple(self.shapes((1, 1), 1))
 
     @property
     def magnitudes(self) -> bool:
-        """Whether it trains the lengths of rows: with a rate of their own and no decay. Its files need norms of W."""
+        """Whether it trains row lengths: with a rate of their own and no decay. Its files need norms of W."""
         return MAGNITUDE in self.ends
 
     @property
     def in_files(self) -> str:
-        """The name of the kind that its files are of."""
+        """The kind's name in its files."""
         return self.name if self.form else file_kind(magnitudes=self.magnitudes).name
 
     @property
     def composes(self) -> bool:
-        """Whether A and B are made in every forward."""
+        """Whether every forward makes A and B."""
         return self.factors is not None and self.form is None
 
     def unscaled(self, ends: Iterable[str]) -> bool:
-        """Whether s is 1, whatever its alpha is, for a layer that has parameters of these ends."""
+        """Whether a layer with parameters of these ends has s = 1, whatever its alpha."""
         return self.form is not None and self.form.unscaled(ends)
 
     def scaling(self, ends: Iterable[str], rank: int, alpha: float, rslora: bool) -> float:
-        """s of a layer that has parameters of these ends."""
+        """The scale s of a layer with parameters of these ends."""
         return 1.0 if self.unscaled(ends) else alpha / (math.sqrt(rank) if rslora else rank)
 
     def rank(self, sizes: Mapping[str, Sequence[int]]) -> int:
-        """The rank of a layer, by the shapes of its parameters."""
+        """A layer's rank from the shapes of its parameters."""
         return self.form.rank(sizes) if self.form else sizes[A][0]
 
     def effective(self, values: LayerState) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(A, B, m or None) of a layer, of its parameters."""
+        """(A, B, m or None) from a layer's parameters."""
         a, b = (values[A], values[B]) if self.factors is None else self.factors(values)
         return a, b, values.get(MAGNITUDE)
 
-    def composed(self, layer: Any, adapter: str) -> Part:
-        """What a layer computes with in one forward, of a kind that makes A and B of other parameters."""
-        (a, b, m), scaling, c = layer.effective(adapter), layer.scaling[adapter], None
-        if m is not None:
-            c = layer.norm = layer.norm_with(a.flatten(1), b.flatten(1), scaling)
-        return Part(layer.get_base_layer(), a, b, scaling, m, c, layer.z_rows)
-
     def values(self, state: LayerState, layer: str) -> dict[str, Tensor]:
-        """The parameters of one layer, by its full name, in an `Adapter.state_dict`."""
+        """One layer's parameters from an `Adapter.state_dict`. layer: full name."""
         keys = {end: f"{layer}.{end}" for end in self.ends}
         return {end: state[key] for end, key in keys.items() if key in state or not self.form}
 
 
 def low_rank(shape: Sequence[int], rank: int) -> Shapes:
-    """The shapes of A and B of a layer; of a convolution B is 1x1."""
+    """Shapes of a layer's A and B; a convolution's B is 1x1."""
     rows, *columns = shape
     return {A: (rank, *columns), B: (rows, rank, *(1 for _ in columns[1:]))}
 
 
 def first_lengths(layer: Any, adapter: str) -> LayerState:
-    """The magnitudes of a new adapter, ||W + s B A||; the layer holds from now on what its norms are made of."""
+    """The magnitudes of a new adapter, ||W + s B A||. Also gives the layer the buffers that its norms need."""
     base = layer.get_base_layer()
     if layer.base_norm_sq is None:
         layer.base_norm_sq = base.kernels.row_squares(base.stored())
@@ -192,7 +186,7 @@ KINDS = {
 
 
 def kind_named(name: str, keys: Mapping[str, Any] | None = None) -> AdapterKind:
-    """The kind, with the options of `keys`, the config's `adapter`. Raises UserError, with the name probably meant."""
+    """The kind, with the options in `keys`, the config's `adapter`. Raises UserError with the likely name if unknown."""
     if name not in KINDS:
         suggestion = other_trainers.why_absent("adapter.type", name) or patterns.suggestion(name, KINDS)
         raise UserError(f"adapter.type = {name!r} is not known; {suggestion}")
@@ -203,6 +197,6 @@ def kind_named(name: str, keys: Mapping[str, Any] | None = None) -> AdapterKind:
 
 
 def file_kind(*, magnitudes: bool, ends: Iterable[str] = ()) -> AdapterKind:
-    """The kind of a file, or of PEFT's config. ends: of the matrices that it has in place of A and B."""
-    of_form = (kind for end in ends for kind in KINDS.values() if kind.form and end in kind.form.ends)
-    return next(of_form, KINDS["dora" if magnitudes else "lora"])
+    """The kind of a file, or of PEFT's config. ends: name ends of matrices in place of A and B."""
+    matches = (kind for end in ends for kind in KINDS.values() if kind.form and end in kind.form.ends)
+    return next(matches, KINDS["dora" if magnitudes else "lora"])

@@ -1,19 +1,19 @@
-"""Row norms: all that an adapter file needs of the frozen weights. Each checkpoint keeps them (norms.safetensors).
+"""Row norms: an adapter file needs no more of the frozen weights. Each checkpoint keeps them (norms.safetensors).
 
 A DoRA is trained over a weight as it lies in memory, W. Its file is applied to the model's own, W16, whose rows have other
-norms: by a few per mille where W has 8 bits, by an eighth where it has 2. So that the file gives g (W16 + s B A), with
+norms: by a few per mille if W has 8 bits, by an eighth if it has 2. So that the file gives g (W16 + s B A), with
 g = m / c as trained and c = ||W + s B A||_row, it holds
 
     g ||W16||                             for readers that divide by ||W16||
     g sqrt(c^2 + ||W16||^2 - ||W||^2)     for readers that divide by ||W16 + s B A||
 
 The first is exact. Under the root of the second, 2 s rowsum(B * ((W16 - W) A^T)) is missing: W16 is gone by then. Both are
-||W16|| where nothing was trained, and m ||W|| / c and m where W is W16.
+||W16|| before training; if W is W16 they are m ||W|| / c and m.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,18 +25,15 @@ from trainer.base.files import Advance, no_progress
 from trainer.base.protocols import BaseLayer
 from trainer.kernels.dora_torch import TINY
 
-# Sums of another device or thread count differ in their last bits.
-TOLERANCE = 1e-5
-
-NORMS = ("base", "original", "adapted")  # the fields of RowNorms; the saved tensors are called LAYER.NAME_norm
+TOLERANCE = 1e-5  # relative: sums of another device or thread count differ in their last bits
 
 
 @dataclass(frozen=True)
 class RowNorms:
-    """The norms of one layer's rows, fp32 [N], on the CPU.
+    """The norms of one layer's rows, fp32 [N], on the CPU. Saved as LAYER.FIELD_norm.
 
-    base: ||W||. original: ||W16||; None where W is dense, or lies quantised in the model's file. adapted: c; None of a layer
-    that has no adapter.
+    base: ||W||. original: ||W16||; None if W is dense, or lies quantised in the model's file. adapted: c; None for a layer
+    without an adapter.
     """
 
     base: torch.Tensor
@@ -56,12 +53,12 @@ def released_scale(m_N: torch.Tensor, norms: RowNorms) -> torch.Tensor:
 
 
 def magnitude(m_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float, norms: RowNorms) -> Tensor:
-    """g ||W16 + s B A||, fp32 [N], as far as norms tell: g sqrt(c^2 + ||W16||^2 - ||W||^2).
+    """g ||W16 + s B A||, fp32 [N], estimated from norms: g sqrt(c^2 + ||W16||^2 - ||W||^2).
 
-    That takes W16 - W for orthogonal to s B A. Where s B A takes away most of a row, and W is longer than W16, it is not, and
-    the sum comes out far too small or negative. W is then W16 with noise on it, so what s B A has along W counts for W16 by
-    ||W16||^2 / ||W||^2 only. The sum made so is never negative. The plain one passes over into it where it falls from a half
-    to a quarter of it.
+    This plain sum assumes that W16 - W is orthogonal to s B A. It is not if s B A takes away most of a row and W is longer
+    than W16; the sum is then far too small or negative. W is then W16 with noise on it, so the part of s B A along W counts
+    for W16 by ||W16||^2 / ||W||^2 only. That shared sum is never negative. The result passes from the plain to the shared
+    sum while the plain one falls from a half to a quarter of the shared one.
     """
     if norms.original is None:
         return m_N
@@ -82,7 +79,7 @@ class Norms:
 
     beside: layers without an adapter that the original layout fuses with adapted ones, by full name.
     held: storage of the components whose files hold them quantised, by name. advance: counts layers read.
-    used: inside, the adapter has the weights that its files have; of most optimizers those that train.
+    used: a context in which the adapter has the weights of its files: for most optimizers those being trained.
     """
 
     used: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -101,7 +98,7 @@ class Norms:
             advance(1)
 
     def now(self, advance: Advance = no_progress) -> dict[str, RowNorms]:
-        """Every layer's norms with the present c, by name: a stale one is computed, and the next forward has it."""
+        """Every layer's norms with the present c, by name. Computes a stale c, which the next forward then uses."""
         norms = dict(self.frozen)
         for name, layer in self.adapted.items():
             layer.part()
@@ -110,47 +107,46 @@ class Norms:
         return norms
 
     def state_dict(self) -> dict[str, Any]:
-        """The norms as tensors, with what its files hold quantised ("held")."""
+        """The norms as tensors, with `held`."""
         with self.used():
             return {"held": self.held, **_tensors(self.now())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare the saved norms with those of the frozen base; c follows from the adapter too, and is left out. Raises
-        UserError, naming what differs."""
-        then, now = _tensors(read_norms(state)), _tensors(self.frozen)
-        for key in sorted(now.keys() | then.keys()):
-            if key.endswith(".adapted_norm"):
-                continue
-            one, other = then.get(key), now.get(key)
+        """Compare the saved norms with those of the frozen base, but for c, which follows from the adapter too. Raises
+        UserError naming a difference."""
+        saved, present = _tensors(read_norms(state)), _tensors(self.frozen)
+        for key in sorted(key for key in present.keys() | saved.keys() if not key.endswith(".adapted_norm")):
+            one, other = saved.get(key), present.get(key)
             if one is None or other is None:
-                how = "is not in the checkpoint" if one is None else "is not there now"
+                problem = "is not in the checkpoint" if one is None else "is not there now"
             elif (one.shape, one.dtype) == (other.shape, other.dtype) and torch.allclose(one, other, rtol=TOLERANCE, atol=0):
                 continue
             else:
-                how = "differs"
+                problem = "differs"
             raise UserError(
-                f"the model's row norms are not those of the checkpoint: {key} {how}; restore the model, or start a new run"
+                f"the model's row norms are not those of the checkpoint: {key} {problem}; restore the model, or start a new "
+                "run"
             )
         if state["held"] != self.held:
-            then, now = made_for(state["held"]), made_for(self.held)
             raise UserError(
-                f"the checkpoint's adapter is for {then}, this run's for {now}; restore the model, or start a new run"
+                f"the checkpoint's adapter is for {made_for(state['held'])}, this run's for {made_for(self.held)}; "
+                "restore the model, or start a new run"
             )
 
 
 def _tensors(layers: Mapping[str, RowNorms]) -> dict[str, torch.Tensor]:
-    named = {f"{name}.{kind}_norm": getattr(norms, kind) for name, norms in layers.items() for kind in NORMS}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+    by_key = {f"{name}.{kind}_norm": tensor for name, norms in layers.items() for kind, tensor in vars(norms).items()}
+    return {key: tensor for key, tensor in by_key.items() if tensor is not None}
 
 
 def read_norms(state: Mapping[str, Any]) -> dict[str, RowNorms]:
-    """The norms that `Norms.state_dict` gave, by layer: all that adapter files need of the model."""
+    """The norms in a `Norms.state_dict`, by layer: adapter files need no more of the model."""
     layers = [key.removesuffix(".base_norm") for key in state if key.endswith(".base_norm")]
-    return {name: RowNorms(*(state.get(f"{name}.{kind}_norm") for kind in NORMS)) for name in layers}
+    return {name: RowNorms(*(state.get(f"{name}.{field.name}_norm") for field in fields(RowNorms))) for name in layers}
 
 
 def made_for(held: Mapping[str, str]) -> str:
-    """The weights that a DoRA's files are made for. held: storage of the components whose files are quantised."""
+    """Names the weights that a DoRA's files are for. held: storage of the components whose files are quantised."""
     if not held:
         return "the model's weights before they were quantised"
     components = ", ".join(f"{name}: {dtype}" for name, dtype in held.items())

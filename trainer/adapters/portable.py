@@ -1,20 +1,21 @@
-"""An adapter apart from any model: what every reader of adapter files gives and every writer takes.
+"""An adapter apart from any model: the result of every reader of adapter files, the input of every writer.
 
     layers[NAME]: B A with its scale, by our full name of the layer ("unet.down_blocks...to_q"); for a DoRA its magnitude
 
-Nothing is read before it is asked for: tensors are recipes (tensorfile.Recipe), made one at a time when a file is written.
+Reading is lazy: tensors are recipes (tensorfile.Recipe), made one at a time when a file is written.
 
 A DoRA's magnitude m, of the output axis (one a row of W) or of the input axis (one a column), stands for
 
     "magnitude"          m (W + s B A) / ||W + s B A||    the definition: PEFT, LyCORIS, OneTrainer
     "comfyui_released"   m (W + s B A) / ||W||            ComfyUI's released versions
 
-The first is what a training changes. To go from one to the other takes ||W|| and ||W + s B A|| of the base (norms.py).
+Training changes the first. To convert one into the other takes ||W|| and ||W + s B A|| of the base (norms.py).
 """
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Literal, Self
 
 import torch
@@ -40,7 +41,7 @@ def recipe(tensor: torch.Tensor) -> Recipe:
 
 
 def derived(base: Recipe, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Recipe:
-    """A recipe of `base`'s dtype and another shape, which gives `change` of what `base` makes."""
+    """A recipe with `base`'s dtype and another shape, which applies `change` to the tensor of `base`."""
     return Recipe(base.dtype, shape, lambda: change(base.make()))
 
 
@@ -52,10 +53,10 @@ def _swapped(rows: Recipe) -> Recipe:
 class Factors:
     """One layer's adapter: W becomes W + s B A, s = alpha / rank (rsLoRA: alpha / sqrt(rank)).
 
-    a: [R, K] or, of a convolution, [R, K, kh, kw]. b: [N, R] or [N, R, 1, 1]. Of any floating dtype.
-    magnitude: [N] of the output axis, [K] of the input axis; None of a LoRA.
-    matrices: of a kind that has others than A and B (kinds.Form), these, by the ends of their names; `a` and `b` make A and B
-    of them. Whoever puts other factors in their place leaves them out.
+    a: [R, K] or, for a convolution, [R, K, kh, kw]. b: [N, R] or [N, R, 1, 1]. Both of any floating dtype.
+    magnitude: [N] for the output axis, [K] for the input axis; None for a LoRA.
+    matrices: by the ends of their names, those of a kind that has others than A and B (kinds.Form); `a` and `b` then compute
+      A and B from them. Factors with another A or B have no matrices.
     """
 
     a: Recipe
@@ -87,7 +88,7 @@ class Factors:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def named_matrices(self, stem: str, scaled: bool = False) -> dict[str, Recipe]:
-        """`matrices` as files hold them, flat but for a whole w2. scaled: with s in the first, as PEFT takes them."""
+        """`matrices` in the shapes of files, flat but for a whole w2. scaled: with s in the first, as PEFT expects them."""
         tensors: dict[str, Recipe] = {}
         for end, tensor in self.matrices.items():
             shape = tensor.shape if end == lokr.W2 else (tensor.shape[0], math.prod(tensor.shape[1:]))
@@ -96,8 +97,8 @@ class Factors:
         return tensors
 
     def swapped(self) -> "Factors":
-        """The same for a W whose two halves of rows are in the other order: of a LoKr the halves of w1. Where w1 has an odd
-        number of rows, the result is no LoKr, and has no `matrices`."""
+        """The same for a W whose two halves of rows are in the other order; in a LoKr those of w1. If w1 has an odd number of
+        rows, the result is no LoKr, and has no `matrices`."""
         m = self.magnitude if self.magnitude is None or self.axis == "input" else _swapped(self.magnitude)
         w1 = next((end for end in (lokr.W1, lokr.W1_A) if end in self.matrices), None)
         even = w1 is not None and self.matrices[w1].shape[0] % 2 == 0
@@ -110,31 +111,31 @@ class Factors:
 
     @property
     def form(self) -> Form | None:
-        """What is known of `matrices`."""
+        """The functions for `matrices`; None without any."""
         return file_kind(magnitudes=False, ends=self.matrices).form
 
     @property
     def ranked(self) -> tuple[int, float]:
-        """(rank, alpha) as the layer's kind has them; R may be larger."""
+        """(rank, alpha) by the definition of the layer's kind; R may be larger."""
         if self.form is None:
             return self.rank, self.alpha
         rank = self.form.rank({end: tensor.shape for end, tensor in self.matrices.items()})
         return rank, self.scaling * rank
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def matrix_tensors(self) -> dict[str, torch.Tensor]:
         """`matrices` as tensors."""
         return {end: tensor.make() for end, tensor in self.matrices.items()}
 
     def tensors(self) -> dict[str, Recipe]:
-        """The tensors that there are, by the names that messages use."""
-        named = dict(self.matrices) or {"A": self.a, "B": self.b, "magnitude": self.magnitude}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        """All tensors, by their names in messages."""
+        recipes = dict(self.matrices) or {"A": self.a, "B": self.b, "magnitude": self.magnitude}
+        return {name: tensor for name, tensor in recipes.items() if tensor is not None}
 
 
 @dataclass(frozen=True)
 class Portable:
-    """An adapter apart from any model, as files hold it. layers: by full name, in a model's order where that is known.
-    meaning: of the magnitudes. metadata: of the file."""
+    """An adapter apart from any model, as files hold it. layers: by full name, in the model's order if that is known.
+    meaning: of the magnitudes. metadata: the file's."""
 
     layers: Mapping[str, Factors]
     meaning: DoraScale = "magnitude"
@@ -142,7 +143,7 @@ class Portable:
 
     @property
     def kind(self) -> AdapterKind:
-        """The kind of the matrices that a layer has in place of A and B; else DoRA where one has a magnitude, or LoRA."""
+        """The kind of a layer's matrices in place of A and B; else DoRA if a layer has a magnitude, or LoRA."""
         ends = {end: None for factors in self.layers.values() for end in factors.matrices}
         return file_kind(magnitudes=any(factors.magnitude is not None for factors in self.layers.values()), ends=ends)
 
@@ -162,7 +163,7 @@ class Portable:
         return replace(self, layers=dict(layers))
 
     def rounded(self, dtype: torch.dtype) -> Self:
-        """The same with its matrices in `dtype`; magnitudes keep theirs. Raises UserError where a number is too large."""
+        """The same with its matrices in `dtype`; magnitudes keep theirs. Raises UserError if a number is too large."""
 
         def cast(name: str, tensor: Recipe) -> Recipe:
             def make() -> torch.Tensor:
@@ -184,31 +185,32 @@ class Portable:
         return self.with_layers(layers)
 
     def distance(self, other: Self) -> tuple[float, str]:
-        """The largest ||s B A - s B' A'|| / ||s B A|| of a layer, and its name. other: of the same layers and scales."""
+        """The largest ||s B A - s B' A'|| / ||s B A|| of a layer, and its name. other: has the same layers and scales."""
         largest = 0.0, ""
         for name, factors in self.layers.items():
-            then = other.layers[name]
+            rival = other.layers[name]
             if factors.form is not None:
-                whole, left = factors.form.norm(factors.held()), factors.form.norm(factors.held(), then.held())
+                matrices = factors.matrix_tensors()
+                size, difference = factors.form.norm(matrices), factors.form.norm(matrices, rival.matrix_tensors())
             else:
-                (a, b), (c, d) = ([each.make().flatten(1).double() for each in (of.a, of.b)] for of in (factors, then))
-                whole = math.sqrt(squared_norm(a, b))
-                left = math.sqrt(max(0.0, squared_norm(torch.cat([a, c]), torch.cat([b, -d], 1))))
-            if whole:
-                largest = max(largest, (left / whole, name))
+                (a, b), (c, d) = ([each.make().flatten(1).double() for each in (of.a, of.b)] for of in (factors, rival))
+                size = math.sqrt(squared_norm(a, b))
+                difference = math.sqrt(max(0.0, squared_norm(torch.cat([a, c]), torch.cat([b, -d], 1))))
+            if size:
+                largest = max(largest, (difference / size, name))
         return largest
 
-    def parted(self, apart: Collection[str]) -> tuple[Self, dict[str, Self]]:
-        """(the same without the components `apart`, each of these that it adapts by itself)."""
-        own: dict[str, dict[str, Factors]] = {"": {}}
+    def parted(self, separate: Collection[str]) -> tuple[Self, dict[str, Self]]:
+        """(the adapter without the components `separate`, {component: its adapter} of those of them that it adapts)."""
+        groups: dict[str, dict[str, Factors]] = {"": {}}
         for name, factors in self.layers.items():
             component = name.partition(".")[0]
-            own.setdefault(component if component in apart else "", {})[name] = factors
-        parts = {component: self.with_layers(layers) for component, layers in own.items()}
+            groups.setdefault(component if component in separate else "", {})[name] = factors
+        parts = {component: self.with_layers(layers) for component, layers in groups.items()}
         return parts.pop(""), parts
 
     def check_finite(self, advance: Advance = no_progress) -> None:
-        """Raises NonFiniteError, naming the tensor. Reads everything, one tensor after another."""
+        """Raise NonFiniteError naming a tensor that is not finite. Reads everything, one tensor after another."""
         for name, factors in self.layers.items():
             for kind, tensor in factors.tensors().items():
                 if not is_finite(tensor.make()):
@@ -219,7 +221,7 @@ class Portable:
 
 
 def squared_norm(a_RK: torch.Tensor, b_NR: torch.Tensor) -> float:
-    """||B A||^2 = <B^T B, A A^T>, of fp64 matrices."""
+    """||B A||^2 = <B^T B, A A^T> of fp64 matrices."""
     return float(((b_NR.T @ b_NR) * (a_RK @ a_RK.T)).sum())
 
 
@@ -229,7 +231,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def of_adapter(adapter: Adapter, norms: AllNorms, meaning: DoraScale, advance: Advance = no_progress) -> Portable:
-    """A run's adapter as it is now. norms: of every DoRA layer, by full name. advance: counts layers."""
+    """A run's adapter in its present state. norms: every DoRA layer's, by full name. advance: counts layers."""
     state, targets = adapter.state_dict(), list(adapter.targets.values())
     return of_state(state, targets, norms, meaning, kind=adapter.kind, rslora=adapter.rslora, advance=advance)
 
@@ -244,8 +246,8 @@ def of_state(
     rslora: bool,
     advance: Advance = no_progress,
 ) -> Portable:
-    """The adapter of which `Adapter.state_dict` gave `state`: all that a checkpoint has of it. norms: of every DoRA layer, by
-    full name. meaning: of the magnitudes. advance: counts layers."""
+    """The adapter of an `Adapter.state_dict`: a checkpoint has no more of it. norms: every DoRA layer's, by full name.
+    meaning: of the magnitudes. advance: counts layers."""
     layers = {}
     for target in targets:
         name = f"{target.component}.{target.name}"
@@ -273,22 +275,47 @@ def made_of(matrices: Mapping[str, Recipe], scaling: float) -> Factors:
     def factor(place: int) -> Callable[[], torch.Tensor]:
         return lambda: kind.effective({end: tensor.make().float() for end, tensor in matrices.items()})[place]
 
-    a, b, _ = kind.effective({end: torch.empty(tensor.shape, device="meta") for end, tensor in matrices.items()})
-    made = [Recipe(torch.float32, tuple(each.shape), factor(place)) for place, each in enumerate((a, b))]
-    return Factors(*made, alpha=scaling * len(a), matrices=matrices)
+    shapes = kind.effective({end: torch.empty(tensor.shape, device="meta") for end, tensor in matrices.items()})[:2]
+    a, b = (Recipe(torch.float32, tuple(meta.shape), factor(place)) for place, meta in enumerate(shapes))
+    return Factors(a, b, alpha=scaling * a.shape[0], matrices=matrices)
+
+
+def shrunk(factors: Factors, rank: int) -> tuple[Factors, float]:
+    """(the nearest factors of rank `rank`, relative loss of ||s B A||), summed in fp64. The scale s stays; A and B keep their
+    dtypes. A layer whose shorter side is below `rank` gets that as its rank.
+
+    The nearest matrix keeps the largest singular values; the loss is the root of the sum of the others' squares (Eckart and
+    Young, 1936). B A is never made: with B = Q_b R_b and A^T = Q_a R_a its singular values are those of R_b R_a^T [R, R].
+    """
+    if factors.form is not None:
+        a, b, loss = factors.form.nearest(factors.matrix_tensors(), rank)
+        return with_factors(factors, a.flatten(1), b, factors.scaling), loss
+    a, b = factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
+    q_b, r_b = torch.linalg.qr(b)
+    q_a, r_a = torch.linalg.qr(a.t())
+    u, s, vh = torch.linalg.svd(r_b @ r_a.t())
+    rank = min(rank, len(s))
+    roots = s[:rank].sqrt()
+    new_b, new_a = (q_b @ u[:, :rank]) * roots, roots[:, None] * (vh[:rank] @ q_a.t())
+    loss = float(s[rank:].square().sum().sqrt() / s.square().sum().sqrt().clamp_min(1e-300))
+    return with_factors(factors, new_a, new_b, factors.scaling), loss
+
+
+def with_factors(factors: Factors, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float) -> Factors:
+    """`factors` with another A and B, in its shapes and dtypes, and the scale `scaling`."""
+    rank = len(a_RK)
+    a = a_RK.view(rank, *factors.a.shape[1:]).to(factors.a.dtype)
+    b = b_NR.reshape(len(b_NR), rank, *factors.b.shape[2:]).to(factors.b.dtype)
+    return replace(factors, a=recipe(a), b=recipe(b.contiguous()), alpha=scaling * rank, rslora=False, matrices={})
 
 
 def widest(tensors: Sequence[Recipe]) -> torch.dtype:
     """The dtype that holds the numbers of all."""
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype) if tensor.dtype != dtype else dtype
-    return dtype
+    return reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
 
 def by_component(portable: Portable) -> Iterator[tuple[str, dict[str, Factors]]]:
     """(component, its layers by their names there), in order."""
-    components = dict.fromkeys(name.partition(".")[0] for name in portable.layers)
-    for component in components:
+    for component in dict.fromkeys(name.partition(".")[0] for name in portable.layers):
         prefix = f"{component}."
         yield component, {n.removeprefix(prefix): f for n, f in portable.layers.items() if n.startswith(prefix)}

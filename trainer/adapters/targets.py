@@ -1,4 +1,4 @@
-"""Which layers are adapted, and with which rank, alpha, learning rate and weight decay."""
+"""The layers to adapt, with rank, alpha, learning rate and weight decay."""
 
 import math
 from collections import Counter
@@ -12,10 +12,11 @@ from torch import nn
 from trainer.adapters.kinds import MAGNITUDE, AdapterKind, B
 from trainer.base import patterns
 from trainer.base.errors import UserError
+from trainer.base.types import Link
 
 
 def adaptable_layers(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The weight shapes of the layers that can have an adapter, by name, in module order: Linear, and Conv2d of one group."""
+    """Weight shapes of the layers that can have an adapter, by name, in module order: Linear, and Conv2d of one group."""
     return {
         name: tuple(layer.weight.shape)
         for name, layer in module.named_modules()
@@ -38,9 +39,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rates:
-    """The optimizer's rates and weight decay, as far as no rule names others.
+    """The optimizer's rates and weight decay; rules override them.
 
-    lora_plus: B's rate over A's (Hayou et al., LoRA+, 2024). The other rates are None for lr. text_encoders: components.
+    lora_plus: B's rate over A's (Hayou et al., LoRA+, 2024). Another rate of None means lr. text_encoders: components.
     """
 
     lr: float
@@ -52,12 +53,12 @@ class Rates:
 
     @classmethod
     def read(cls, optimizer: Mapping[str, Any], text_encoders: Sequence[str]) -> "Rates":
-        """The rates in a config. optimizer: that table of it; a checkpoint's may lack the later ones of these keys."""
+        """The rates in a config. optimizer: that table; an older checkpoint's may lack keys that were added later."""
         keys = ("lr", "weight_decay", "lora_plus", "text_encoder_lr", "magnitude_lr")
         return cls(**{key: optimizer[key] for key in keys if key in optimizer}, text_encoders=text_encoders)
 
     def of(self, target: "Target", parameter: str) -> tuple[float, float, bool]:
-        """(rate, weight decay, whether it is a magnitude) of a parameter of that layer. A magnitude is never decayed."""
+        """(rate, weight decay, is a magnitude) of a parameter of that layer. A magnitude is never decayed."""
         magnitude = parameter.endswith(f".{MAGNITUDE}")
         special = self.text_encoder_lr if target.component in self.text_encoders else None
         special = self.magnitude_lr if magnitude and self.magnitude_lr is not None else special
@@ -70,7 +71,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Target:
-    """One layer to adapt, with everything that was resolved for it. lr and weight_decay None mean the optimizer's.
+    """One layer to adapt, with its resolved settings. lr and weight_decay None mean the optimizer's.
 
     stop_step: the last step that trains it; None: all do.
     """
@@ -84,7 +85,7 @@ class Target:
     stop_step: int | None = None
 
     def scaling(self, rslora: bool) -> float:
-        """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+        """The factor of B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
         return self.alpha / (math.sqrt(self.rank) if rslora else self.rank)
 
 
@@ -103,19 +104,18 @@ def match_targets(
     layers: the adaptable (Linear and Conv2d) layer names of every component, in module order.
     targets: a preset's name or fnmatch patterns, on the denoiser's layer names. A rule that names another component adds
     its layers; on the denoiser, a rule changes what the targets chose and adds what they did not. Later rules win.
-    alpha None means alpha = rank, per layer. Raises UserError where a preset is unknown or a pattern matches nothing.
+    alpha None means alpha = rank, per layer. Raises UserError if a preset is unknown or a pattern matches nothing.
     """
     if isinstance(targets, str) and targets not in presets:
-        known = ", ".join(map(repr, presets))
-        raise UserError(f"adapter.targets = {targets!r} is not a preset; use one of {known}, or a list of patterns")
-    wanted = presets[targets] if isinstance(targets, str) else targets
-    chosen: dict[tuple[str, str], tuple[int, float | None]] = {}  # rank and alpha; None: it follows the rank
-    for pattern in wanted:
+        options = ", ".join(map(repr, presets))
+        raise UserError(f"adapter.targets = {targets!r} is not a preset; use one of {options}, or a list of patterns")
+    sizes: dict[tuple[str, str], tuple[int, float | None]] = {}  # (component, layer) -> rank, and alpha or None: the rank
+    for pattern in presets[targets] if isinstance(targets, str) else targets:
         names = [name for name in layers[denoiser] if fnmatchcase(name, pattern)]
         # A preset is written for the family: single patterns may have no layer in a small variant of the model.
         if not names and not isinstance(targets, str):
             raise _no_match("adapter.targets", pattern, denoiser, layers[denoiser])
-        chosen |= {(denoiser, name): (rank, alpha) for name in names}
+        sizes |= {(denoiser, name): (rank, alpha) for name in names}
     for index, rule in enumerate(rules):
         if rule.component not in layers:
             raise UserError(
@@ -126,37 +126,37 @@ def match_targets(
         if not names:
             raise _no_match(f"adapter.rules[{index}].match", rule.match, rule.component, layers[rule.component])
         for key in ((rule.component, name) for name in names):
-            before_rank, before_alpha = chosen.get(key, (rank, alpha))
-            chosen[key] = rule.rank or before_rank, rule.alpha or before_alpha
-    if not chosen:
+            previous_rank, previous_alpha = sizes.get(key, (rank, alpha))
+            sizes[key] = rule.rank or previous_rank, rule.alpha or previous_alpha
+    if not sizes:
         raise UserError(f"adapter.targets = {targets!r} matches no layer of {denoiser}")
     in_order = ((component, name) for component, names in layers.items() for name in names)
-    resolved = ((key, *chosen[key]) for key in in_order if key in chosen)
+    resolved = ((key, *sizes[key]) for key in in_order if key in sizes)
     return with_rates([Target(*key, size, strength or size) for key, size, strength in resolved], rules)
 
 
 def with_rates(targets: Iterable[Target], rules: Sequence[Rule]) -> tuple[Target, ...]:
-    """The targets with the lr, weight_decay and stop_step that these rules give them. Later rules win."""
+    """The targets with the lr, weight_decay and stop_step of these rules. Later rules win."""
     rated = []
     for target in targets:
-        own: dict[str, Any] = {"lr": None, "weight_decay": None, "stop_step": None}
+        rates: dict[str, Any] = {"lr": None, "weight_decay": None, "stop_step": None}
         for rule in rules:
             if rule.component == target.component and fnmatchcase(target.name, rule.match):
-                own |= {field: value for field in own if (value := getattr(rule, field)) is not None}
-        rated.append(replace(target, **own))
+                rates |= {field: value for field in rates if (value := getattr(rule, field)) is not None}
+        rated.append(replace(target, **rates))
     return tuple(rated)
 
 
 def grouped(
     names: Iterable[str], targets: Mapping[str, Target], rates: Rates
 ) -> dict[tuple[float, float, bool, int | None], list[str]]:
-    """The parameters of these names by (rate, decay, whether they are magnitudes, stop_step). targets: by full name."""
+    """Parameter names grouped by (rate, decay, is a magnitude, stop_step). targets: by full name."""
     groups: dict[tuple[float, float, bool, int | None], list[str]] = {}
     for name in names:
         parts = name.split(".")
         target = next(filter(None, (targets.get(".".join(parts[:end])) for end in range(len(parts), 0, -1))))
         groups.setdefault((*rates.of(target, name), target.stop_step), []).append(name)
-    # Those that stop first come last: what an optimizer reads of its first group (Prodigy its rate) goes on.
+    # Groups that stop first come last: an optimizer may read values of its first group (Prodigy its rate) to the end.
     return dict(sorted(groups.items(), key=lambda group: -(group[0][3] or math.inf)))
 
 
@@ -180,3 +180,25 @@ def lora_config(targets: Sequence[Target], kind: AdapterKind, *, rslora: bool) -
         "use_dora": kind.magnitudes,
         "use_rslora": rslora,
     }
+
+
+def fused_modules(links: Sequence[Link]) -> list[Link]:
+    """The modules of the original layout that hold several layers (Flux's qkv, linear1), one layer's rows after another's.
+    links: a family's links of parameters."""
+    return [
+        Link(link.original.removesuffix(".weight"), tuple(part.removesuffix(".weight") for part in link.parts), link.op)
+        for link in links
+        if link.original.endswith(".weight")
+    ]
+
+
+def fused_with(adapted: Mapping[str, object], fused: Mapping[str, Sequence[Link]]) -> list[str]:
+    """Full names of the layers without an adapter that one module holds together with adapted ones. adapted: by full name.
+    fused: modules by component."""
+    names = []
+    for component, modules in fused.items():
+        for module in modules:
+            parts = [f"{component}.{part}" for part in module.parts]
+            absent = [name for name in parts if name not in adapted]
+            names += absent if len(absent) < len(parts) else []
+    return names

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from trainer import ema, optim, quantization
-from trainer.adapters import Adapter, Method, Rates, Rule, inject, splitting
+from trainer.adapters import Adapter, Method, Rates, Rule, inject
 from trainer.adapters.kinds import kind_named
 from trainer.adapters.norms import Norms, made_for
+from trainer.adapters.targets import fused_with
 from trainer.base.memory import checkpoint_blocks, find_blocks
 from trainer.base.run_layout import AVERAGE
 from trainer.checkpoint.state import Pieces, Progress
@@ -72,7 +73,7 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
     if adapter.kind.magnitudes and held:
         peers.say(f"the {adapter.kind.word}'s files are made for {made_for(held)}")
-    beside = {name: components.layer(name) for name in splitting.fused_with(adapter.targets, plan.fused)}
+    beside = {name: components.layer(name) for name in fused_with(adapter.targets, plan.fused)}
     read = len(beside) if adapter.kind.magnitudes else 0
     with phases("norms of the layers beside the adapted ones", read, "layer") as phase:
         norms = pieces.enter("norms", Norms(adapter, beside, held, phase.advance))

@@ -95,7 +95,7 @@ class Components:
         )
         give_back()
         if converted is not None and self.processes.is_main:
-            self.processes.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
+            self.processes.say(f"{name}: {converted.hits} of {converted.total} converted weights were in model.cache_dir")
             converted.store(module, phases=self.phases)
         if isinstance(self.streamers.get(name), Sharder):
             self.processes.settle()  # all load it, and the main one may store it whole

@@ -7,20 +7,20 @@ from trainer.base.protocols import Kernels
 from trainer.base.types import StoredWeight
 from trainer.kernels import dora_torch
 
-# Of the cards that the Triton kernels are compiled for (Ampere and newer), and of those that multiply float8 (Ada and newer).
+# Compute capability that the Triton kernels need (Ampere), and that float8 products need (Ada).
 CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
-# From which shape on a float8 product pays: of how many weights, for how many rows. On an H100 it did for all layers of Flux
-# and for SDXL's of 1280 x 5120 and more, from 512 rows on (benchmarks/bench_float8.py gives a verdict for each shape). Small
-# layers lose to the quantisation of x, which costs as much as a product with some 500 columns gains; few rows to launches.
+# Fewest weights and rows for which a float8 product pays. On an H100 it did for all layers of Flux and for SDXL's of
+# 1280 x 5120 and more, from 512 rows on (benchmarks/bench_float8.py gives a verdict for each shape). Small layers lose to the
+# quantisation of x, which costs as much as a product with some 500 columns gains; few rows lose to launches.
 FP8_MIN_WEIGHTS, FP8_MIN_ROWS = 2**22, 512
-FP8_ALIGNMENT = 16  # of N and K: what the CUDA product wants
+FP8_ALIGNMENT = 16  # divisor of N and K that the CUDA product requires
 
 
 def choose(name: str, device: torch.device) -> Kernels:
     """The kernels of that name. "auto": Triton on a CUDA device of compute capability 8.0 or newer, plain PyTorch elsewhere.
 
-    Never falls back by itself: raises UserError where Triton was chosen and cannot run.
+    Never falls back by itself: raises UserError if Triton was chosen and cannot run.
     """
     if name == "torch" or (name == "auto" and not _is_cuda(device, CAPABILITY)):
         return dora_torch
@@ -41,7 +41,7 @@ def choose(name: str, device: torch.device) -> Kernels:
 
 
 def planned(name: str) -> Kernels:
-    """The kernels of that name on a CUDA device that is not here: "auto" is Triton where it is installed."""
+    """The kernels of that name on a CUDA device that is not here: "auto" is Triton if it is installed."""
     if name == "torch":
         return dora_torch
     try:
@@ -52,14 +52,14 @@ def planned(name: str) -> Kernels:
 
 
 def scaled_matmul_pays(rows: int, n: int, k: int) -> bool:
-    """Whether a layer [N, K] multiplies `rows` rows in float8: forward and backward alike, of the same three sizes."""
+    """Whether a layer [N, K] multiplies `rows` rows in float8: alike in forward and backward, which have the same sizes."""
     return rows >= FP8_MIN_ROWS and n * k >= FP8_MIN_WEIGHTS and n % FP8_ALIGNMENT == k % FP8_ALIGNMENT == 0
 
 
 def multiplies_float8(kernels: Kernels, device: torch.device) -> bool:
-    """Whether these kernels multiply float8 as such on that device, tried with a small product.
+    """Whether these kernels multiply float8 natively on that device, tried with a small product.
 
-    Elsewhere (a CPU, an older card, the plain kernels) the same numbers come out of upcast codes, slower than without float8.
+    If not (a CPU, an older card, the plain kernels), upcast codes give the same numbers, slower than without float8.
     """
     if kernels.name != "triton" or not _is_cuda(device, FP8_CAPABILITY):
         return False

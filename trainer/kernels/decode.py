@@ -1,6 +1,6 @@
-"""A stored weight's numbers in plain PyTorch, and the pieces in which they are made.
+"""Decodes stored weights in plain PyTorch, in pieces.
 
-Large tensors pass in pieces: a piece's fp32 temporaries stay in a CPU's cache, and none has the size of the whole.
+The fp32 temporaries of a piece stay in a CPU's cache, and none has the size of the whole tensor.
 """
 
 import math
@@ -17,10 +17,10 @@ PIECE, DEVICE_PIECE = 1 << 19, 1 << 24
 
 
 def pieces(shape: tuple[int, ...], device: torch.device, multiple: int = 1) -> Iterator[slice]:
-    """Slices of the rows of a matrix on that device. multiple: of rows, in each slice but the last."""
+    """Slices of the rows of a matrix on that device. multiple: divides the rows of each slice but the last."""
     rows, columns = shape
     if torch.compiler.is_compiling():
-        yield slice(0, rows)  # it makes one loop of all, and would write each piece out
+        yield slice(0, rows)  # the compiler fuses all into one loop, and would write each piece out
         return
     step = max(1, (PIECE if device.type == "cpu" else DEVICE_PIECE) // max(1, columns))
     step = max(multiple, step // multiple * multiple)
@@ -28,9 +28,9 @@ def pieces(shape: tuple[int, ...], device: torch.device, multiple: int = 1) -> I
         yield slice(start, min(rows, start + step))
 
 
-# float8 by integer arithmetic. Sign-extended to 32 bits, shifted left by the first number and masked by the second, a code's
-# bits are an fp32 number: the code's value divided by 2 ** third, since the two formats count exponents from different zeros.
-# Exact for every finite code, subnormal ones included. torch's own cast of float8 on a CPU has a tenth of this rate.
+# float8 by integer arithmetic: (shift, mask, power). A code's bits, sign-extended to 32 bits, shifted left and masked, are an
+# fp32 number: the code's value divided by 2 ** power, since the two formats have different exponent biases. Exact for every
+# finite code, subnormal ones included. torch's own cast of float8 on a CPU has a tenth of this rate.
 FLOAT8_FIELDS = {torch.float8_e4m3fn: (20, 0x87F00000 - 2**32, 120), torch.float8_e5m2: (21, 0x8FE00000 - 2**32, 112)}
 
 
@@ -39,7 +39,7 @@ def has_plain_codes(weight: StoredWeight) -> bool:
     if weight.codes.dtype not in FLOAT8_FIELDS or weight.scale is None:
         return False
     if torch.tensor(2.0**-127, device=weight.device) * 2.0**120 == 0:
-        return False  # torch.set_flush_denormal: fp32's subnormal numbers count as zero, and so would float8's
+        return False  # torch.set_flush_denormal flushes fp32's subnormal numbers to zero, and so would float8's
     largest = torch.finfo(weight.codes.dtype).max
     last = torch.tensor(largest, dtype=weight.codes.dtype).view(torch.uint8).item()
     bits_NK, finite = weight.codes.view(torch.uint8), True
@@ -50,10 +50,10 @@ def has_plain_codes(weight: StoredWeight) -> bool:
 
 
 def values(weight: StoredWeight, rows: slice, out: Tensor | None = None) -> Tensor:
-    """Rows of the weight in fp32 (fp64 where it is stored so): [rows, K], in `out` where one is given, contiguous.
+    """Rows of the weight in fp32 (fp64 if it is stored so): [rows, K], in `out` if given, contiguous.
 
-    Nothing else of that size is made, but where the rows begin or end within a byte or within a scale's block, and for
-    float8 whose codes are not known to be plain.
+    Allocates nothing else of that size, unless the rows begin or end within a byte or a scale's block, or float8 codes are
+    not known to be plain.
     """
     columns, bits, codes = weight.shape[1], weight.bits or 8, weight.codes
     if out is None:
@@ -81,10 +81,10 @@ def values(weight: StoredWeight, rows: slice, out: Tensor | None = None) -> Tens
 
 
 def _unpack(packed: Tensor, bits: int, levels: Tensor | None, out: Tensor) -> None:
-    """Whole bytes of codes as numbers, or as the levels they stand for, into fp32 `out`."""
+    """Write whole bytes of codes as numbers, or as the levels they stand for, into fp32 `out`."""
     device = packed.device
     if levels is not None and bits == 4:
-        # Two levels are one fp64 as far as moving them goes: one look-up for a byte.
+        # Two fp32 levels are moved as one fp64: one look-up for a byte.
         pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=1).view(torch.float64).flatten()
         index = scratch(packed.shape, torch.int32, device, SECOND_BUFFER).copy_(packed)
         torch.index_select(pairs, 0, index, out=out.view(-1).view(torch.float64))
@@ -99,7 +99,7 @@ def _unpack(packed: Tensor, bits: int, levels: Tensor | None, out: Tensor) -> No
 
 
 def _element_by_element(weight: StoredWeight, first: int, last: int, out: Tensor) -> Tensor:
-    """`values` of packed elements that begin or end within a byte or a block."""
+    """`values` for packed elements that begin or end within a byte or a block."""
     assert weight.bits is not None, "whole codes have a scale for each row"
     per_byte = 8 // weight.bits
     packed = weight.codes[first // per_byte : -(-last // per_byte)]
@@ -112,7 +112,7 @@ def _element_by_element(weight: StoredWeight, first: int, last: int, out: Tensor
 
 
 def whole_rows(weight: StoredWeight) -> Iterator[slice]:
-    """Pieces of rows that begin with a byte and with a scale's block, where not more than 4,096 rows are needed for that."""
+    """Pieces of rows that begin with a byte and with a scale's block, unless that takes more than 4,096 rows."""
     columns = weight.shape[1]
     unit = math.lcm(weight.block or 1, 8 // (weight.bits or 8))
     multiple = unit // math.gcd(unit, columns)
@@ -120,7 +120,7 @@ def whole_rows(weight: StoredWeight) -> Iterator[slice]:
 
 
 def decoded(weight: StoredWeight) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their values) of the whole weight, in pieces. A piece is good until the next one: they share a buffer."""
+    """(rows, their values) of the whole weight, in pieces. A piece is valid until the next one: they share a buffer."""
     wide = wide_dtype(weight.codes.dtype)
     for rows in whole_rows(weight):
         if weight.is_dense(wide):
@@ -132,7 +132,7 @@ def decoded(weight: StoredWeight) -> Iterator[tuple[slice, Tensor]]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: fp64 for fp64, else fp32."""
+    """The dtype to compute in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

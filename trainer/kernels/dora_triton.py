@@ -1,12 +1,9 @@
-"""The kernels in Triton, for CUDA. See protocols.Kernels; upcast_triton.py has the frozen weights, and how launches are made;
-norm_triton.py has DoRA's norm, fp8_triton.py the products in float8.
+"""The kernels in Triton, for CUDA. See protocols.Kernels; operators_triton.py has the launches, upcast_triton.py the frozen
+weights, norm_triton.py DoRA's norm, fp8_triton.py the products in float8.
 
 Products of 16-bit tensors run on tensor cores and are summed in fp32. Products of fp32 tensors are exact to fp32: activations
-take no tensor core at all ("ieee"), the norm's three passes of one ("tf32x3").
+take no tensor core at all ("ieee"), the norm takes three passes of one ("tf32x3").
 """
-
-from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,15 +14,7 @@ from trainer.base.types import StoredWeight
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
 from trainer.kernels.norm_triton import adapted_norms
 from trainer.kernels.operators_triton import INTERPRETED, LaunchConfig, ceil_div, launch, next_power_of_2, operator
-from trainer.kernels.upcast_triton import (
-    check_dtypes,
-    rank_block,
-    rounded,
-    row_squares,
-    splits_of,
-    sum_of_splits,
-    upcast,
-)  # fmt: skip
+from trainer.kernels.upcast_triton import check_dtypes, rank_block, rounded, row_squares, splits_of, sum_of_splits, upcast
 
 __all__ = [
     "adapted_norms", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "rotate", "row_squares",
@@ -34,20 +23,22 @@ __all__ = [
 
 name = "triton"
 
-# Programs that sum the gradients of a layer, at most: two for each of the 132 SMs of an H100 or H200. A constant, so that the
+# Most programs that sum the gradients of a layer: two for each of the 132 SMs of an H100 or H200. A constant, so that the
 # order of a sum depends on the shape alone.
 PROGRAMS = 264
+# Columns of a program's tile in these sums: narrow, so that few splits, and few partial sums, fill the SMs.
+SUM_COLUMNS = 64
 
 
 @triton.jit
 def corner(ptr, i, j, stride_i, stride_j):
-    """The address of an activation's element (i, j), both scalars: counted in int64, as all tokens of a batch pass 2^31."""
+    """The address of an activation's element (i, j), both scalars, in int64: all tokens of a batch exceed 2^31 elements."""
     return ptr + i.to(tl.int64) * stride_i + j.to(tl.int64) * stride_j
 
 
 @triton.jit
 def operand(x, INTERPRETED: tl.constexpr):
-    """What a product multiplies: bf16 as fp32 where tl.dot cannot do bf16."""
+    """An operand of tl.dot; the interpreter cannot multiply bf16, so it gets fp32."""
     return x.to(tl.float32) if INTERPRETED else x
 
 
@@ -59,8 +50,8 @@ def compose_kernel(
 ):  # fmt: skip
     """out_mn = g_n (z_mn + sum_r t_mr b_nr) + bias_n.  x_i: the stride of x along i.
 
-    Grid: one program to a tile [BLOCK_M, BLOCK_N], columns first; a program reads all of its z before it writes, and nobody
-    else's, so that `out` may be z.
+    Grid: one program for each tile [BLOCK_M, BLOCK_N], columns first; a program reads all of its z before it writes, and no
+    other's, so that `out` may be z.
     """
     tile, tiles_N = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     m_0, n_0 = tile // tiles_N * BLOCK_M, tile % tiles_N * BLOCK_N
@@ -88,7 +79,6 @@ def compose_kernel(
 def row_sums_kernel(
     dy_ptr, u_ptr, t_ptr, bias_ptr, d_ptr, du_ptr, M, N, rows, dy_m, dy_n, u_m, u_n, t_m, t_r, R: tl.constexpr,
     BIAS: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """d_snr = sum_m dy_mn t_mr,  du_sn = sum_m dy_mn (u_mn - bias_n),  m in the s-th `rows` rows.
 
@@ -101,11 +91,11 @@ def row_sums_kernel(
     d_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     du_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     bias = tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :] if BIAS else 0.0
-    for m_0 in tl.range(split * rows, tl.minimum(split * rows + rows, M), BLOCK_M, num_stages=STAGES):
+    for m_0 in tl.range(split * rows, tl.minimum(split * rows + rows, M), BLOCK_M, num_stages=3):
         m_0 = tl.cast(m_0, tl.int32)
-        inside = (m_0 + i < M) & (n_0 + j < N)
-        dy = tl.load(corner(dy_ptr, m_0, n_0, dy_m, dy_n) + (i * dy_m + j * dy_n), mask=inside, other=0.0)
-        u = tl.load(corner(u_ptr, m_0, n_0, u_m, u_n) + (i * u_m + j * u_n), mask=inside, other=0.0)
+        mask = (m_0 + i < M) & (n_0 + j < N)
+        dy = tl.load(corner(dy_ptr, m_0, n_0, dy_m, dy_n) + (i * dy_m + j * dy_n), mask=mask, other=0.0)
+        u = tl.load(corner(u_ptr, m_0, n_0, u_m, u_n) + (i * u_m + j * u_n), mask=mask, other=0.0)
         t_at = t_ptr + m_0.to(tl.int64) * t_m + (i * t_m + r[None, :] * t_r)
         t = tl.load(t_at, mask=(m_0 + i < M) & (r[None, :] < R), other=0.0)
         d_NR = tl.dot(tl.trans(operand(dy, INTERPRETED)), operand(t, INTERPRETED), d_NR, input_precision="ieee")
@@ -121,20 +111,20 @@ def adapter_gradients_kernel(
     WITH_Z: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """What the sums d_snr and du_sn of row_sums_kernel make: see protocols.Kernels.adapter_gradients.
+    """The gradients from the sums d_snr and du_sn of row_sums_kernel: see protocols.Kernels.adapter_gradients.
 
-    Grid: one program to BLOCK_N rows of B.
+    Grid: one program for BLOCK_N rows of B.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sg_N = tl.cast(scaling, tl.float32) * tl.load(g_ptr + n, mask=n < N, other=0.0)
     du_N = tl.sum(sum_of_splits(du_ptr, n, tl.arange(0, 1), N, splits, 1, BLOCK_N, 1, BLOCK_S), 1)
     for first in range(0, R, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
-        inside, at = (n[:, None] < N) & (r[None, :] < R), n[:, None] * R + r[None, :]
+        mask, at = (n[:, None] < N) & (r[None, :] < R), n[:, None] * R + r[None, :]
         d_NR = sum_of_splits(d_ptr, n, r, N, splits, R, BLOCK_N, BLOCK_R, BLOCK_S)
-        b_NR = tl.load(b_ptr + at, mask=inside, other=0.0)
-        tl.store(db_ptr + at, sg_N[:, None] * d_NR, mask=inside)
-        tl.store(sb_ptr + at, rounded(sg_N[:, None] * b_NR, sb_ptr.dtype.element_ty, INTERPRETED), mask=inside)
+        b_NR = tl.load(b_ptr + at, mask=mask, other=0.0)
+        tl.store(db_ptr + at, sg_N[:, None] * d_NR, mask=mask)
+        tl.store(sb_ptr + at, rounded(sg_N[:, None] * b_NR, sb_ptr.dtype.element_ty, INTERPRETED), mask=mask)
         if WITH_Z:
             du_N += tl.cast(scaling, tl.float32) * tl.sum(b_NR * d_NR, 1)
     tl.store(dm_ptr + n, tl.div_rn(du_N, tl.load(over_ptr + n, mask=n < N, other=1.0)), mask=n < N)
@@ -144,13 +134,13 @@ def adapter_gradients_kernel(
 def _compose(
     t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, z_MN: Tensor | None, out_MN: Tensor
 ) -> None:
-    # A compiler copies what is read and written under two names.
+    # z is None if it is `out`: a compiler copies a tensor that is read and written under two names.
     z_MN = out_MN if z_MN is None else z_MN
     (rows, columns), rank = z_MN.shape, sb_NR.shape[1]
 
-    def how() -> LaunchConfig:
+    def config() -> LaunchConfig:
         check_dtypes(z_MN, t_MR, sb_NR, out_MN)
-        # Whole cache lines of z, and of t little read again. A product of fp32 runs on registers: larger tiles spill.
+        # Whole cache lines of z, and little of t read again. A product of fp32 runs on registers: larger tiles spill.
         block_m, block_n, largest = (32, 64, 32) if z_MN.dtype == torch.float32 else (64, 128, 64)
         constants = dict(
             R=rank, GAIN=g_N is not None, BIAS=bias_N is not None, INTERPRETED=INTERPRETED, BLOCK_M=block_m, BLOCK_N=block_n,
@@ -160,7 +150,7 @@ def _compose(
 
     tensors = z_MN, t_MR, sb_NR, z_MN if g_N is None else g_N, z_MN if bias_N is None else bias_N, out_MN
     strides = *z_MN.stride(), *t_MR.stride(), *out_MN.stride()
-    launch(compose_kernel, how, tensors, (rows, columns, *strides), (rank, g_N is None, bias_N is None))
+    launch(compose_kernel, config, tensors, (rows, columns, *strides), (rank, g_N is None, bias_N is None))
 
 
 @triton.jit
@@ -168,24 +158,24 @@ def rotate_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, ROWS, S, H, PAIRS: tl.constexpr, BACK: tl.constexpr,
     INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows [B S H] and all pairs of a head, of queries or of keys. Compiled without contracting products and sums,
-    whose roundings are those of separate operators."""
+    """A rotated tile: rows [B S H] and all pairs of a head, of queries or of keys. Compiled without contracting products and
+    sums, so that they round as separate operators."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     pair = tl.arange(0, BLOCK_P)[None, :]
-    there = (row < ROWS) & (pair < PAIRS)
+    mask = (row < ROWS) & (pair < PAIRS)
     at, angle = row * (2 * PAIRS) + 2 * pair, row // H % S * (2 * PAIRS) + 2 * pair
     if tl.program_id(1) == 0:
-        _rotate_tile(q_ptr + at, cos_ptr + angle, sin_ptr + angle, q_out_ptr + at, there, BACK, INTERPRETED)
+        _rotate_tile(q_ptr + at, cos_ptr + angle, sin_ptr + angle, q_out_ptr + at, mask, BACK, INTERPRETED)
     else:
-        _rotate_tile(k_ptr + at, cos_ptr + angle, sin_ptr + angle, k_out_ptr + at, there, BACK, INTERPRETED)
+        _rotate_tile(k_ptr + at, cos_ptr + angle, sin_ptr + angle, k_out_ptr + at, mask, BACK, INTERPRETED)
 
 
 @triton.jit
-def _rotate_tile(x_ptr, cos_ptr, sin_ptr, out_ptr, there, BACK: tl.constexpr, INTERPRETED: tl.constexpr):
-    x_1 = tl.load(x_ptr, mask=there, other=0.0).to(tl.float32)
-    x_2 = tl.load(x_ptr + 1, mask=there, other=0.0).to(tl.float32)
-    cos_1, cos_2 = tl.load(cos_ptr, mask=there), tl.load(cos_ptr + 1, mask=there)
-    sin_1, sin_2 = tl.load(sin_ptr, mask=there), tl.load(sin_ptr + 1, mask=there)
+def _rotate_tile(x_ptr, cos_ptr, sin_ptr, out_ptr, mask, BACK: tl.constexpr, INTERPRETED: tl.constexpr):
+    x_1 = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    x_2 = tl.load(x_ptr + 1, mask=mask, other=0.0).to(tl.float32)
+    cos_1, cos_2 = tl.load(cos_ptr, mask=mask), tl.load(cos_ptr + 1, mask=mask)
+    sin_1, sin_2 = tl.load(sin_ptr, mask=mask), tl.load(sin_ptr + 1, mask=mask)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if BACK:
         y_1 = _as(x_1 * cos_1, dtype, INTERPRETED) + _as(x_2 * sin_2, dtype, INTERPRETED)
@@ -193,8 +183,8 @@ def _rotate_tile(x_ptr, cos_ptr, sin_ptr, out_ptr, there, BACK: tl.constexpr, IN
     else:
         y_1 = x_1 * cos_1 - x_2 * sin_1
         y_2 = x_2 * cos_2 + x_1 * sin_2
-    tl.store(out_ptr, rounded(y_1, dtype, INTERPRETED), mask=there)
-    tl.store(out_ptr + 1, rounded(y_2, dtype, INTERPRETED), mask=there)
+    tl.store(out_ptr, rounded(y_1, dtype, INTERPRETED), mask=mask)
+    tl.store(out_ptr + 1, rounded(y_2, dtype, INTERPRETED), mask=mask)
 
 
 @triton.jit
@@ -207,7 +197,7 @@ def _rotate(q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, back
     _, tokens, heads, size = q_BSHD.shape
     rows = q_BSHD.numel() // size
 
-    def how() -> LaunchConfig:
+    def config() -> LaunchConfig:
         if {cos_SD.dtype, sin_SD.dtype} != {torch.float32} or size % 2 or q_BSHD.dtype != k_BSHD.dtype:
             raise ValueError(f"a rotation takes fp32 angles, an even head and one dtype, not {cos_SD.dtype} and {size}")
         pairs = next_power_of_2(size // 2)
@@ -215,75 +205,54 @@ def _rotate(q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, back
         constants = dict(PAIRS=size // 2, BACK=back, INTERPRETED=INTERPRETED, BLOCK_M=block_m, BLOCK_P=pairs)
         return LaunchConfig((ceil_div(rows, block_m), 2), constants, contracted=False)
 
-    launch(rotate_kernel, how, (q_BSHD, k_BSHD, cos_SD, sin_SD, q_out, k_out), (rows, tokens, heads), (size, back))
+    launch(rotate_kernel, config, (q_BSHD, k_BSHD, cos_SD, sin_SD, q_out, k_out), (rows, tokens, heads), (size, back))
 
 
-class Sums(NamedTuple):
-    """How the sums over rows are divided."""
-
-    block_m: int
-    block_n: int
-    splits: int
-    rows: int  # to a split
-    warps: int
-    stages: int
-
-
-def _sums(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Sums:
-    # A compiler warns of a function that keeps what it gave, and asks once anyway.
-    return (_sums_of if torch.compiler.is_compiling() else _kept_sums)(rows, columns, rank, dtype)
-
-
-def _sums_of(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Sums:
-    # Narrow along N, so that few splits, and few partial sums, fill the SMs. fp32 as in compose.
-    block_m, block_n = (32 if dtype == torch.float32 else 64), 64
-    splits, share = splits_of(rows, block_m, PROGRAMS // ceil_div(columns, block_n))
-    return Sums(block_m, block_n, splits, share, 4 if rank <= 64 else 8, 3)
-
-
-_kept_sums = cache(_sums_of)  # asked twice a layer
+def row_block(dtype: torch.dtype) -> int:
+    """Rows of an activation in a tile of these sums. A product of fp32 runs on registers: larger tiles spill."""
+    return 32 if dtype == torch.float32 else 64
 
 
 @operator("d_SNR", "du_SN", "db_NR", "dm_N", "sb_NR")
 def _adapter_gradients(
     dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, b_NR: Tensor, g_N: Tensor, over_N: Tensor, bias_N: Tensor | None,
-    scaling: float, with_z: bool, d_SNR: Tensor, du_SN: Tensor, db_NR: Tensor, dm_N: Tensor, sb_NR: Tensor,
+    scaling: float, with_z: bool, share: int, d_SNR: Tensor, du_SN: Tensor, db_NR: Tensor, dm_N: Tensor, sb_NR: Tensor,
 ) -> None:  # fmt: skip
-    (rows, columns), rank = dy_MN.shape, t_MR.shape[1]
-    sums = _sums(rows, columns, rank, dy_MN.dtype)
+    """share: rows to a split."""
+    (rows, columns), rank, splits = dy_MN.shape, t_MR.shape[1], len(d_SNR)
 
-    def how_sums() -> LaunchConfig:
+    def config_of_sums() -> LaunchConfig:
         check_dtypes(dy_MN, t_MR, u_MN)
         for tensor in (b_NR, g_N, over_N, *(() if bias_N is None else (bias_N,))):
             if tensor.dtype != torch.float32:
                 raise ValueError(f"the gradients take fp32 B, gains, norms and biases, not {tensor.dtype}")
         block_r = rank_block(rank, 128)
         constants = dict(
-            R=rank, BIAS=bias_N is not None, INTERPRETED=INTERPRETED, BLOCK_M=sums.block_m, BLOCK_N=sums.block_n,
-            BLOCK_R=block_r, STAGES=sums.stages,
+            R=rank, BIAS=bias_N is not None, INTERPRETED=INTERPRETED, BLOCK_M=row_block(dy_MN.dtype), BLOCK_N=SUM_COLUMNS,
+            BLOCK_R=block_r,
         )  # fmt: skip
-        grid = ceil_div(columns, sums.block_n), sums.splits, ceil_div(rank, block_r)
-        return LaunchConfig(grid, constants, sums.warps)
+        grid = ceil_div(columns, SUM_COLUMNS), splits, ceil_div(rank, block_r)
+        return LaunchConfig(grid, constants, 4 if rank <= 64 else 8)
 
-    def how_gradients() -> LaunchConfig:
+    def config_of_gradients() -> LaunchConfig:
         block_r = rank_block(rank, 128)
         block_n, most = (8, 8) if block_r <= 32 else (4, 2)
         constants = dict(
             R=rank, WITH_Z=with_z, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_R=block_r,
-            BLOCK_S=min(most, next_power_of_2(sums.splits)),
+            BLOCK_S=min(most, next_power_of_2(splits)),
         )  # fmt: skip
         return LaunchConfig((ceil_div(columns, block_n),), constants)
 
     tensors = dy_MN, u_MN, t_MR, u_MN if bias_N is None else bias_N, d_SNR, du_SN
     strides = *dy_MN.stride(), *u_MN.stride(), *t_MR.stride()
     facts = rank, bias_N is None, b_NR.dtype, g_N.dtype, over_N.dtype
-    launch(row_sums_kernel, how_sums, tensors, (rows, columns, sums.rows, *strides), facts)
+    launch(row_sums_kernel, config_of_sums, tensors, (rows, columns, share, *strides), facts)
     tensors = d_SNR, du_SN, b_NR, g_N, over_N, db_NR, dm_N, sb_NR
-    launch(adapter_gradients_kernel, how_gradients, tensors, (float(scaling), columns, sums.splits), (rank, with_z))
+    launch(adapter_gradients_kernel, config_of_gradients, tensors, (float(scaling), columns, splits), (rank, with_z))
 
 
 def has_plain_codes(weight: StoredWeight) -> bool:
-    """No weight's codes are plain here: every code is decoded alike, and to look would be a wait for each layer."""
+    """Always False: these kernels decode every code alike, and a look would wait for the device at each layer."""
     return False
 
 
@@ -295,7 +264,7 @@ def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_
 
 
 def rotate(q_BSHD: Tensor, k_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned pair by pair; with back, gradients. Raises ValueError for angles that are not fp32."""
+    """Queries and keys rotated pair by pair; with back, gradients. Raises ValueError for angles that are not fp32."""
     q_BSHD, k_BSHD = q_BSHD.contiguous(), k_BSHD.contiguous()
     q_out, k_out = torch.empty_like(q_BSHD), torch.empty_like(k_BSHD)
     if q_BSHD.numel():
@@ -311,8 +280,8 @@ def adapter_gradients(
     are not fp32."""
     (columns, rank), b_NR = b_NR.shape, b_NR.contiguous()
     db_NR, dm_N, sb_NR = torch.empty_like(b_NR), torch.empty_like(g_N), torch.empty_like(b_NR, dtype=dy_MN.dtype)
-    splits = _sums(*dy_MN.shape, rank, dy_MN.dtype).splits
+    splits, share = splits_of(dy_MN.shape[0], row_block(dy_MN.dtype), PROGRAMS // ceil_div(columns, SUM_COLUMNS))
     d_SNR = torch.empty(splits, columns, rank, dtype=torch.float32, device=dy_MN.device)
     du_SN = torch.empty(splits, columns, dtype=torch.float32, device=dy_MN.device)
-    _adapter_gradients(dy_MN, u_MN, t_MR, b_NR, g_N, over_N, bias_N, scaling, with_z, d_SNR, du_SN, db_NR, dm_N, sb_NR)
+    _adapter_gradients(dy_MN, u_MN, t_MR, b_NR, g_N, over_N, bias_N, scaling, with_z, share, d_SNR, du_SN, db_NR, dm_N, sb_NR)
     return db_NR, dm_N, sb_NR

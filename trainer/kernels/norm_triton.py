@@ -1,9 +1,9 @@
 """DoRA's norm in Triton: c = ||W + s B A||_row of a weight as it is stored (formula: adapters/dora.py).
 
 Three launches serve all layers of one shape and storage: 2 s W A^T and s^2 A A^T, both by one kernel, in splits along K, so
-that layers of few rows occupy the whole card; and what is left for each row. The kernels find a layer's tensors in a table of
-addresses. Tiles and splits are constants of the shape, and a program works for one layer: a norm has the same bits in any
-company.
+that layers of few rows occupy the whole card; and the rest for each row. The kernels find a layer's tensors in a table of
+addresses. Tiles and splits are constants of the shape, and a program works for one layer: a norm has the same bits whichever
+layers are computed together.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,17 @@ from trainer.kernels.dora_torch import NORM_FLOOR
 from trainer.kernels.operators_triton import LaunchConfig, ceil_div, launch, next_power_of_2, operator
 from trainer.kernels.upcast_triton import Weight, flat, rank_block, splits_of, sum_of_splits, weight_tile
 
-# Programs that read one weight, at most: four for each of the 132 SMs of an H100 or H200.
-PROGRAMS = 528
-# Columns of A, at least, that one program multiplies for A A^T: each program of the rows reads its splits.
-GRAM_COLUMNS = 1024
-# Bytes of partial sums, at most, that layers of one launch have together, if they are several.
-PARTIAL_SUMS = 2**26
+PROGRAMS = 528  # most programs that read one weight: four for each of the 132 SMs of an H100 or H200
+GRAM_COLUMNS = 1024  # fewest columns of A that one program multiplies for A A^T: each program of the rows reads its splits
+PARTIAL_SUMS = 2**26  # most bytes of partial sums in one launch of several layers
 
-# The columns of a table of addresses: one row to a layer, int64.
+# The columns of a table of addresses: one row for each layer, int64.
 AT_CODES, AT_SCALE, AT_OFFSET, AT_LEVELS, AT_A, AT_B, AT_W_SQ, FIELDS = map(tl.constexpr, range(8))
 
 
 @triton.jit
 def address(table_ptr, layer, FIELD: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """The address of a layer's tensor, as a pointer of the type of `like`. ALIGNED: bytes that divide it."""
+    """The address of a layer's tensor, as a pointer of the type of `like`. ALIGNED: a divisor of it, bytes."""
     return tl.multiple_of(tl.load(table_ptr + layer * FIELDS + FIELD).to(like.dtype), ALIGNED)
 
 
@@ -58,9 +55,9 @@ def weight_product_kernel(
     scale_ptr = address(table_ptr, layer, AT_SCALE, fp32_like, ALIGNED)
     offset_ptr = address(table_ptr, layer, AT_OFFSET, fp32_like, ALIGNED)
     levels_ptr = address(table_ptr, layer, AT_LEVELS, fp32_like, ALIGNED)
-    factor = tl.cast(factor, tl.float32)  # a compiler hands numbers on as fp64
+    factor = tl.cast(factor, tl.float32)  # a compiler passes numbers as fp64
     wa_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    # Not copied ahead: of packed codes and their scales the loads are many and small, which took 5 times as long (H100).
+    # No prefetch: packed codes and their scales are many small loads, which took 5 times as long (H100).
     for start in tl.range(split * columns, tl.minimum(split * columns + columns, K), BLOCK_K, num_stages=1):
         start = tl.cast(start, tl.int32)
         k = start + tl.arange(0, BLOCK_K)
@@ -69,7 +66,7 @@ def weight_product_kernel(
             BLOCK, SCALED, SHIFTED, LEVELS, E4M3, STEP,
         )  # fmt: skip
         a_KR = tl.load(a_ptr + r[None, :] * K + k[:, None], mask=(r[None, :] < R) & (k[:, None] < K), other=0.0)
-        # A tensor core rounds its sums toward zero: long ones are made outside of it, which the factor sees to. Were
+        # A tensor core rounds its sums toward zero, so long sums must be made outside of it. The factor ensures that: were
         # it applied after the loop, the compiler would sum inside.
         wa_NR += factor * tl.dot(w_NK, a_KR, input_precision="tf32x3")
     place = layer.to(tl.int64) * tl.num_programs(1) + split
@@ -83,7 +80,7 @@ def adapted_norm_kernel(
 ):  # fmt: skip
     """c_n = sqrt(max(FLOOR w_sq_n, w_sq_n + sum_r b_nr (sum_s wa_snr + (B gram)_nr))),  gram = s^2 A A^T,  wa = 2 s W A^T.
 
-    Grid: (BLOCK_N rows to a program, layers). gram is in splits too.
+    Grid: (BLOCK_N rows for each program, layers). gram is in splits too.
     """
     n, layer = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
     w_sq_ptr, b_ptr = address(table_ptr, layer, AT_W_SQ, c_ptr, 1), address(table_ptr, layer, AT_B, c_ptr, 1)
@@ -106,36 +103,32 @@ def adapted_norm_kernel(
 
 
 class Tiles(NamedTuple):
-    """How W A^T is divided among programs."""
+    """The division of W A^T, or A A^T, among programs: a constant of the shape, and with it the order of each sum."""
 
     block_n: int
     block_k: int
     splits: int
-    columns: int  # to a split
+    columns: int  # of each split
     warps: int
 
 
-def _tiles(rows: int, columns: int, rank: int) -> Tiles:
-    """A constant of the shape, and with it the order of each sum."""
-    # 64 rows are what Hopper's tensor cores take at once. Shared memory holds two halves of each fp32 operand.
-    block_n, block_k = 64, 64 if rank_block(rank, 128) <= 32 else 32
+def _tiles(rows: int, columns: int, rank: int) -> tuple[Tiles, Tiles]:
+    """The tiles of W A^T, and of A A^T."""
+    block_r = rank_block(rank, 128)
+    # Hopper's tensor cores take 64 rows at once. Shared memory holds two halves of each fp32 operand.
+    block_n, block_k = 64, 64 if block_r <= 32 else 32
     # Partial sums are written and read again: at most a quarter of the weight's elements.
     most = max(1, columns // (4 * rank))
-    splits, share = splits_of(columns, block_k, min(most, PROGRAMS // ceil_div(rows, block_n)))
-    return Tiles(block_n, block_k, splits, share, 4 if rank <= 64 else 8)
+    splits = splits_of(columns, block_k, min(most, PROGRAMS // ceil_div(rows, block_n)))
+    gram_splits = splits_of(columns, block_k, columns // GRAM_COLUMNS)
+    product = Tiles(block_n, block_k, *splits, 4 if rank <= 64 else 8)
+    return product, Tiles(min(block_n, block_r), block_k, *gram_splits, 4)
 
 
-def _gram_tiles(columns: int, rank: int) -> Tiles:
-    """Of A A^T, in the same way."""
-    block_n, block_k = min(64, rank_block(rank, 128)), 64 if rank_block(rank, 128) <= 32 else 32
-    splits, share = splits_of(columns, block_k, columns // GRAM_COLUMNS)
-    return Tiles(block_n, block_k, splits, share, 4)
-
-
-@lru_cache(maxsize=4096)  # the addresses stay as they are from update to update
+@lru_cache(maxsize=4096)  # the addresses stay the same from update to update
 def _table(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -> Tensor:
-    """On the device, int64 [layers, FIELDS], without a wait for it."""
-    # A graph would copy it from host memory that is others' by then.
+    """The table on the device, int64 [layers, FIELDS], copied without waiting."""
+    # A recorded graph would copy it again, from host memory that is reused by then.
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "a table is made before it is recorded"
     rows = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
     return rows.to(device, non_blocking=True)
@@ -147,40 +140,36 @@ def _adapted_norms(
     levels: list[Tensor], columns: int, bits: int, block: int, w_sq_N: list[Tensor], a_RK: list[Tensor], b_NR: list[Tensor],
     scaling: float,
 ) -> None:  # fmt: skip
-    """Of layers of one shape, rank and storage. scale, offset, levels: one each, or empty."""
+    """The norms of layers of one shape, rank and storage. scale, offset, levels: one for each layer, or empty."""
     (count, rows), rank, block_r = c_LN.shape, a_RK[0].shape[0], rank_block(a_RK[0].shape[0], 128)
-    # What is not there is not read; the codes stand in for it.
+    # The codes stand in for absent tensors, and are not read there.
     fields = [codes, scale or codes, offset or codes, levels or codes, a_RK, b_NR, w_sq_N]
     addresses = tuple(zip(*([tensor.data_ptr() for tensor in field] for field in fields), strict=True))
     table = _table(c_LN.device, addresses)
     aligned = 16 if all(address % 16 == 0 for layer in addresses for address in layer) else 1
     weight = Weight(codes[0], *(each[0] if each else None for each in (scale, offset, levels)), rows, columns, bits, block)
-    how, gram, tiles_r = _tiles(rows, columns, rank), _gram_tiles(columns, rank), ceil_div(rank, block_r)
+    (product, gram), tiles_r = _tiles(rows, columns, rank), ceil_div(rank, block_r)
     dense = Weight(a_RK[0], None, None, None, rank, columns, 8, columns)
     for stored, tiles, field, out, factor in (
-        (weight, how, AT_CODES, wa_LSNR, 2 * scaling), (dense, gram, AT_A, gram_LSRR, scaling**2),
+        (weight, product, AT_CODES, wa_LSNR, 2 * scaling), (dense, gram, AT_A, gram_LSRR, scaling**2),
     ):  # fmt: skip
         constants = dict(
             R=rank, WEIGHT=field.value, ALIGNED=aligned, **stored.layout(), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
             BLOCK_R=block_r,
         )  # fmt: skip
         grid = ceil_div(stored.rows, tiles.block_n), tiles.splits, count * tiles_r
-        of_product = LaunchConfig(grid, constants, tiles.warps)
+        config = LaunchConfig(grid, constants, tiles.warps)
         numbers = float(factor), stored.rows, columns, tiles.columns, tiles_r
-        launch(
-            weight_product_kernel, lambda of_product=of_product: of_product, (table, stored.codes, a_RK[0], out), numbers,
-            (grid, *constants.values()),
-        )  # fmt: skip
+        tensors = table, stored.codes, a_RK[0], out
+        launch(weight_product_kernel, lambda config=config: config, tensors, numbers, (grid, *constants.values()))
     block_n, block_r = 16, min(block_r, 64)
-    of_norm = LaunchConfig(
-        (ceil_div(rows, block_n), count),
-        dict(
-            R=rank, FLOOR=NORM_FLOOR, BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_S=min(8, next_power_of_2(how.splits)),
-            GRAM_S=min(8 if block_r <= 32 else 1, next_power_of_2(gram.splits)),
-        ),
+    constants = dict(
+        R=rank, FLOOR=NORM_FLOOR, BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_S=min(8, next_power_of_2(product.splits)),
+        GRAM_S=min(8 if block_r <= 32 else 1, next_power_of_2(gram.splits)),
     )  # fmt: skip
+    config = LaunchConfig((ceil_div(rows, block_n), count), constants)
     tensors = table, wa_LSNR, gram_LSRR, c_LN
-    launch(adapted_norm_kernel, lambda: of_norm, tensors, (rows, how.splits, gram.splits), (rank, count))
+    launch(adapted_norm_kernel, lambda: config, tensors, (rows, product.splits, gram.splits), (rank, count))
 
 
 def adapted_norms(
@@ -199,19 +188,19 @@ def adapted_norms(
     norms: dict[int, Tensor] = {}
     for places in alike.values():
         like, rank = stored[places[0]], len(a_RK[places[0]])
-        splits, gram_splits = _tiles(like.rows, like.columns, rank).splits, _gram_tiles(like.columns, rank).splits
+        splits, gram_splits = (tiles.splits for tiles in _tiles(like.rows, like.columns, rank))
         most = max(1, PARTIAL_SUMS // (4 * splits * like.rows * rank))
         for first in range(0, len(places), most):
-            some = places[first : first + most]
+            batch = places[first : first + most]
             c_LN, wa_LSNR, gram_LSRR = (
-                torch.empty(len(some), *shape, dtype=torch.float32, device=like.codes.device)
+                torch.empty(len(batch), *shape, dtype=torch.float32, device=like.codes.device)
                 for shape in ((like.rows,), (splits, like.rows, rank), (gram_splits, rank, rank))
             )
-            stacked = zip(*(stored[place][:4] for place in some), strict=True)
+            stacked = zip(*(stored[place][:4] for place in batch), strict=True)
             fields = ([tensor for tensor in tensors if tensor is not None] for tensors in stacked)
-            factors = ([each[place].contiguous() for place in some] for each in (w_sq_N, a_RK, b_NR))
+            factors = ([tensors[place].contiguous() for place in batch] for tensors in (w_sq_N, a_RK, b_NR))
             _adapted_norms(
-                c_LN, wa_LSNR, gram_LSRR, *fields, like.columns, like.bits, like.block, *factors, scalings[some[0]]
+                c_LN, wa_LSNR, gram_LSRR, *fields, like.columns, like.bits, like.block, *factors, scalings[batch[0]]
             )
-            norms |= zip(some, c_LN.unbind(), strict=True)
+            norms |= zip(batch, c_LN.unbind(), strict=True)
     return [norms[place] for place in range(len(weights))]

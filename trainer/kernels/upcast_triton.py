@@ -1,10 +1,9 @@
-"""Frozen weights in Triton: read as they are stored, in fp32 in registers. See types.StoredWeight and protocols.Kernels.
+"""Frozen weights in Triton: read from storage, decoded to fp32 in registers. See types.StoredWeight and protocols.Kernels.
 
-Block sizes are fixed by the shape; an H100 has timed them. The kernels run under Triton's CPU interpreter too
-(TRITON_INTERPRET=1): a machine without a GPU tests them that way.
+The shape fixes block sizes; they were timed on an H100. The kernels run under Triton's CPU interpreter too
+(TRITON_INTERPRET=1), for tests without a GPU.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +19,17 @@ CODES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 @triton.jit
-def per_block(ptr, n, at, N, inside, BLOCK: tl.constexpr):
-    """What applies to each `BLOCK` consecutive elements, or (0) to each row, at the elements `at` of rows n."""
+def per_block(ptr, n, at, N, mask, BLOCK: tl.constexpr):
+    """The scale or offset of the elements `at` in rows n: one for each `BLOCK` consecutive elements, or for each row (0)."""
     if BLOCK == 0:
         return tl.load(ptr + n, mask=n < N)[:, None]
     else:
-        return tl.load(ptr + at // BLOCK, mask=inside)
+        return tl.load(ptr + at // BLOCK, mask=mask)
 
 
 @triton.jit
 def e4m3(byte):
-    """The fp32 number of a float8 e4m3 code, exactly: for cards that Triton has no conversion for. byte: int32.
+    """The exact fp32 number of a float8 e4m3 code, for cards that Triton has no conversion for. byte: int32.
 
     1 bit sign, 4 bits exponent (bias 7), 3 bits mantissa; exponent 0 has no leading 1; all ones are NaN, none is infinite.
     """
@@ -57,16 +56,16 @@ def weight_tile(
 ):  # fmt: skip
     """Rows n (int32 vector) and columns first .. first + WIDTH - 1 of the weight: fp32 [n, WIDTH], 0 outside of [N, K].
 
-    BITS: of a packed code, 8 where codes are elements. BLOCK: elements to a scale, 0: one row to a scale. STEP: elements that
-    one load of a byte and its scale serves: all of the byte, where none lies in two rows or two blocks; else 1.
+    BITS: of a packed code, 8 if codes are elements. BLOCK: elements for each scale, 0: a row. STEP: elements for each load of
+    a byte and its scale: all of the byte if no byte spans two rows or two blocks, else 1.
     """
     PER_BYTE: tl.constexpr = 8 // BITS
     j = first // STEP + tl.arange(0, WIDTH // STEP)
-    inside = (n[:, None] < N) & (j[None, :] < K // STEP)
+    mask = (n[:, None] < N) & (j[None, :] < K // STEP)
     at = n[:, None] * (K // STEP) + j[None, :]
-    codes = tl.load(codes_ptr + at // (PER_BYTE // STEP), mask=inside)
-    scale = per_block(scale_ptr, n, at, N, inside, BLOCK // STEP) if SCALED else 1.0
-    offset = per_block(offset_ptr, n, at, N, inside, BLOCK // STEP) if SHIFTED else 0.0
+    codes = tl.load(codes_ptr + at // (PER_BYTE // STEP), mask=mask)
+    scale = per_block(scale_ptr, n, at, N, mask, BLOCK // STEP) if SCALED else 1.0
+    offset = per_block(offset_ptr, n, at, N, mask, BLOCK // STEP) if SHIFTED else 0.0
     if BITS == 8:
         if E4M3:
             codes = e4m3(codes.to(tl.int32))
@@ -94,10 +93,10 @@ def weight_tile(
 @triton.jit
 def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """fp32 to the nearest of `dtype`, ties to even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # it truncates: round the bits first
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter truncates: round the bits first
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    if INTERPRETED and dtype == tl.float8e4nv:  # it loses the carry into the exponent, and the ties
+    if INTERPRETED and dtype == tl.float8e4nv:  # the interpreter loses the carry into the exponent, and the ties
         bits = x.to(tl.uint32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
         # Below 2^-6 a code's step is 2^-9, which is fp32's at 1.5 * 2^14.
@@ -111,11 +110,11 @@ def sum_of_splits(
 ):
     """fp32 [n, r]: sum_s x_snr of partial sums [splits, N, R], BLOCK_S at a time: their loads do not wait for one another."""
     x_SNR = tl.zeros([BLOCK_S, BLOCK_N, BLOCK_R], tl.float32)
-    inside = ((n < N)[:, None] & (r < R)[None, :])[None, :, :]
+    mask = ((n < N)[:, None] & (r < R)[None, :])[None, :, :]
     at = (n[:, None] * R + r[None, :])[None, :, :]
     for first in range(0, splits, BLOCK_S):
         split = (first + tl.arange(0, BLOCK_S))[:, None, None]
-        x_SNR += tl.load(x_ptr + split.to(tl.int64) * N * R + at, mask=inside & (split < splits), other=0.0)
+        x_SNR += tl.load(x_ptr + split.to(tl.int64) * N * R + at, mask=mask & (split < splits), other=0.0)
     return tl.sum(x_SNR, 0)
 
 
@@ -126,7 +125,7 @@ def upcast_kernel(
     E4M3: tl.constexpr, STEP: tl.constexpr, GAIN: tl.constexpr,
     INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out_nk = g_n * w_nk.  Grid: one program to a tile [BLOCK_N, BLOCK_K], columns first, as the memory lies."""
+    """out_nk = g_n * w_nk.  Grid: one program for each tile [BLOCK_N, BLOCK_K], columns first, in memory order."""
     tile, tiles_K = tl.program_id(0), tl.cdiv(K, BLOCK_K)
     n = tile // tiles_K * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tile % tiles_K * BLOCK_K
@@ -147,7 +146,7 @@ def row_squares_kernel(
     SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, E4M3: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out_n = sum_k w_nk^2.  Grid: one program to BLOCK_N rows, which walks along K and so needs no second pass."""
+    """out_n = sum_k w_nk^2.  Grid: one program for BLOCK_N rows, which loops over K and so needs no second pass."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     squares = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for first in range(0, K, BLOCK_K):
@@ -160,18 +159,18 @@ def row_squares_kernel(
 
 
 def rank_block(rank: int, largest: int) -> int:
-    """Ranks to a tile: a power of two, 16 at least, which is what tl.dot wants."""
+    """Ranks in a tile: a power of two, at least 16, as tl.dot requires."""
     return min(max(16, next_power_of_2(rank)), largest)
 
 
 def splits_of(length: int, block: int, most: int) -> tuple[int, int]:
-    """(splits, length of each) of a sum over `length` that is divided among `most` programs at most, by whole blocks."""
+    """(splits, length of each) of a sum over `length`, divided into whole blocks among at most `most` programs."""
     share = max(1, ceil_div(ceil_div(length, max(1, most)), block)) * block
     return max(1, ceil_div(length, share)), share
 
 
 class Weight(NamedTuple):
-    """A StoredWeight as operators take it: tensors and numbers."""
+    """A StoredWeight as an operator's arguments: tensors and numbers."""
 
     codes: Tensor
     scale: Tensor | None
@@ -183,15 +182,15 @@ class Weight(NamedTuple):
     block: int
 
     def pointers(self) -> tuple[Tensor, ...]:
-        """What a kernel reads from; the codes stand in for a tensor that is not there, and are then not read."""
+        """The tensors that a kernel reads; the codes stand in for an absent one, and are not read there."""
         codes, scale, offset, levels = self[:4]
-        # Not in a loop: it would take as long as all else that a launch takes.
+        # Written out: a loop would take as long as the rest of a launch.
         return (
             codes, codes if scale is None else scale, codes if offset is None else offset, codes if levels is None else levels
         )  # fmt: skip
 
     def layout(self) -> dict[str, Any]:
-        """The constants of the kernels that read it."""
+        """Constants for the kernels that read it."""
         per_byte, by_row = 8 // self.bits, self.block == self.columns
         return dict(
             BITS=self.bits, BLOCK=0 if by_row else self.block, SCALED=self.scale is not None,
@@ -201,26 +200,21 @@ class Weight(NamedTuple):
         )  # fmt: skip
 
     def facts(self) -> tuple[object, ...]:
-        """What `layout` follows from, beside the codes' dtype and the columns."""
+        """The values that determine `layout`, together with the codes' dtype and the columns."""
         return self.bits, self.block, self.scale is None, self.offset is None, self.levels is None
 
 
 @torch.compiler.assume_constant_result
 def converts_e4m3(device: torch.device) -> bool:
-    """Whether Triton converts e4m3 codes for that device; elsewhere the kernels read their bits. Ada and newer do."""
-    return _converts_e4m3(device)
-
-
-@cache  # torch's answer takes as long as the launch of a kernel
-def _converts_e4m3(device: torch.device) -> bool:
+    """Whether Triton converts e4m3 codes for that device (Ada and newer); if not, the kernels read their bits."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def flat(weight: StoredWeight) -> Weight:
-    """The weight as operators take it, made once. Raises ValueError for codes of a dtype that the kernels cannot read."""
+    """The weight as an operator's arguments, cached. Raises ValueError for codes of a dtype that the kernels cannot read."""
     if torch.compiler.is_compiling():
-        return _flat(weight)  # a graph is made once
-    memo = weight.__dict__  # as functools.cached_property keeps what follows from a frozen object
+        return _flat(weight)  # a graph is built once
+    memo = weight.__dict__  # where functools.cached_property, too, keeps a frozen object's derived values
     if "of_triton" not in memo:
         memo["of_triton"] = _flat(weight)
     return memo["of_triton"]
@@ -234,7 +228,7 @@ def _flat(weight: StoredWeight) -> Weight:
     if codes.dtype == torch.float8_e4m3fn and not converts_e4m3(codes.device):
         codes = codes.view(torch.uint8)
     rows, columns = weight.shape
-    # Elements are counted in int32. The largest layer of the supported models, 18432 x 3072, has 2^25.8.
+    # The kernels count elements in int32. The largest layer of the supported models, 18432 x 3072, has 2^25.8.
     assert rows * columns < 2**31 and codes.is_contiguous()
     return Weight(codes, weight.scale, weight.offset, weight.levels, rows, columns, weight.bits or 8, weight.block)
 
@@ -255,15 +249,15 @@ def _upcast(
 ) -> None:  # fmt: skip
     weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
 
-    def how() -> LaunchConfig:
+    def config() -> LaunchConfig:
         check_dtypes(out)
-        # 4096 elements: 32 to a thread, 16-byte loads even of one-byte codes, and rows of 128 fill whole cache lines.
+        # 4096 elements: 32 for each thread, 16-byte loads even of one-byte codes, and rows of 128 fill whole cache lines.
         block_n, block_k = 32, 128
         constants = dict(GAIN=g_N is not None, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_K=block_k)
         return LaunchConfig((ceil_div(rows, block_n) * ceil_div(columns, block_k),), weight.layout() | constants)
 
     tensors = *weight.pointers(), out if g_N is None else g_N, out
-    launch(upcast_kernel, how, tensors, (rows, columns), (g_N is None, *weight.facts()))
+    launch(upcast_kernel, config, tensors, (rows, columns), (g_N is None, *weight.facts()))
 
 
 @operator("out_N")
@@ -273,16 +267,16 @@ def _row_squares(
 ) -> None:  # fmt: skip
     weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
 
-    def how() -> LaunchConfig:
-        # Few rows to a program, so that the narrowest layers (640) still occupy most SMs; long steps along K.
+    def config() -> LaunchConfig:
+        # Few rows for each program, so that the narrowest layers (640) still occupy most SMs; long steps along K.
         block_n, block_k = 4, 512
         return LaunchConfig((ceil_div(rows, block_n),), weight.layout() | dict(BLOCK_N=block_n, BLOCK_K=block_k))
 
-    launch(row_squares_kernel, how, (*weight.pointers(), out_N), (rows, columns), weight.facts())
+    launch(row_squares_kernel, config, (*weight.pointers(), out_N), (rows, columns), weight.facts())
 
 
 def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """W, or g * W row by row: `dtype` [N, K], contiguous, in `out` where one is given."""
+    """W, or g * W row by row: `dtype` [N, K], contiguous, in `out` if given."""
     stored = flat(weight)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
     assert out.is_contiguous() and out.dtype == dtype and out.numel() == stored.rows * stored.columns

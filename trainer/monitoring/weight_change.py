@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.adapters import Adapter
-from trainer.adapters.change import LayerChange, StartFactors, change
+from trainer.adapters.change import LayerChange, change
 from trainer.base.console import wrapped
 from trainer.base.progress import QUIET, Phases
 from trainer.kernels.dora_torch import TINY
@@ -41,7 +41,7 @@ def weight_change(
     layers: dict[str, tuple[LayerChange, int]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
-            began = None if start is None else StartFactors(*adapter.kind.effective(adapter.kind.values(start, name)))
+            began = None if start is None else adapter.kind.values(start, name)
             norms = change(layer, began)
             layers[name] = norms, math.prod(layer.get_base_layer().weight_shape)
             phase.advance()

@@ -11,7 +11,7 @@ from PIL import Image
 from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
 from trainer.adapters.portable import Portable
-from trainer.adapters.splitting import fused_modules
+from trainer.adapters.targets import fused_modules
 from trainer.base import patterns
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases

@@ -1,8 +1,8 @@
 """Converted weights in a file of their own: a second start reads them instead of converting again.
 
-One safetensors file for each component, named by a digest of everything that goes into the conversion: the payloads, and the
-row norms of the weights they came from. Its metadata holds a SHA-256 for every tensor; a layer of which one does not match
-counts as missing and is converted again.
+One safetensors file for each component, named by a digest of all inputs of the conversion. It holds the payloads, and the row
+norms of the weights they came from; its metadata a SHA-256 for every tensor. A layer with a digest that does not match counts
+as missing and is converted again.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import Recipe, TensorFile, tensor_sha256, write_tensors
 from trainer.quantization.layers import FrozenLayer
 
-VERSION = 2  # raise it when a format converts to other bytes, lies in memory in another way, or more is kept
-NORMS = "original_norms"  # beside the payload's names
+VERSION = 2  # raise it if a format converts to other bytes or lies in memory in another way, or if the file holds more
+NORMS = "original_norms"  # a key beside the payload's names
 
 
 class ConvertedWeights:
-    """The cache of one component. fingerprint: of the model's files; library: what converts, with its version.
+    """The cache of one component. fingerprint: of the model's files. library: the converting one, with its version.
 
-    wanted, found: how many weights `fill` looked for, and filled.
+    total, hits: how many weights `fill` looked for, and filled.
     """
 
     def __init__(self, folder: Path, *, fingerprint: str, library: str) -> None:
         self.folder, self.fingerprint, self.library = folder, fingerprint, library
-        self.found, self.wanted = 0, 0
+        self.hits, self.total = 0, 0
 
     def path(self, module: nn.Module) -> Path:
-        """The file of the converted weights of a module with frozen layers. The device counts: it rounds in its own way."""
+        """The file for a module with frozen layers. Its name depends on the device, which rounds in its own way."""
         layers = {
             name: [layer.format.name, list(layer.weight_shape), layer.qweight.device.type]
             for name, layer in _converted(module).items()
@@ -43,13 +43,13 @@ class ConvertedWeights:
         return self.folder / f"{hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()}.safetensors"
 
     def fill(self, module: nn.Module, phases: Phases = QUIET) -> set[str]:
-        """Fill what is there and sound; returns the names of those weights."""
+        """Fill the weights that are there and intact; returns their names."""
         layers = _converted(module)
-        self.wanted = len(layers)
+        self.total = len(layers)
         try:
             file = TensorFile(self.path(module))
             about = json.loads(file.metadata["layers"])
-        except (UserError, KeyError, ValueError):  # missing or damaged: all of it is converted again
+        except (UserError, KeyError, ValueError):  # missing or damaged: convert everything again
             return set()
         if not isinstance(about, dict):
             return set()
@@ -57,36 +57,36 @@ class ConvertedWeights:
         filled = set()
         with phases("reading converted weights", total, "B") as phase:
             for name, layer in layers.items():
-                record, wanted = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
-                kinds = {f"{name}.{key}": (tensor.dtype, tensor.shape) for key, tensor in wanted.items()}
+                record, expected = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
+                kinds = {f"{name}.{key}": (tensor.dtype, tensor.shape) for key, tensor in expected.items()}
                 entries = {key: file.entries[key] for key in kinds if key in file.entries}
                 if {key: (entry.dtype, entry.shape) for key, entry in entries.items()} != kinds:
                     continue
-                tensors = {key: file.read(f"{name}.{key}", phase.advance) for key in wanted}
+                tensors = {key: file.read(f"{name}.{key}", phase.advance) for key in expected}
                 if record.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in tensors.items()}:
                     layer.original_norms = tensors.pop(NORMS)
                     layer.load_payload(tensors)
                     layer.bytes_before, layer.relative_error = record["bytes_before"], record["relative_error"]
                     filled.add(f"{name}.weight")
-        self.found = len(filled)
+        self.hits = len(filled)
         return filled
 
     def store(self, module: nn.Module, phases: Phases = QUIET) -> None:
-        """Write the file, atomically, unless all of it was found."""
-        if self.found == self.wanted:
+        """Write the file, atomically, unless all of it was there."""
+        if self.hits == self.total:
             return
         remove_leftovers(self.folder.glob(".*.tmp"), idle=600)
         layers = _converted(module)
         payloads = {name: layer.payload() | {NORMS: layer.original_norms} for name, layer in layers.items()}
         size = sum(tensor.nbytes for some in payloads.values() for tensor in some.values())
         tensors, about = dict[str, torch.Tensor | Recipe](), {}
-        # Twice through the bytes: the digests stand in the header, in front of what they are of.
+        # Twice through the bytes: the header holds the digests of the data behind it.
         with phases("storing converted weights", 2 * size, "B") as phase:
             for name, layer in layers.items():
                 digests = {}
                 for key, tensor in payloads[name].items():
                     place = f"{name}.{key}"
-                    if key in layer.digests:  # it is not here whole
+                    if key in layer.digests:  # the tensor is not here whole
                         make = partial(lambda layer, key: layer.whole_payload()[key], layer, key)
                         digests[key], tensors[place] = layer.digests[key], Recipe(tensor.dtype, tuple(tensor.shape), make)
                     else:

@@ -9,7 +9,7 @@ from trainer.quantization.layers import FrozenLayer
 
 
 class Geometry(NamedTuple):
-    """How a convolution goes over its pixels, as torch takes it."""
+    """The arguments of torch's convolution functions."""
 
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
@@ -27,14 +27,14 @@ class FrozenConv2d(FrozenLayer):
 
     def product(self, x, weight):
         if x.device.type == "cpu" and self.in_channels == 1 and self.stride != (1, 1):
-            # Of one channel whose rows give one pixel each, torch 2.13 reads beyond its memory, if it lies channels last.
+            # torch 2.13 reads out of bounds for one channels-last channel whose rows give one pixel each.
             x = x.clone(memory_format=torch.contiguous_format)
         return F.conv2d(x, weight, None, *self.geometry)
 
     def output_shape(self, x_shape):
-        """The shape of the output for an input of `x_shape`, as torch.nn.Conv2d's documentation has it."""
-        of_each = zip(x_shape[2:], self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        return x_shape[0], self.out_channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in of_each)
+        """The shape of the output for an input of `x_shape` (formula: torch.nn.Conv2d's documentation)."""
+        axes = zip(x_shape[2:], self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        return x_shape[0], self.out_channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes)
 
     def product_input_grad(self, dy, weight, x_shape, add_to=None):
         dx = torch.nn.grad.conv2d_input(x_shape, weight, dy, *self.geometry)
@@ -42,7 +42,7 @@ class FrozenConv2d(FrozenLayer):
 
     def product_weight_grad(self, dy, x, weight_shape):
         if x.device.type == "cpu" and self.kernel_size == (1, 1) and self.stride != (1, 1):
-            # Of such a kernel with a stride, torch 2.13 takes channels-last pixels wrongly, and writes beyond its memory.
+            # torch 2.13 misreads channels-last pixels for such a kernel with a stride, and writes out of bounds.
             x = x.clone(memory_format=torch.contiguous_format)
         return torch.nn.grad.conv2d_weight(x, weight_shape, dy, *self.geometry)
 
@@ -56,7 +56,7 @@ class FrozenConv2d(FrozenLayer):
         return y.movedim(1, -1).reshape(-1, y.shape[1])
 
     def put_rows(self, y_MN, y):
-        # Rows are a view where all pixels of a channel, or all channels of a pixel, lie together.
+        # Rows are a view if all pixels of a channel, or all channels of a pixel, are contiguous.
         if y.shape[0] > 1 and y.shape[1] > 1 and y.stride(1) != 1:
             y.copy_(self.from_rows(y_MN, y.shape))
 

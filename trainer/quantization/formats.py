@@ -1,4 +1,4 @@
-"""Storage formats of frozen weights: which plain tensors stand for a weight, and what the kernels are told of them.
+"""Storage formats of frozen weights: the plain tensors that stand for a weight, and their description for the kernels.
 
 A weight is [N, ...] with N output rows, flattened to [N, K]. Its payload, by layout:
 
@@ -21,16 +21,14 @@ import torch.nn.functional as F
 from trainer.base.types import StoredWeight
 from trainer.kernels.decode import pieces, values
 
-# Weights are converted in pieces of about this many elements, so that the fp32 copies stay small beside the weight.
-PIECE_ELEMENTS = 1 << 22
+PIECE_ELEMENTS = 1 << 22  # converted at a time, about: the fp32 copies stay small beside the weight
 
 
 class Format:
     """One way to store a weight.
 
-    dtype_name, backend: as in the config.
-    dtype: where the payload is the weight in a torch dtype, that dtype; None where it is quantised.
-    convolutions: whether Conv2d are stored so too; elsewhere they stay at the unquantised dtype.
+    dtype_name, backend: the config's words. dtype: the payload's torch dtype; None if it is quantised.
+    convolutions: whether Conv2d are stored so too; else they keep the unquantised dtype.
     """
 
     dtype_name: str
@@ -45,11 +43,11 @@ class Format:
 
     @property
     def quantised(self) -> bool:
-        """Whether the weight is held in codes."""
+        """Whether the weight is stored in codes."""
         return self.dtype is None
 
     def empty_payload(self, shape: torch.Size, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """The tensors that hold a weight of that shape, their values undefined."""
+        """Tensors for a weight of that shape, their values undefined."""
         raise NotImplementedError
 
     def quantize_into(self, weight: torch.Tensor, payload: dict[str, torch.Tensor]) -> None:
@@ -57,7 +55,7 @@ class Format:
         raise NotImplementedError
 
     def stored(self, payload: dict[str, torch.Tensor], shape: torch.Size) -> StoredWeight:
-        """The payload as the kernels read it. shape: the weight's own, or flattened to [N, K]."""
+        """The payload's description for the kernels. shape: the weight's own, or flattened to [N, K]."""
         raise NotImplementedError
 
 
@@ -118,9 +116,9 @@ class PerRow(Format):
 class Packed(Format):
     """Codes of `bits` bits over blocks of the flat weight: code * scale + offset, or levels[code] * scale.
 
-    block: K -> how many consecutive elements share a scale; the weight's last block may be shorter.
-    quantize_blocks: (fp32 [elements], block, dtype_name) -> (codes as `pack` packs them, scale fp32 [blocks], and offset
-      fp32 [blocks] or levels fp32 [2 ** bits], as `second` says).
+    block: K -> number of consecutive elements that share a scale; the weight's last block may be shorter.
+    quantize_blocks: (fp32 [elements], block, dtype_name) -> (codes packed by `pack`, scale fp32 [blocks], and by `second`
+      offset fp32 [blocks] or levels fp32 [2 ** bits]).
     """
 
     dtype_name: str
@@ -143,7 +141,7 @@ class Packed(Format):
 
     def quantize_into(self, weight, payload):
         flat, block = weight.reshape(-1), self.block(_flat(weight.shape)[1])
-        # Pieces of whole blocks and whole bytes: the same as the whole weight at once.
+        # Pieces of whole blocks and whole bytes give the same as the whole weight at once.
         blocks = 8 * max(1, PIECE_ELEMENTS // (8 * block))
         for first in range(0, -(-flat.numel() // block), blocks):
             start = first * block
@@ -185,15 +183,15 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def scaled_float8(w_NK: torch.Tensor, codes: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """scale_n = max_k |W_nk| / max(codes), W / scale rounded to nearest."""
-    # By a tensor: CUDA divides by a number as it multiplies by its inverse, and the codes would not be a CPU's.
+    # Divide by a tensor: CUDA divides by a number by multiplying by its inverse, and the codes would differ from a CPU's.
     scale = nonzero(w_NK.abs().amax(dim=1) / w_NK.new_tensor(torch.finfo(codes).max))
     return (w_NK / scale[:, None]).to(codes), scale
 
 
 def nonzero(scale: torch.Tensor) -> torch.Tensor:
-    """`scale` with fp32's smallest normal number for 0, of a row of zeros or so small that its scale underflows.
+    """`scale` with fp32's smallest normal number for 0: for a row of zeros, or one so small that its scale underflows.
 
-    0 / 0 in float8 would stay NaN; and a large number would drown the other rows where a gradient takes the scales along
+    0 / 0 in float8 would stay NaN; and a large number would drown the other rows when a gradient is multiplied by the scales
     (layers.FrozenLinear).
     """
     return scale.clamp_min(torch.finfo(torch.float32).tiny)

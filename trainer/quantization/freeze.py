@@ -1,4 +1,4 @@
-"""Swap the layers of a component for frozen ones, each in its format."""
+"""Replaces the layers of a component by frozen ones, each in its format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -25,26 +25,26 @@ def storage_of_layers(
     keep_fp32: Sequence[str] = (),
     held: Mapping[str, HeldWeight | torch.dtype] = {},
 ) -> Choose:
-    """How each layer of a component is stored, and in which dtype it computes.
+    """A function (name, layer) -> (storage, compute dtype) for the layers of a component.
 
-    format, compute: of the layers. unquantised: storage of those that a quantised `format` leaves out: what matches a pattern
-      of `keep` (fnmatch), and convolutions where the format has none.
-    keep_fp32: name parts a model class wants stored and computed in fp32 (`_keep_in_fp32_modules`). It counts where
+    format, compute: for the layers in general. unquantised: storage of those that a quantised `format` leaves out: names that
+      match `keep` (fnmatch patterns), and convolutions if the format has none.
+    keep_fp32: name parts that a model class wants stored and computed in fp32 (`_keep_in_fp32_modules`), respected if
       the storage or the compute dtype is fp16, as in transformers.
-    held: what the model's files hold of each layer, where they hold quantised weights. Under a quantised `format`, which is
-      then theirs, every layer is stored as it lies there, `keep` or not: what was lost stays lost.
+    held: each layer in the model's files, if these hold quantised weights. Under a quantised `format`, which is then
+      theirs, every layer keeps its storage there, whatever `keep` says: the lost precision cannot come back.
     """
 
     def choose(name: str, layer: nn.Module) -> tuple[Format, torch.dtype]:
-        form, chosen_compute = format, compute
+        form, layer_compute = format, compute
         stays = any(fnmatchcase(name, pattern) for pattern in keep)
         if format.quantised and held:
             form = dense(kind) if isinstance(kind := held[name], torch.dtype) else formats_of(kind.dtype)[kind.backend]
         elif format.quantised and (stays or (isinstance(layer, nn.Conv2d) and not format.convolutions)):
             form = dense(unquantised)
         if torch.float16 in (format.dtype, compute) and any(part in name.split(".") for part in keep_fp32):
-            form, chosen_compute = form if form.quantised and held else FORMATS["fp32"], torch.float32
-        return form, chosen_compute
+            form, layer_compute = form if form.quantised and held else FORMATS["fp32"], torch.float32
+        return form, layer_compute
 
     return choose
 
@@ -52,9 +52,9 @@ def storage_of_layers(
 def freeze_layers(module: nn.Module, choose: Choose, kernels: Kernels, *, scaled_matmul: bool = False) -> None:
     """Replace every Linear and Conv2d of `module` (on the meta device) by its frozen counterpart, in place.
 
-    choose: as `storage_of_layers` gives it. kernels: what converts the weights and computes the adapters on top of them.
+    choose: from `storage_of_layers`. kernels: convert the weights, and compute the adapters on top of them.
     scaled_matmul: multiply float8 Linears as float8 (precision.matmul = "fp8").
-    Other parameters stay what they are; the loader places them as fp32.
+    Other parameters are left alone; the loader places them as fp32.
     """
     for name, child in list(module.named_modules()):
         if not isinstance(child, (nn.Linear, nn.Conv2d)):

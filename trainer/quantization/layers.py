@@ -1,4 +1,4 @@
-"""A frozen Linear, and what it shares with a convolution, over any storage format: protocols.BaseLayer.
+"""Frozen layers over any storage format (protocols.BaseLayer): their common base, and Linear.
 
 Forward and input gradient are ours for every format. A weight whose stored dtype is not the compute dtype is converted
 into one shared buffer at each use, in the forward and again in the backward pass: a saved copy would undo the saving of
@@ -24,30 +24,30 @@ Payload = Mapping[str, torch.Tensor]
 
 
 class Home(Protocol):
-    """The place of a layer's payload while its block does not pass by (runtime/streaming.py).
+    """The storage of a streamed layer's payload while its block is not on the device (runtime/streaming.py).
 
-    payload: what the layer has meanwhile, by name: the payload itself, or tensors of its form on the meta device.
-    digests: the SHA-256 of each tensor, where the payload itself is not at hand.
+    payload: the layer's tensors meanwhile, by name: the payload itself, or tensors of its form on the meta device.
+    digests: the SHA-256 of each tensor, if the payload itself is not at hand.
     """
 
     payload: Payload
     digests: Mapping[str, str]
 
     def whole(self) -> Payload:
-        """The payload on the device that computes; it stays what it is, whatever passes by."""
+        """The payload on the device that computes; no streamed block overwrites it."""
 
     def fill(self, payload: Payload) -> None:
-        """Take the payload over, from any device."""
+        """Store the payload, from any device."""
 
 
 class FrozenLayer(nn.Module):
-    """What FrozenLinear and FrozenConv2d share: storage and its conversions. Parameters never require a gradient.
+    """Storage and its conversions, for FrozenLinear and FrozenConv2d. Parameters never require a gradient.
 
-    They add `product`, its gradients and what is done with rows (protocols.BaseLayer); `output_shape` of an input's; and
-    `broadcast`: [N] shaped so that it broadcasts over the layer's output.
+    Subclasses add `product`, its gradients and the methods on rows (protocols.BaseLayer); `output_shape` for an input shape;
+    and `broadcast`: [N] shaped so that it broadcasts over the layer's output.
 
-    The payload is held in buffers `payload_NAME`, the bias as an fp32 parameter. There is no `weight`: code of libraries
-    that asks for `layer.weight.dtype` to cast activations must not meet a float8 tensor.
+    Buffers `payload_NAME` hold the payload, an fp32 parameter the bias. There is no `weight`: library code that casts
+    activations to `layer.weight.dtype` must not meet a float8 tensor.
     """
 
     weight = None
@@ -66,43 +66,41 @@ class FrozenLayer(nn.Module):
             self.register_buffer(f"payload_{name}", tensor)
         bias = torch.empty(shape[0], dtype=torch.float32, device=device) if has_bias else None
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # Of the conversion: bytes of the weight as it was read, what was lost, and the row norms it had (fp32 [N], on the
-        # CPU); None for a payload taken over, the last two also where nothing is quantised.
+        # From the conversion: bytes of the weight as it was read, its relative error, and its row norms before (fp32 [N], on
+        # the CPU); None for a payload copied as it is, the last two also if nothing is quantised.
         self.bytes_before: int | None = None
         self.relative_error: float | None = None
         self.original_norms: torch.Tensor | None = None
-        # The dense weight that stands in for base + adapter while an adapter is merged (fp32), else None.
-        self.merged_weight: torch.Tensor | None = None
+        self.merged_weight: torch.Tensor | None = None  # fp32 base + adapter while an adapter is merged
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._plain = False  # StoredWeight.plain, found once when the payload is filled
-        self._stored = self._described(self._buffers)  # with the buffer that it is of
-        # Of a payload that is streamed: its home; the buffers that it has there, and where it passes on the device; and what
-        # they store.
+        self._plain = False  # StoredWeight.plain, determined once when the payload is filled
+        self._stored = self._described(self._buffers)  # (its buffer, the description)
+        # For a streamed payload: its home; its buffers there and on the device; and `_stored` for either.
         self._home: Home | None = None
-        self._places: tuple[Payload, Payload] | None = None
-        self._of_places: tuple[tuple[torch.Tensor, StoredWeight], tuple[torch.Tensor, StoredWeight]] | None = None
+        self._places: tuple[Payload, ...] | None = None
+        self._stored_at: tuple[tuple[torch.Tensor, StoredWeight], ...] = ()
 
     @property
     def qweight(self) -> torch.Tensor:
-        """The stored weight under the name by which PEFT looks for a quantised layer's device: the one that computes."""
+        """The stored weight on the computing device, by the name under which PEFT looks for a quantised layer's device."""
         return self.payload_weight if self._places is None else self._places[1]["payload_weight"]
 
     def payload(self) -> dict[str, torch.Tensor]:
-        """The payload's tensors by name: their forms alone (meta device) of one that no process has whole."""
+        """The payload's tensors by name; on the meta device if no process has it whole."""
         return _payload(self._buffers)
 
     def whole_payload(self) -> Payload:
-        """The payload's tensors by name, wherever they lie."""
+        """The payload's tensors by name, fetched if necessary."""
         return self.payload() if self._home is None else self._home.whole()
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """The SHA-256 of the payload's tensors by name, as they were filled; empty where the tensors themselves are there."""
+        """The SHA-256 of the payload's tensors by name, taken as they were filled; empty if the tensors are at hand."""
         return {} if self._home is None else self._home.digests
 
     def stored(self) -> StoredWeight:
-        """The frozen weight itself, also while an adapter is merged; of a layer whose block is not passing by, a copy."""
-        # Described once: a step asks six times for it. Buffers may be swapped for others; a program reads its own.
+        """The frozen weight itself, also while an adapter is merged; a copy if the layer's block is not on the device."""
+        # Cached: a step asks six times for it. Buffers may be swapped for others; a compiled program reads its own.
         if self._stored[0] is not self._buffers["payload_weight"] and not torch.compiler.is_compiling():
             self._stored = self._described(self._buffers)
         stored = self._stored[1]
@@ -116,29 +114,28 @@ class FrozenLayer(nn.Module):
         return buffers["payload_weight"], replace(stored, plain=True) if self._plain else stored
 
     def stream(self, home: Home, passing: Payload) -> None:
-        """Have the payload at home from now on, and in `passing`, on the device, while the block passes by (`bind`).
-
-        In place of the payload, which is not filled yet.
-        """
+        """Keep the payload, which is not filled yet, in `home` from now on, and in `passing`, on the device, while the block
+        is there (`bind`)."""
         self._home, self._places = home, (_buffers(home.payload), _buffers(passing))
-        self._of_places = self._described(self._places[0]), self._described(self._places[1])
+        self._stored_at = tuple(map(self._described, self._places))
         self.bind(False)
 
     def bind(self, passing: bool) -> None:
-        """Compute with the payload where it passes, or as it lies at home."""
-        assert self._places is not None and self._of_places is not None
+        """Compute with the payload on the device (`passing`), or with the one at home."""
+        assert self._places is not None
         self._buffers.update(self._places[passing])
-        self._stored = self._of_places[passing]
+        self._stored = self._stored_at[passing]
 
     def end_stream(self) -> None:
-        """Give up the payload."""
-        self._home = self._places = self._of_places = None
+        """Drop the payload."""
+        self._home = self._places = None
+        self._stored_at = ()
         for name in _payload(self._buffers):
             del self._buffers[f"payload_{name}"]
         del self._stored
 
     def in_use(self) -> StoredWeight:
-        """What the layer computes with: the frozen weight, or base + adapter while that is merged."""
+        """The weight that the layer computes with: the frozen one, or base + adapter while that is merged."""
         if self.merged_weight is None:
             return self.stored()
         rows = self.merged_weight.flatten(1)
@@ -155,51 +152,47 @@ class FrozenLayer(nn.Module):
 
     def load_weight(self, weight: torch.Tensor) -> None:
         """Convert `weight` into the payload, in place."""
-        payload = made = self.payload()
+        payload = self.payload()
         if weight.device != payload["weight"].device:
-            # Streamed. A device rounds in its own way: it is converted where it would be without.
-            made = {name: torch.empty_like(tensor, device=weight.device) for name, tensor in payload.items()}
-        self.format.quantize_into(weight, made)
-        self._take(made)
+            # Streamed. A device rounds in its own way: convert where it would happen without streaming.
+            payload = {name: torch.empty_like(tensor, device=weight.device) for name, tensor in payload.items()}
+        self.format.quantize_into(weight, payload)
+        self._fill(payload)
         self.bytes_before = weight.nbytes
         if self.format.quantised:
-            stored = self._described(_buffers(made))[1]
+            stored = self._described(_buffers(payload))[1]
             self.relative_error = relative_error(weight, stored)
-            # On the CPU: nothing computes with them but the export.
+            # On the CPU: the export alone uses them.
             rows = StoredWeight(weight.reshape(stored.shape), stored.shape)
             self.original_norms = self.kernels.row_squares(rows).sqrt().float().cpu()
 
     def load_payload(self, payload: Payload) -> None:
-        """Take over a payload of this layer's format as it is, in place."""
-        self._take({name: payload[name].view(tensor.shape) for name, tensor in self.payload().items()})
+        """Copy in a payload of this layer's format as it is."""
+        self._fill({name: payload[name].view(tensor.shape) for name, tensor in self.payload().items()})
 
-    def _take(self, payload: Payload) -> None:
+    def load_held(self, weight: HeldWeight, payload: Payload) -> None:
+        """Copy in a file's quantised weight, or convert it if this layer is stored in another format."""
+        if self.format.dtype_name == weight.dtype:
+            self.load_payload(payload)
+        else:
+            self.load_weight(weight.dequantize(payload, self.weight_shape))
+
+    def _fill(self, payload: Payload) -> None:
         if self._home is not None:
             self._home.fill(payload)
         else:
             copy_payload(payload, self.payload())
-        self._filled(payload)
-
-    def load_held(self, held: HeldWeight, payload: Payload) -> None:
-        """Take over what a file holds quantised, or convert it where this layer is stored in another format."""
-        if self.format.dtype_name == held.dtype:
-            self.load_payload(payload)
-        else:
-            self.load_weight(held.dequantize(payload, self.weight_shape))
-
-    def _filled(self, payload: Payload) -> None:
         self._plain = self.kernels.has_plain_codes(self._described(_buffers(payload))[1])
         self._stored = self._described(self._buffers)
-        if self._places is not None:
-            home, passing = self._places
-            self._of_places = self._described(home), self._described(passing)
+        self._stored_at = tuple(map(self._described, self._places or ()))
 
     def compute_weight(self, g_N: torch.Tensor | None = None, *, again: bool = False) -> torch.Tensor:
-        """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer. again:
-        it is asked for once more, in the backward pass of a block that runs again, and decoded once for both."""
-        weight, once = self.in_use(), memory.recompute_cache()
+        """W, or g * W row by row, in `compute_dtype`: the payload itself if it is that, else in the shared buffer. again: the
+        backward pass of a recomputed block will ask for it too, so that it is decoded once for both."""
+        weight = self.in_use()
         if g_N is None and weight.is_dense(self.compute_dtype):
             return weight.codes.view(self.weight_shape)
+        once = memory.recompute_cache()
         if g_N is None and once and (decoded := once.pop(self, None)) is not None:
             return decoded
         keep = again and once is not None
@@ -217,7 +210,7 @@ class FrozenLayer(nn.Module):
         if cast is None or cast[1].device != self.bias.device:
             rounded = self.bias.detach().to(self.compute_dtype)
             cast = self.broadcast(rounded), rounded.to(torch.promote_types(rounded.dtype, torch.float32))
-            # Cast once: it is frozen. A compiled graph must not leave its tensors behind here.
+            # Cached: it is frozen. A compiled graph must not leave its tensors behind here.
             if not torch.compiler.is_compiling():
                 self._cast_bias = cast
         return cast
@@ -227,43 +220,36 @@ class FrozenLayer(nn.Module):
         return self.cast_bias()[1]
 
     def row_norms(self) -> torch.Tensor:
-        """fp32 [N]: ||W_n|| of the dequantised weight, over all dimensions but the first; before the conversion they were
-        `original_norms`."""
+        """||W_n|| of the dequantised weight, over all dimensions but the first, fp32 [N]; `original_norms` are those before
+        the conversion."""
         return self.kernels.row_squares(self.stored()).sqrt()
 
     def matmul(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor:
-        """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through. again: as
-        `compute_weight` has it."""
-        weight = self.in_use()
-        if weight.is_dense(self.compute_dtype):
-            return self.product(x, weight.codes.view(self.weight_shape))
-        return self.converted_product(x, again)
+        """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through. again:
+        for `compute_weight`."""
+        return self.product(x, self.compute_weight(again=again))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b, in compute_dtype, differentiable in x; the bias is added with a rounding of its own."""
         x, bias = x.to(self.compute_dtype), self.cast_bias()[0]
-        # A streamed weight is looked up again in the backward pass: autograd would keep what was there in the forward pass.
+        # A streamed weight is looked up again in the backward pass: autograd would save the buffer of the forward pass.
         weight = self.in_use()
         itself = weight.is_dense(self.compute_dtype) and not self.unread and self._places is None
         y = self.product(x, weight.codes.view(self.weight_shape)) if itself else _Product.apply(x, self)
-        # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
+        # The bias has a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
         if bias is None:
             return y
-        # In place, but for a compiler: traced, the product of a tensor with gaps is a view that must not be changed.
+        # In place, but not when compiling: traced, the product of a tensor with gaps is a view that must not be changed.
         return y + bias if torch.compiler.is_compiling() else y.add_(bias)
 
     def input_grad(
         self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None, add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         if g_N is not None and self.in_use().is_dense(self.compute_dtype) and dy.numel() < self.weight_shape.numel():
-            # Of g * G and g * W, equal in error, the smaller is made; a weight that is converted anyway takes g along.
+            # g * G and g * W have equal errors: compute the smaller. A weight that is converted anyway takes g along.
             dy = torch.mul(dy, self.broadcast(g_N), out=scratch(dy.shape, dy.dtype, dy.device))
             g_N = None
         return self.product_input_grad(dy, self.compute_weight(g_N), x_shape, add_to)
-
-    def converted_product(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
-        """The product with a weight that is not stored in `compute_dtype`."""
-        return self.product(x, self.compute_weight(again=again))
 
     def extra_repr(self) -> str:
         """The shape, the format and the compute dtype, in torch's print of a module."""
@@ -292,7 +278,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, layer: FrozenLayer) -> torch.Tensor:
         ctx.layer, ctx.x_shape = layer, x.shape
         if layer.unread and memory.recomputing():
-            # Not a number: nearly all that could read it after all makes the gradient not finite, and the step is refused.
+            # NaN: nearly every reader after all makes the gradient not finite, and the step is refused.
             return x.new_full(layer.output_shape(x.shape), torch.nan)
         return layer.matmul(x, again=ctx.needs_input_grad[0])
 
@@ -309,9 +295,9 @@ class FrozenLinear(FrozenLayer):
 
         x W^T = (q_x q_W^T) * s_x * s_W        (g * G) W = (q_d q_W) * s_d,  d = G * (g * s_W) column by column
 
-    The gradient takes s_W along before it is quantised, since s_W belongs to the dimension that is summed over, and with it
-    DoRA's g for nothing. In the forward a g folded into s_W would save nothing: `compose` multiplies by g in the registers
-    that it passes z0 through anyway.
+    The gradient is multiplied by s_W before it is quantised, since s_W belongs to the dimension that is summed over, and with
+    it by DoRA's g at no cost. In the forward a g folded into s_W would save nothing: `compose` multiplies by g in the
+    registers that it passes z0 through anyway.
     """
 
     scaled_matmul: bool = False
@@ -321,20 +307,19 @@ class FrozenLinear(FrozenLayer):
         self.in_features, self.out_features = in_features, out_features
 
     def scaled_weight(self, rows: int) -> StoredWeight | None:
-        """The weight that `rows` rows are multiplied by in float8; None where they are not."""
+        """The weight for a float8 product with `rows` rows; None if the product is not in float8."""
         if not (self.scaled_matmul and scaled_matmul_pays(rows, self.out_features, self.in_features)):
             return None
         weight = self.in_use()
         by_row = weight.scale is not None and weight.block == self.in_features
         return weight if by_row and weight.codes.dtype == torch.float8_e4m3fn else None
 
-    def converted_product(self, x, again=False):
-        x_MK = self.rows(x)
-        weight = self.scaled_weight(len(x_MK))
+    def matmul(self, x, *, again=False):
+        weight = self.scaled_weight(x.numel() // self.in_features)
         if weight is None:
-            return super().converted_product(x, again)
+            return super().matmul(x, again=again)
         # Layers that share x quantise it once each: 3 bytes an element, next to which their products are long.
-        z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(x_MK), weight, self.compute_dtype)
+        z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(self.rows(x)), weight, self.compute_dtype)
         return self.expanded(z_MN, x.shape)
 
     def input_grad(self, dy, x_shape, g_N=None, add_to=None):
@@ -345,16 +330,16 @@ class FrozenLinear(FrozenLayer):
         by_N = weight.scale if g_N is None else weight.scale * g_N
         dx_MK = self.kernels.scaled_input_grad(*self.kernels.quantize_rows(dy_MN, by_N), weight, self.compute_dtype)
         dx = dx_MK.view(x_shape)
-        # A float8 product cannot add to a tensor as it goes: the sum is rounded once more, to 16 bits.
+        # A float8 product cannot accumulate into a tensor: the sum is rounded once more, to 16 bits.
         return dx if add_to is None else add_to.add_(dx)
 
-    # Both products by rows: of a slice of a longer sequence torch would make a batched product, and copy the weight for it.
+    # Both products by rows: for a slice of a longer sequence torch would run a batched product, and copy the weight for it.
 
     def product(self, x, weight):
         return self.expanded(F.linear(self.rows(x), weight), x.shape)
 
     def expanded(self, y, x_shape):
-        # As F.linear does. Of a view that a Function made, autograd would refuse the in-place sum with the bias.
+        # As F.linear does. Autograd would refuse the in-place sum with the bias on a view from a Function.
         return y if len(x_shape) == 2 else torch.ops.aten._unsafe_view(y, (*x_shape[:-1], y.shape[1]))
 
     def product_input_grad(self, dy, weight, x_shape, add_to=None):

@@ -1,6 +1,7 @@
-"""Model files that are quantised already: recognised by their headers, read into the payloads of formats.py.
+"""Model files that are quantised already: recognised by their headers, read into the payloads of formats.py. And ComfyUI's
+scaled float8, written.
 
-Codes stay bit for bit what the file holds; scales become fp32, one for each row or block. X is a layer, N its rows.
+Codes keep the file's bits; scales become fp32, one for each row or block. X is a layer, N its rows.
 
     raw float8            X.weight float8 and no scale: the codes are the values. Any name, from two dimensions on.
     ComfyUI float8        X.weight float8, X.scale_weight or (newer, with X.comfy_quant: JSON) X.weight_scale of any 16- or
@@ -11,8 +12,8 @@ Codes stay bit for bit what the file holds; scales become fp32, one for each row
     optimum-quanto        X.weight._data, X.weight._scale; of 4 and 2 bits X.weight._data._data and X.weight._shift.
                           Beside them: X.input_scale, X.output_scale (activations, which are not quantised here).
 
-Sources: ComfyUI's comfy/ops.py, comfy/quant_ops.py and comfy/utils.py; the libraries' own state dicts. The value is always
-code * scale (+ offset) in fp32: where the scales of a file are bf16, quanto itself multiplies in bf16.
+Sources: ComfyUI's comfy/ops.py, comfy/quant_ops.py, comfy/utils.py and comfy/model_detection.py; the libraries' own state
+dicts. The value is always code * scale (+ offset) in fp32; quanto itself multiplies in bf16 if a file's scales are bf16.
 """
 
 import json
@@ -27,9 +28,8 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import NAMES, TensorEntry
 from trainer.base.types import HeldWeight, Recognised
 from trainer.kernels import dora_torch
-from trainer.quantization import bitsandbytes, quanto
 from trainer.quantization.formats import pack
-from trainer.quantization.table import formats_of
+from trainer.quantization.table import bitsandbytes_block, first_code_low, formats_of, quanto_group
 
 Entries = Mapping[str, TensorEntry]
 Tensors = Mapping[str, torch.Tensor]
@@ -40,8 +40,10 @@ Decode, Checker = Callable[[Tensors, Shape], Payload], Callable[[Tensors, Shape]
 FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 COMFY_FORMATS = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
+# The dtypes of a scaled float8 file: of its weights, and of everything but the denoiser's Linears.
+SCALED_CODES, SCALED_OTHER = torch.float8_e4m3fn, torch.bfloat16
 
-# Conventions that are not read, by the ending of a tensor's name that only they have; the first that fits names it.
+# Conventions that are not read, by the ending of a tensor's name that only they have; the first match names it.
 UNSUPPORTED = {
     ".weight_scale_inv": "float8 in blocks of 128 x 128 (weight_scale_inv)",
     ".weight_scale_2": "nvfp4",
@@ -55,12 +57,11 @@ UNSUPPORTED = {
 }
 # Parts of a few bytes that describe a weight.
 DESCRIPTIONS = ("comfy_quant", "quant_state", "weight_format")
-# What belongs to a convention and to no weight: scales of activations.
-OTHER = (".scale_input", ".input_scale", ".output_scale")
+OTHER = (".scale_input", ".input_scale", ".output_scale")  # scales of activations: they belong to no weight
 
 
 def declared(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(dtype, backend) that a component's config.json says its files hold quantised; None where it says nothing of it."""
+    """(dtype, backend) of a component's quantised files, by its config.json; None if that declares none."""
     entry = config.get("quantization_config") or {}
     method = entry.get("quant_method")
     if method == "bitsandbytes":
@@ -77,9 +78,9 @@ def declared(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def recognise(entries: Entries) -> Recognised:
-    """The weights held quantised among a component's tensors (header entries by their names without its prefix).
+    """The quantised weights among a component's tensors (header entries by their names without its prefix).
 
-    Raises UserError for a convention that is not supported, and where a weight's parts are not all there.
+    Raises UserError for a convention that is not supported, and for a weight with missing parts.
     """
     for ending, convention in UNSUPPORTED.items():
         for name in entries:
@@ -87,13 +88,13 @@ def recognise(entries: Entries) -> Recognised:
                 raise _unsupported(convention, name)
     weights = dict(_scaled(entries))
     other = {name for name in entries if name.endswith(OTHER) or name.rpartition(".")[2] == "scaled_fp8"}
-    claimed = other.union(*(held.parts.values() for held in weights.values()))
+    claimed = other.union(*(weight.parts.values() for weight in weights.values()))
     for name, entry in entries.items():
         if name in claimed:
             continue
         if entry.dtype in FLOAT8 and len(entry.shape) >= 2:
             read = partial(_float8_rows, entry.dtype)
-            weights[name] = _held(FLOAT8[entry.dtype], "native", {"weight": name}, entry.shape, read)
+            weights[name] = _held_weight(FLOAT8[entry.dtype], "native", {"weight": name}, entry.shape, read)
         elif name.endswith(".weight") and not entry.dtype.is_floating_point:
             raise _unsupported(f"a format of {NAMES[entry.dtype]} codes without the scales of a known one", name)
     return Recognised(weights, frozenset(other))
@@ -101,14 +102,13 @@ def recognise(entries: Entries) -> Recognised:
 
 def _scaled(entries: Entries) -> Iterator[tuple[str, HeldWeight]]:
     for name in entries:
-        for ending, (start, read) in CONVENTIONS.items():
-            if name.endswith(ending):
-                weight = name.removesuffix(ending) + start
-                yield weight, read(weight, name, entries)
-                break
+        if ending := next(filter(name.endswith, CONVENTIONS), None):
+            end, read = CONVENTIONS[ending]
+            weight = name.removesuffix(ending) + end
+            yield weight, read(weight, name, entries)
 
 
-# ------------------------------------------------------------------------------- headers: (weight, found, entries) -> held
+# ------------------------------------------------------------------- headers: (weight, label, entries) -> HeldWeight
 
 
 def _comfy(weight: str, label: str, entries: Entries) -> HeldWeight:
@@ -124,7 +124,7 @@ def _comfy(weight: str, label: str, entries: Entries) -> HeldWeight:
     if f"{layer}.comfy_quant" in entries:
         parts["comfy_quant"] = f"{layer}.comfy_quant"
     read, check = partial(_float8_rows, entry.dtype), partial(_check_comfy_quant, entry.dtype)
-    return _held(FLOAT8[entry.dtype], "native", parts, entry.shape, read, check)
+    return _held_weight(FLOAT8[entry.dtype], "native", parts, entry.shape, read, check)
 
 
 def _bitsandbytes_4bit(weight: str, label: str, entries: Entries) -> HeldWeight:
@@ -135,14 +135,14 @@ def _bitsandbytes_4bit(weight: str, label: str, entries: Entries) -> HeldWeight:
     if entries[parts["absmax"]].dtype == torch.uint8:
         parts |= beside("nested_absmax", "nested_quant_map")
     kind = label[-3:]
-    return _held(kind, "bitsandbytes", parts, None, _bitsandbytes_blocks, partial(_check_quant_state, kind))
+    return _held_weight(kind, "bitsandbytes", parts, None, _bitsandbytes_blocks, partial(_check_quant_state, kind))
 
 
 def _bitsandbytes_8bit(weight: str, label: str, entries: Entries) -> HeldWeight:
     parts = _all_there(entries, label, {"weight": weight, "scale": label})
     if f"{weight}_format" in entries:
         parts["weight_format"] = f"{weight}_format"
-    return _held("int8", "bitsandbytes", parts, entries[weight].shape, _bitsandbytes_rows, _check_weight_format)
+    return _held_weight("int8", "bitsandbytes", parts, entries[weight].shape, _bitsandbytes_rows, _check_weight_format)
 
 
 def _quanto_8bit(weight: str, label: str, entries: Entries) -> HeldWeight:
@@ -151,7 +151,7 @@ def _quanto_8bit(weight: str, label: str, entries: Entries) -> HeldWeight:
     dtype = (FLOAT8 | {torch.int8: "int8"}).get(codes)
     if dtype is None:
         raise _unsupported(f"optimum-quanto with codes of {NAMES[codes]}", label)
-    return _held(dtype, "quanto", parts, entries[label].shape, partial(_quanto_rows, codes))
+    return _held_weight(dtype, "quanto", parts, entries[label].shape, partial(_quanto_rows, codes))
 
 
 def _quanto_few_bits(weight: str, label: str, entries: Entries) -> HeldWeight:
@@ -165,10 +165,10 @@ def _quanto_few_bits(weight: str, label: str, entries: Entries) -> HeldWeight:
             f"{'both 4 and 2 bits' if fitting else 'neither 4 nor 2 bits'} a code; use the 16-bit file"
         )
     bits, check = fitting[0], partial(_check_groups, shapes)
-    return _held(f"int{bits}", "quanto", parts, None, partial(_quanto_groups, bits), check)
+    return _held_weight(f"int{bits}", "quanto", parts, None, partial(_quanto_groups, bits), check)
 
 
-# By the ending of the tensor that shows a weight to be stored so; what follows the ending's base in the weight's name.
+# Ending of the tensor that identifies a convention -> (what replaces the ending in the weight's name, reader).
 CONVENTIONS: dict[str, tuple[str, Callable[[str, str, Entries], HeldWeight]]] = {
     ".scale_weight": (".weight", _comfy),
     ".weight_scale": (".weight", _comfy),
@@ -198,7 +198,7 @@ def _unsupported(convention: str, name: str) -> UserError:
     )
 
 
-def _held(
+def _held_weight(
     dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, read: Decode, check: Checker = lambda *_: None
 ) -> HeldWeight:
     def payload(tensors: Tensors, shape: Shape) -> Payload:
@@ -234,7 +234,7 @@ def _check_comfy_quant(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> No
 
 
 def _bitsandbytes_blocks(tensors: Tensors, shape: Shape) -> Payload:
-    count, block = prod(shape), bitsandbytes.block_size(prod(shape[1:]))
+    count, block = prod(shape), bitsandbytes_block(prod(shape[1:]))
     blocks = -(-count // block)
     # Any dtype: quant_storage packs the same bytes into wider elements.
     packed = tensors["weight"].contiguous().flatten().view(torch.uint8)
@@ -244,17 +244,15 @@ def _bitsandbytes_blocks(tensors: Tensors, shape: Shape) -> Payload:
         scale = _nested_absmax(tensors, blocks)
     else:
         scale = _fp32(_checked(tensors, "absmax", (blocks,), *EXACT_IN_FP32), "absmax")
-    # The library has the first code in the high bits.
-    codes = (packed >> 4) | (packed << 4)
-    return {"weight": codes, "scale": scale, "levels": _checked(tensors, "quant_map", (16,), torch.float32)}
+    return {"weight": first_code_low(packed), "scale": scale, "levels": _checked(tensors, "quant_map", (16,), torch.float32)}
 
 
 def _check_quant_state(kind: str, tensors: Tensors, shape: Shape) -> None:
     state = _json(tensors, "quant_state")
-    block = bitsandbytes.block_size(prod(shape[1:]))
-    for key, wanted in {"quant_type": kind, "shape": list(shape), "blocksize": block}.items():
-        if state.get(key) != wanted:
-            raise ValueError(f"quant_state says {key} = {state.get(key)!r}, only {wanted!r} can be read here")
+    block = bitsandbytes_block(prod(shape[1:]))
+    for key, expected in {"quant_type": kind, "shape": list(shape), "blocksize": block}.items():
+        if state.get(key) != expected:
+            raise ValueError(f"quant_state says {key} = {state.get(key)!r}, only {expected!r} can be read here")
     if prod(shape) % 2:
         raise ValueError(f"an odd number of elements, {prod(shape)}, does not fill its bytes")
 
@@ -289,14 +287,14 @@ def _quanto_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
 
 
 def _check_groups(shapes: Mapping[str, Shape], tensors: Tensors, shape: Shape) -> None:
-    count, group = prod(shape), quanto.group_size(prod(shape[1:]))
+    count, group = prod(shape), quanto_group(prod(shape[1:]))
     for role in ("scale", "shift"):
         if prod(shapes[role]) != count // group or shapes[role][:1] != (count // group,):
             raise ValueError(f"{role} has shape {shapes[role]}; {count} elements in groups of {group} take {count // group}")
 
 
 def _quanto_groups(bits: int, tensors: Tensors, shape: Shape) -> Payload:
-    group, packed = quanto.group_size(prod(shape[1:])), tensors["weight"]
+    group, packed = quanto_group(prod(shape[1:])), tensors["weight"]
     groups = prod(shape) // group
     lines = -(-groups * bits // 8)
     if packed.dtype != torch.uint8 or packed.numel() != lines * group:
@@ -316,9 +314,9 @@ def _quanto_groups(bits: int, tensors: Tensors, shape: Shape) -> Payload:
 def _checked(tensors: Tensors, role: str, shape: Shape, *dtypes: torch.dtype) -> torch.Tensor:
     tensor = tensors[role]
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes:
-        wanted = " or ".join(NAMES[dtype] for dtype in dtypes)
+        allowed = " or ".join(NAMES[dtype] for dtype in dtypes)
         raise ValueError(
-            f"{role} is {NAMES[tensor.dtype]} of shape {tuple(tensor.shape)}, wanted {wanted} of shape {tuple(shape)}"
+            f"{role} is {NAMES[tensor.dtype]} of shape {tuple(tensor.shape)}, wanted {allowed} of shape {tuple(shape)}"
         )
     return tensor
 
@@ -338,9 +336,29 @@ def _fp32(tensor: torch.Tensor, role: str) -> torch.Tensor:
 
 def _json(tensors: Tensors, role: str) -> dict:
     try:
-        read = json.loads(bytes(tensors[role].flatten().view(torch.uint8).tolist()))
+        value = json.loads(bytes(tensors[role].flatten().view(torch.uint8).tolist()))
     except ValueError as error:
         raise ValueError(f"{role} is not JSON") from error
-    if not isinstance(read, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{role} is not a JSON object")
-    return read
+    return value
+
+
+# ------------------------------------------------------------------------------------------------ scaled float8, written
+
+
+def scaled_marker() -> torch.Tensor:
+    """The value of a denoiser's tensor `scaled_fp8`, which marks such a file to ComfyUI: with two elements, ComfyUI's Linears
+    compute with the widened weight. ComfyUI takes every Linear of the denoiser for scaled, so every one has to be."""
+    return torch.zeros(2).to(SCALED_CODES)
+
+
+def scale_of(weight: torch.Tensor) -> torch.Tensor:
+    """max |W| / 448, the largest code: fp32 []; 1 for a weight of zeros. The value is code * scale."""
+    largest = weight.abs().max().float()
+    return torch.where(largest > 0, largest / torch.finfo(SCALED_CODES).max, torch.ones(()))
+
+
+def codes_of(weight: torch.Tensor) -> torch.Tensor:
+    """The codes of a weight, in its shape."""
+    return (weight / scale_of(weight)).to(SCALED_CODES)

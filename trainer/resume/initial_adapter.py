@@ -16,8 +16,7 @@ import torch
 from trainer.adapters import ADAPTER_NAME, Adapter
 from trainer.adapters.norms import Norms, RowNorms, magnitude
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
-from trainer.adapters.portable import Factors, Portable, is_finite, recipe
-from trainer.adapters.ranks import shrunk
+from trainer.adapters.portable import Factors, Portable, is_finite, recipe, shrunk
 from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file

@@ -46,7 +46,7 @@ def key_table(
     styles: Sequence[KeyStyle], layers: Mapping[str, Iterable[str]], modules: Mapping[str, Sequence[Link]]
 ) -> dict[str, Module]:
     """All stems of a model, one to one. layers: component -> its adaptable layers. modules: component -> the modules of its
-    original layout (splitting.fused_modules)."""
+    original layout (targets.fused_modules)."""
     table: dict[str, Module] = {}
     for style in styles:
         names = set(layers.get(style.component, ()))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from trainer import ema, quantization
-from trainer.adapters import export, splitting
+from trainer.adapters import export
 from trainer.adapters.export import About
 from trainer.adapters.kinds import AdapterKind, kind_named
 from trainer.adapters.norms import read_norms
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
-from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, grouped, with_rates
+from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, fused_modules, grouped, with_rates
 from trainer.base.console import some
 from trainer.base.errors import UserError
 from trainer.base.files import Write
@@ -73,7 +73,7 @@ class NamedModel:
 
     def modules(self, name: str) -> list[Link]:
         """The modules in the component's original layout."""
-        return splitting.fused_modules(self.family.module_links(name, self.config(name)))
+        return fused_modules(self.family.module_links(name, self.config(name)))
 
     @property
     def adaptable(self) -> list[str]:

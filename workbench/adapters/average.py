@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.adapters.portable import Factors, Portable, recipe
-from trainer.adapters.ranks import shrunk, with_factors
+from trainer.adapters.portable import Factors, Portable, recipe, shrunk, with_factors
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file, read_json
 from trainer.base.progress import QUIET, Phases

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import torch
 
-from trainer.adapters import export, sd_scripts, splitting
-from trainer.adapters.export import DORA_SCALE_MEANING, METADATA_OF_KEYS
-from trainer.adapters.hashes import with_hash
+from trainer.adapters import export, sd_scripts
+from trainer.adapters.export import DORA_SCALE_MEANING, METADATA_OF_KEYS, with_hash
 from trainer.adapters.norms import RowNorms
-from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
-from trainer.adapters.ranks import shrunk, with_factors
-from trainer.adapters.targets import lora_config
+from trainer.adapters.portable import DoraScale, Factors, Portable, recipe, shrunk, with_factors
+from trainer.adapters.targets import fused_with, lora_config
 from trainer.base.console import some
 from trainer.base.errors import UserError
 from trainer.base.files import FileGroup
@@ -138,17 +136,17 @@ def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf 
     family = model.family
     if to == "onetrainer":
         prefixes = {name: family.flat_prefix(name, "OneTrainer") for name in components}
-        return export.kohya_tensors(portable, modules={}, prefixes=prefixes, rows=len)
+        return sd_scripts.kohya_tensors(portable, modules={}, prefixes=prefixes, rows=len)
     modules = {name: model.modules(name) for name in components}
     shapes = model.full_layers(components)
     norms: dict[str, RowNorms] = {}
     if portable.kind.magnitudes and weight is not None:
-        joined = splitting.fused_with(portable.layers, modules)
+        joined = fused_with(portable.layers, modules)
         norms = {name: RowNorms(weight(name).flatten(1).norm(dim=1), None, None) for name in joined}
     for links in modules.values() if not portable.kind.form else ():
         _note_joined(portable, components, links, notes)
     prefixes = family.kohya_prefixes(model.config)
-    return export.kohya_tensors(
+    return sd_scripts.kohya_tensors(
         portable, modules=modules, prefixes=prefixes, rows=lambda name: shapes[name][0],
         not_behind_lycoris=family.adapters.not_behind_lycoris, norms=norms,
     )  # fmt: skip
@@ -238,7 +236,7 @@ def of_rank(portable: Portable, opened: OpenedAdapter, rank: int | None, notes: 
     for name, factors in portable.layers.items():
         if factors.form is not None:
             layers[name], share = shrunk(factors, rank)
-            norm = abs(factors.scaling) * factors.form.norm(factors.held())
+            norm = abs(factors.scaling) * factors.form.norm(factors.matrix_tensors())
             loss.add(name, share * norm, norm)
     notes.append(_approximation_note(f"rank {rank}", portable.kind.word, loss))
     return replace(portable, layers=layers)

@@ -26,7 +26,7 @@ from trainer.base.files import appearing, hash_file, leftovers_of, refuse_taken,
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import Recipe, Tensors, size_text, write_tensors
 from trainer.models.names import join_parts
-from trainer.quantization import scaled_file
+from trainer.quantization import quantised_files
 from trainer.runtime import precision
 from workbench.adapter_files.opening import NamedModel, OpenedAdapter
 from workbench.adapters.base_weights import BaseWeights
@@ -59,7 +59,7 @@ def merged_rows(weight: torch.Tensor, adapters: Adapters, layer: str) -> Iterato
     for opened, strength in adapters:
         if (factors := opened.portable.layers.get(layer)) is not None:
             if factors.form is not None:
-                changes.append(strength * factors.scaling * factors.form.product(factors.held()))
+                changes.append(strength * factors.scaling * factors.form.product(factors.matrix_tensors()))
                 continue
             wide = {kind: recipe(tensor.make().double()) for kind, tensor in factors.tensors().items()}
             factors = replace(factors, a=wide["A"], b=wide["B"], magnitude=wide.get("magnitude"))
@@ -154,19 +154,19 @@ class _Merger:
             is_linear = entry.component == self.family.denoiser and name.endswith(".weight") and len(entry.shape) == 2
             if is_linear and self.dtype == SCALED:
                 layer = name.removesuffix(".weight")
-                tensors[name] = Recipe(scaled_file.CODES, entry.shape, partial(self._codes, entry))
+                tensors[name] = Recipe(quantised_files.SCALED_CODES, entry.shape, partial(self._codes, entry))
                 tensors[f"{layer}.scale_weight"] = Recipe(torch.float32, (), partial(self._scale, entry))
             else:
                 dtype = self._dtype(entry)
                 tensors[name] = Recipe(dtype, entry.shape, partial(self._rounded, entry, dtype))
         if self.dtype == SCALED:
             prefix = self.family.component(self.family.denoiser).prefix_in(file.tensors) or ""
-            tensors[f"{prefix}scaled_fp8"] = scaled_file.marker()
+            tensors[f"{prefix}scaled_fp8"] = quantised_files.scaled_marker()
         return tensors
 
     def _dtype(self, entry: FileTensor) -> torch.dtype:
         if self.dtype is not None and entry.component != self.family.vae:
-            return scaled_file.BESIDE if self.dtype == SCALED else precision.COMPUTE_DTYPES[self.dtype]
+            return quantised_files.SCALED_OTHER if self.dtype == SCALED else precision.COMPUTE_DTYPES[self.dtype]
         if entry.dtype is None:
             raise UserError(f"the model holds {entry.component} quantised, and weights are merged as numbers: give --dtype")
         return entry.dtype
@@ -216,7 +216,7 @@ class _Merger:
 
     def _codes(self, entry: FileTensor) -> torch.Tensor:
         exact = self._exact(entry)
-        codes, scale = scaled_file.codes_of(exact), float(scaled_file.scale_of(exact))
+        codes, scale = quantised_files.codes_of(exact), float(quantised_files.scale_of(exact))
         if not is_finite(codes):
             raise self._not_finite(entry, codes.dtype)
         if exact.dtype == torch.float64:
@@ -227,7 +227,7 @@ class _Merger:
         return codes
 
     def _scale(self, entry: FileTensor) -> torch.Tensor:
-        return scaled_file.scale_of(self._exact(entry))
+        return quantised_files.scale_of(self._exact(entry))
 
 
 def _copy_configs(root: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Low-rank factors of a dense change, and the norms of their errors (see trainer/adapters/ranks.py). Sums are fp64."""
+"""Low-rank factors of a dense change, and the norms of their errors (see trainer/adapters/portable.py). Sums are fp64."""
 
 import math
 from collections.abc import Sequence

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.adapters.portable import Factors, Portable
-from trainer.adapters.ranks import shrunk, with_factors
+from trainer.adapters.portable import Factors, Portable, shrunk, with_factors
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.base.files import refuse_taken

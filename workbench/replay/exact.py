@@ -73,7 +73,7 @@ def _adapted(kind: type) -> type:
         rank, alpha = self.r[name], self.lora_alpha[name]
         unscaled = self.kinds[name].unscaled(self.trained(name))
         scaling = 1.0 if unscaled else alpha / (rank**0.5 if self.use_rslora[name] else rank)
-        given = base, scaling, self.now.rows, x.to(torch.float64), mask, a, b, m
+        given = base, scaling, self.current.rows, x.to(torch.float64), mask, a, b, m
         return checkpoint(_with_adapter, *given, use_reentrant=False)
 
     return type(f"Exact{kind.__name__}", (kind,), {"forward": forward, "stale": False})

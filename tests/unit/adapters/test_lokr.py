@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.adapters import export, lokr
+from trainer.adapters import export, lokr, sd_scripts
 from trainer.adapters.kinds import KINDS, kind_named
 from trainer.adapters.portable import Portable, made_of, recipe
 from trainer.base.errors import UserError
@@ -105,7 +105,7 @@ def test_a_file_is_read_as_comfyui_reads_it(tmp_path: Path, rank: int, keys: dic
     portable = Portable(layers)
     assert portable.kind is KINDS["lokr"] and all(factors.changes() for factors in layers.values())
     stems = {Q: STEM, CONV: "lora_unet_input_blocks_0_0"}
-    recipes = export.kohya_tensors(portable, modules={"unet": ()}, prefixes={"unet": "lora_unet"}, rows=len)
+    recipes = sd_scripts.kohya_tensors(portable, modules={"unet": ()}, prefixes={"unet": "lora_unet"}, rows=len)
     tensors = {key: each.make() if hasattr(each, "make") else each for key, each in recipes.items()}
     renamed = {f"lora_unet_{name.removeprefix('unet.').replace('.', '_')}": stem for name, stem in stems.items()}
     tensors = {renamed[key.partition(".")[0]] + "." + key.partition(".")[2]: tensor for key, tensor in tensors.items()}
@@ -125,7 +125,7 @@ def test_where_the_original_layout_fuses_layers_each_keeps_its_own_name() -> Non
     family = FAMILIES["flux"]
     factors = made_of({end: recipe(value) for end, value in values((3072, 3072), 4).items()}, 2.0)
     of = published("flux")[0]
-    tensors = export.kohya_tensors(
+    tensors = sd_scripts.kohya_tensors(
         Portable({FLUX_Q: factors, FLUX_Q.replace("to_q", "to_k"): factors}),
         modules={"transformer": of.modules("transformer")},
         prefixes=family.kohya_prefixes(of.config), rows=len,
@@ -170,7 +170,7 @@ def test_comfyui_knows_every_layer_and_changes_it_as_trained(tmp_path: Path, fam
         for name in firsts.values()
     }
     modules = {"transformer": of.modules("transformer")}
-    recipes = export.kohya_tensors(
+    recipes = sd_scripts.kohya_tensors(
         Portable(layers), modules=modules, prefixes=FAMILIES[family].kohya_prefixes(of.config),
         rows=lambda name: shapes[name][0], not_behind_lycoris=FAMILIES[family].adapters.not_behind_lycoris,
     )  # fmt: skip

@@ -14,10 +14,11 @@ from torch import nn
 from tests.numerics.test_adapted_layers import jitter
 from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.adapters.change import change
-from trainer.adapters.export import diffusers_tensors, kohya_tensors
+from trainer.adapters.export import diffusers_tensors
 from trainer.adapters.kinds import file_kind
 from trainer.adapters.norms import Norms, read_norms
 from trainer.adapters.portable import of_adapter
+from trainer.adapters.sd_scripts import kohya_tensors
 from trainer.base.protocols import BaseLayer, Kernels
 from trainer.base.tensorfile import Recipe
 from trainer.kernels import dora_torch

@@ -13,8 +13,8 @@ from torch import nn
 from tests.harness import Workbench
 from tests.numerics.test_adapted_layers import LargestAllocation, network, with_adapter
 from trainer.adapters import ADAPTER_NAME, Method, Target, inject
-from trainer.adapters.change import LayerChange, StartFactors, change
-from trainer.adapters.kinds import KINDS
+from trainer.adapters.change import LayerChange, change
+from trainer.adapters.kinds import KINDS, MAGNITUDE, LayerState
 from trainer.base.progress import QUIET
 from trainer.kernels import decode, dora_torch
 from trainer.monitoring import weight_change
@@ -29,7 +29,7 @@ TOLERANCE = 1e-6  # of ||W||
 
 
 @torch.no_grad()
-def dense(layer, start: StartFactors | None = None) -> LayerChange:
+def dense(layer, start: LayerState | None = None) -> LayerChange:
     """From whole weights in fp64, with the very norms that the forward divides by."""
     base, s = layer.get_base_layer(), layer.scaling[ADAPTER_NAME]
     weight = base.dequantize(torch.float32).flatten(1).double()
@@ -43,10 +43,10 @@ def dense(layer, start: StartFactors | None = None) -> LayerChange:
 
     a, b = (factors[ADAPTER_NAME].weight for factors in (layer.lora_A, layer.lora_B))
     m = layer.lora_magnitude_vector[ADAPTER_NAME].weight if layer.use_dora[ADAPTER_NAME] else None
-    now, then = adapted(a, b, m), weight if start is None else adapted(start.a, start.b, start.m)
+    now, then = adapted(a, b, m), weight if start is None else adapted(*layer.kinds[ADAPTER_NAME].effective(start))
     drift = 0.0
     if m is not None:
-        first = start.m if start else base.dequantize(torch.float32).flatten(1).double().norm(dim=1)
+        first = start[MAGNITUDE] if start else base.dequantize(torch.float32).flatten(1).double().norm(dim=1)
         drift = max(abs(float(one) / float(other) - 1) for one, other in zip(m, first, strict=True) if other != 0)
     return LayerChange(float((now - then).norm()), float(then.norm()), drift)
 
@@ -79,7 +79,7 @@ def test_the_change_is_that_of_the_dense_weights(format, dora: bool, sizes, drif
         drawn(adapter, sizes[0], drifts[0], seed)
         state = {name: tensor.clone() for name, tensor in adapter.state_dict().items()}
         kind = adapter.kind
-        starts = {name: StartFactors(*kind.effective(kind.values(state, name))) for name in adapter.layers}
+        starts = {name: kind.values(state, name) for name in adapter.layers}
     drawn(adapter, sizes[1], drifts[1], seed + 1)
     for name, layer in adapter.layers.items():
         right, ours = dense(layer, starts[name]), change(layer, starts[name])
@@ -88,7 +88,7 @@ def test_the_change_is_that_of_the_dense_weights(format, dora: bool, sizes, drif
         assert ours.drift == pytest.approx(right.drift, rel=1e-6, abs=1e-6), "rows' norms are fp32"
         if dora:
             m = layer.lora_magnitude_vector[ADAPTER_NAME].weight.detach()
-            first = starts[name].m if started else layer.base_norm_sq.sqrt()
+            first = starts[name][MAGNITUDE] if started else layer.base_norm_sq.sqrt()
             assert ours.moved >= float((m.abs() - first.abs()).norm()) * (1 - 1e-5), "what magnitudes do is in it"
 
 

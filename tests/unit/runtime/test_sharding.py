@@ -214,7 +214,7 @@ def test_a_payload_in_parts_is_that_of_one_process(storage: str, tmp_path: Path)
     options = {"fingerprint": "model", "library": "torch"}
     (tmp_path / "one").mkdir()
     stored = ConvertedWeights(tmp_path / "one", **options)
-    stored.wanted = 3
+    stored.total = 3
     stored.store(one)
 
     def same(peer: Peer) -> None:
@@ -232,7 +232,7 @@ def test_a_payload_in_parts_is_that_of_one_process(storage: str, tmp_path: Path)
             folder = tmp_path / "shared"
             folder.mkdir()
             cache = ConvertedWeights(folder, **options)
-            cache.wanted = 3
+            cache.total = 3
             cache.store(blocks)
             (file,), (whole_file,) = folder.iterdir(), (tmp_path / "one").iterdir()
             assert file.read_bytes() == whole_file.read_bytes()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.adapters.portable import Factors, recipe
-from trainer.adapters.ranks import shrunk
+from trainer.adapters.portable import Factors, recipe, shrunk
 from workbench.adapters import ranks
 
 
