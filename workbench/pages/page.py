@@ -1,4 +1,4 @@
-"""The pages of a run: before it begins, while it goes on and after it, and of its data alone."""
+"""The HTML pages: of a run before, during and after the training, of its data alone, and of a storage audit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from trainer.base.files import write_atomic
 from trainer.base.run_layout import Layout, step_of
-from workbench.pages import blocks, charts, rendering
-from workbench.pages.forked import forked
+from workbench.pages import charts, rendering
 from workbench.pages.history import Events, History
 from workbench.pages.rendering import document
 from workbench.pages.samples import Samples
@@ -25,14 +24,13 @@ PREPARING_SECONDS = 3600  # a first start may fetch a model of many gigabytes
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What a page says of its run, the same for as long as one start of it goes on. total: the run's steps. begun: those
-    made before this start. levers: the keys that set the rate. kicker: above the title. changes: what --allow changed, in
-    order."""
+    """The facts on a run that stay the same within one start. total: the run's steps. start_step: steps made before this
+    start. levers: the keys that set the rate. kicker: line above the title. changes: those by --allow, in order."""
 
     layout: Layout
     name: str
     total: int
-    begun: int = 0
+    start_step: int = 0
     levers: str = "optimizer.lr"
     kicker: str = "Training report"
     lineage: Mapping[str, str] = field(default_factory=dict)
@@ -42,9 +40,9 @@ class ReportedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class PageContents:
-    """All that a page shows. data: HTML of the data's sections. blocks: the change of each block of the adapter, and when
-    that was measured. hashes: of the adapter files. watched: Unix time when it was written, and seconds after which a page
-    whose run is alive ought to have been written again."""
+    """The contents of a run's page. data: HTML of the data's sections. blocks: the change of each block of the adapter, and
+    when that was measured. hashes: SHA-256 of the adapter files. watched: Unix time of writing, and seconds until the page
+    of a live run counts as stale. aside: folders of results that were set aside."""
 
     run: ReportedRun
     state: State
@@ -74,10 +72,10 @@ def render(contents: PageContents) -> str:
         page=contents,
         figures=figures(contents.history, changes),
         charts=charts.draw_all(contents.history, contents.events),
-        moved=blocks.by_container(changes),
-        shades=blocks.legend(),
-        saved=_saved(contents.run.layout),
-        fork=forked(contents.history, contents.run.layout),
+        tiles=charts.tiles(changes),
+        shades=charts.legend(),
+        checkpoints=_checkpoints(contents.run.layout),
+        fork=charts.fork_of(contents.history, contents.run.layout),
         config=configuration(contents.run.layout.config),
         watched=contents.watched if contents.state.alive else None,
     )
@@ -89,24 +87,24 @@ def render_first(*, name: str) -> str:
 
 
 def render_data(*, name: str, data: Sections) -> str:
-    """A page about a run's data alone: the photos, then what needs a look, then the counts and what the console said."""
-    photos, care, plain = sorted_out(data)
-    return document("data_report.html", name=name, data=photos | care | plain, scripted=False)
+    """The page of a run's data alone: photos, then sections that need a look, then counts and the console's text."""
+    pictured, care, plain = sorted_out(data)
+    return document("data_report.html", name=name, data=pictured | care | plain, scripted=False)
 
 
 def render_audit(*, name: str, parts: Sections, remaining: Mapping[str, Sequence[float]]) -> str:
-    """A page about what storage formats cost a model. remaining: as `charts.remaining` takes it."""
+    """The page of a storage audit. remaining: as `charts.remaining` takes it."""
     return document("audit.html", name=name, parts=parts, chart=charts.remaining(remaining), scripted=False)
 
 
 def data_part(data: Sections) -> str:
-    """What a run's page shows of its data, the same for as long as it goes on."""
+    """The HTML of the data's sections for a run's page."""
     pictured, care, plain = sorted_out(data)
     return rendering.render("data.html", pictured=pictured, care=care, plain=plain)
 
 
-def _saved(layout: Layout) -> dict[str, str] | None:
-    """How a step comes to files whose adapter lies in a checkpoint alone."""
+def _checkpoints(layout: Layout) -> dict[str, str] | None:
+    """The steps of all checkpoints, and the command that exports the last one's adapter; None without any."""
     folders = {step: folder for folder in layout.checkpoints.glob("*") if (step := step_of(folder.name)) is not None}
     if not folders:
         return None

@@ -12,13 +12,13 @@ from typing import Any
 from tests.unit.workbench.compare.test_page import run
 from workbench.compare import comparison
 from workbench.compare.comparison import Compared
-from workbench.compare.page import grouped, pairs_of, record
+from workbench.compare.page import group_runs, pairs_of, record
 from workbench.compare.variations import Variation, Variations
 
 
 def test_every_measurement_and_every_difference_has_a_line(tmp_path: Path) -> None:
     runs = [run(tmp_path, name, seed, [0.9, base + seed / 9]) for name, base in (("a", 0.5), ("b", 0.4)) for seed in (1, 2)]
-    pairs = pairs_of(grouped(runs))
+    pairs = pairs_of(group_runs(runs))
     lines = list(csv.DictReader(io.StringIO(comparison._csv(record(runs, pairs)))))
     losses = [
         (line["first"], line["seed"], line["step"], float(line["held_out_loss"])) for line in lines if not line["second"]

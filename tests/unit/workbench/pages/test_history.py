@@ -42,8 +42,9 @@ def test_where_the_last_start_stands(tmp_path: Path) -> None:
     assert read_standing(write_phases(path, start(0, 1.0))) == Standing(40, started=1.0)
     assert read_standing(write_phases(path, start(0, 1.0), end)) == Standing(40, ended=True, started=1.0)
     told = write_phases(path, start(0, 1.0), end | {"why": "out of memory"})
-    assert read_standing(told) == Standing(40, ended=True, why="out of memory", started=1.0)
-    assert read_standing(write_phases(path, start(0, 1.0), end, start(20, 2.0, 80))) == Standing(80, begun=20, started=2.0)
+    assert read_standing(told) == Standing(40, ended=True, reason="out of memory", started=1.0)
+    resumed = write_phases(path, start(0, 1.0), end, start(20, 2.0, 80))
+    assert read_standing(resumed) == Standing(80, start_step=20, started=2.0)
 
 
 def test_marks_say_what_happened_and_how_long_nothing_did() -> None:
@@ -54,7 +55,7 @@ def test_marks_say_what_happened_and_how_long_nothing_did() -> None:
         Mark(20, "changed", "changed after step 20: optimizer.lr: 0.002 \N{RIGHTWARDS ARROW} 0.001; "
              "run.seed: 1 \N{RIGHTWARDS ARROW} 2"),
     )  # fmt: skip
-    assert marks_of([(0, 400.0), (1000, 9.0)], rows, [])[0].said == "resumed after step 1,000", "of no known end"
+    assert marks_of([(0, 400.0), (1000, 9.0)], rows, [])[0].text == "resumed after step 1,000", "of no known end"
 
 
 def test_events_stand_on_the_charts() -> None:

@@ -223,7 +223,7 @@ def test_the_first_step_of_a_start_is_on_the_page_at_once(tmp_path: Path, monkey
     """However long writing takes. Later ones wait until they cost less than a hundredth of the time."""
     monkeypatch.setattr(live, "SHARE", 0.0)
     for begun in (0, 25):
-        report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40, begun=begun))
+        report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40, start_step=begun))
         with report:
             for step in range(begun, begun + 3):
                 if step:
