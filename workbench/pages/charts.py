@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from trainer.base.run_layout import Layout
@@ -24,20 +24,19 @@ SHADES = (0.0005, 0.002, 0.01, 0.03, 0.1, 0.3)  # ||dW|| / ||W||: lower edges of
 
 def draw_all(history: History, events: Events = NOTHING) -> list[str]:
     """The <figure> of each chart with a value, the loss first."""
-    marks = Events(events.marks)
     whole, levels = history.series("step"), [step - 1 for step in history.levels]
 
     def single(field: str, title: str, unit: str, about: str = "", *, smooth: bool = False, scale: float = 1.0) -> str:
         series = [(step, value and value * scale) for step, value in history.series(field)]
         cuts = levels if field == "grad_norm" else ()
         lines = smoothed(series, cuts) if smooth else [Curve(title.lower(), series, "line0")]
-        return curves.draw(title, unit, lines, events=marks, range_of=whole, about=about)
+        return curves.draw(title, unit, lines, events=events, range_of=whole, about=about)
 
     figures = [
         _loss(history, events),
-        _quarters(history, marks),
+        _quarters(history, events),
         single("grad_norm", "Gradient norm", "before clipping", "A rise that stays is a rate that is too high.", smooth=True),
-        curves.draw("Learning rate", "per update", _rates(history), events=marks, range_of=whole),
+        curves.draw("Learning rate", "per update", _rates(history), events=events, range_of=whole),
         single("weight_change", "Change of the weights", "share of a layer's own", "Of the layer that moved most."),
         single("peak_bytes", "Peak memory", "GiB", scale=2.0**-30),
         single("seconds", "Time of a step", "seconds", smooth=True),
@@ -47,15 +46,6 @@ def draw_all(history: History, events: Events = NOTHING) -> list[str]:
     others = [field for field in history.fields if field not in drawn and len(set(history.values(field))) > 1]
     figures += [single(field, field.replace("_", " ").capitalize(), "") for field in others]
     return [figure for figure in figures if figure]
-
-
-def remaining(costs: Mapping[str, Sequence[float]]) -> str:
-    """The chart of the prediction's change by number of excluded layers. costs: percent without the first 0, 1, 2, ...
-    layers, by format."""
-    series = {name: list(enumerate(values)) for name, values in costs.items()}
-    lines = [replace(line, over="excluded layers") for line in curves.lines_of(series)]
-    about = "Of all layers at the left; further right without the costliest ones, as many as stand below."
-    return curves.draw("Change of the prediction", "%", lines, about=about, wide=True)
 
 
 def smoothed(series: Series, cuts: Sequence[int] = ()) -> list[Curve]:
@@ -90,13 +80,13 @@ def _loss(history: History, events: Events) -> str:
     return curves.draw("Loss", "", lines, events=events, about=about, wide=True)
 
 
-def _quarters(history: History, marks: Events) -> str:
+def _quarters(history: History, events: Events) -> str:
     field, photos = ("held_out", "held-out") if history.series("held_out_loss") else ("trained", "trained")
     cuts = breaks(history)
     quarters = {name: history.series(f"{field}_quarters/{place}") for place, name in enumerate(QUARTERS, 1)}
     parts = {name: curves.broken(series, cuts) for name, series in quarters.items()}
     about = f"Of the {photos} photos. Details are decided at little noise, subjects and colours at much."
-    return curves.draw("Loss by timestep quarter", "", curves.lines_of(parts), events=marks, about=about)
+    return curves.draw("Loss by timestep quarter", "", curves.lines_of(parts), events=events, about=about)
 
 
 def _rates(history: History) -> list[Curve]:

@@ -24,7 +24,8 @@ from trainer.data.scan import strict_problem
 from trainer.data.sources import Photo
 from trainer.data.threads import in_threads
 from trainer.plan.run_plan import DataPlan
-from workbench.pages.tables import Sections
+from workbench.pages.rendering import document
+from workbench.pages.tables import Sections, sorted_out
 from workbench.sources import LAYOUTS
 from workbench.summary.data import data_account
 
@@ -98,6 +99,12 @@ def sections(data: DataPlan, lines: Sequence[str], report: captions.CaptionRepor
         **_pictures(data, report, phases),
     }
     return {title: section for title, section in parts.items() if any(section.get(k) for k in ("text", "pictures", "rows"))}
+
+
+def html(*, name: str, data: Sections) -> str:
+    """The page of a run's data alone: photos, then sections that need a look, then counts and the console's text."""
+    pictured, care, plain = sorted_out(data)
+    return document("data_report.html", name=name, data=pictured | care | plain, scripted=False)
 
 
 def _by_name(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:

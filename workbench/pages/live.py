@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.base.digests import Stamp, stamp_of
 from trainer.base.errors import Interrupted, NonFiniteError, cause, ending
 from trainer.base.files import hash_file
 from trainer.base.progress import quiet_for
-from trainer.base.run_layout import Layout
+from trainer.base.run_layout import Layout, step_of
 from trainer.monitoring.course import BLOCKS
+from workbench.pages import charts
 from workbench.pages.history import Events, History, marks_of, read_starts
-from workbench.pages.page import PageContents, ReportedRun, data_part, render, render_first, write_page
+from workbench.pages.rendering import document, render, write_page
 from workbench.pages.samples import read_samples
-from workbench.pages.status import State, judgement_of
-from workbench.pages.tables import Sections
+from workbench.pages.settings import configuration
+from workbench.pages.status import State, figures, judgement_of
+from workbench.pages.tables import Sections, sorted_out
 from workbench.pages.thumbnails import Thumbnails
 
 SHARE = 0.01  # largest share of a run's time for writing, besides the pages of its start and end
 EVERY_SECONDS = 15.0  # between pages with no news but further steps: as often as a page reloads
+PREPARING_SECONDS = 3600  # a first start may fetch a model of many gigabytes
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """The facts on a run that stay the same within one start. total: the run's steps. start_step: steps made before this
+    start. levers: the keys that set the rate. kicker: line above the title. changes: those by --allow, in order."""
+
+    layout: Layout
+    name: str
+    total: int
+    start_step: int = 0
+    levers: str = "optimizer.lr"
+    kicker: str = "Training report"
+    lineage: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    changes: Sequence[dict[str, Any]] = ()
 
 
 @contextmanager
@@ -35,7 +55,7 @@ def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
     new_folders = [folder for folder in (layout.root, *layout.root.parents) if not folder.exists()]
     with suppress(OSError):  # a folder that cannot be written is refused later, with the reason
         layout.root.mkdir(parents=True, exist_ok=True)
-        write_page(layout.report, render_first(name=name))
+        write_page(layout.report, document("preparing.html", name=name, watched=(time.time(), PREPARING_SECONDS)))
     try:
         yield
     except BaseException:
@@ -99,7 +119,8 @@ class LiveReport:
 
     def _prepare_data(self) -> None:
         if self._data_html is None:
-            self._data_html = data_part(self._make_data())
+            pictured, care, plain = sorted_out(self._make_data())
+            self._data_html = render("data.html", pictured=pictured, care=care, plain=plain)
 
     def stopped(self, check: Callable[[], None] = lambda: None) -> Path:
         """Write the page of a run that stopped early. check: may raise, which leaves the old page. Raises OSError."""
@@ -137,7 +158,7 @@ class LiveReport:
         """Write the page now, atomically. Raises OSError, and whatever `check` raises."""
         began = time.monotonic()
         try:
-            html = render(self.contents(check))
+            html = document("run.html", **self.contents(check))
             self._stepped = self._history.step > self.run.start_step
             check()
             write_page(self.layout.report, html)
@@ -147,30 +168,41 @@ class LiveReport:
             self.seconds += self._cost
             self._news = False
 
-    def contents(self, check: Callable[[], None]) -> PageContents:
-        """The present contents of the page. check: called now and then; may raise."""
-        layout, history = self.layout, self._history.read()
+    def contents(self, check: Callable[[], None]) -> dict[str, Any]:
+        """The present contents of run.html by the names that it uses. check: called now and then; may raise."""
+        run, layout, history = self.run, self.layout, self._history.read()
         samples = read_samples(layout.samples, self._thumbnails, check)
-        saved = [step for step in layout.adapter_steps(self.run.name) if step <= max(history.step, self.run.start_step)]
-        starts = read_starts(layout.phases)
-        measured, blocks = history.newest(BLOCKS) or (0, None)
-        if self._blocks is not None:
-            measured, blocks = history.step, self._blocks
+        saved = [step for step in layout.adapter_steps(run.name) if step <= max(history.step, run.start_step)]
         steps = {"samples": samples.steps, "kept": saved, "skipped": history.skipped()}
-        return PageContents(
-            run=self.run,
-            state=self.state,
-            history=history,
-            judgement=judgement_of(history, self.state, saved_steps=saved, levers=self.run.levers, blocks=self._blocks),
-            events=Events(marks_of(starts, history.rows, self.run.changes), steps),
-            samples=samples,
-            data=self._data_html,
-            outcome=self._outcome,
-            blocks=(blocks or {}, "" if blocks is None else f"after step {measured:,}"),
-            hashes=self._hashed(check),
-            watched=(time.time(), quiet_for(self._silence)),
-            aside=tuple(layout.set_aside()),
+        events = Events(marks_of(read_starts(layout.phases), history.rows, run.changes), steps)
+        measured_at, changes = (
+            (history.step, self._blocks) if self._blocks is not None else history.newest(BLOCKS) or (0, None)
         )
+        changes = changes or {}
+        now = time.time()
+        return {
+            "name": run.name,
+            "run": run,
+            "state": self.state,
+            "history": history,
+            "judgement": judgement_of(history, self.state, saved_steps=saved, levers=run.levers, blocks=self._blocks),
+            "events": events,
+            "samples": samples,
+            "data": self._data_html,
+            "outcome": self._outcome,
+            "hashes": self._hashed(check),
+            "figures": figures(history, changes),
+            "charts": charts.draw_all(history, events),
+            "tiles": charts.tiles(changes),
+            "shades": charts.legend(),
+            "measured_at": measured_at,
+            "checkpoints": _checkpoints(layout),
+            "fork": charts.fork_of(history, layout),
+            "config": configuration(layout.config),
+            "aside": layout.set_aside(),
+            "now": now,
+            "watched": (now, quiet_for(self._silence)) if self.state.alive else None,
+        }
 
     def _hashed(self, check: Callable[[], None]) -> dict[Path, str]:
         stamps = {file: stamp_of(file.stat()) for file in sorted(self.layout.adapters.glob("*.safetensors"))}
@@ -178,3 +210,12 @@ class LiveReport:
             if file not in self._hashes or self._hashes[file][0] != newest:
                 self._hashes[file] = newest, hash_file(file, lambda _: check())
         return {file: self._hashes[file][1] for file in stamps}
+
+
+def _checkpoints(layout: Layout) -> dict[str, str] | None:
+    """The steps of all checkpoints, and the command that exports the last one's adapter; None without any."""
+    folders = {step: folder for folder in layout.checkpoints.glob("*") if (step := step_of(folder.name)) is not None}
+    if not folders:
+        return None
+    command = f"python scripts/adapter.py export {shlex.quote(str(folders[max(folders)]))} FOLDER"
+    return {"steps": ", ".join(f"{step:,}" for step in sorted(folders)), "command": command}

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.base.files import write_atomic
 from trainer.base.pictures import data_uri, is_sound, thumbnail
 from workbench.pages.samples import peek, step_name
 from workbench.pages.settings import keyed_parts, toml
@@ -54,6 +55,11 @@ def document(template: str, *, watched: tuple[float, float] | None = None, scrip
     style, script = _read("page.css"), _read("page.js") if scripted else ""
     reload = dict(zip(("written", "quiet", "reload"), (*watched, RELOAD_SECONDS), strict=True)) if watched else {}
     return render(template, style=style, script=script, reload=reload, policy=policy(scripted=scripted), **values)
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write a page, atomically."""
+    write_atomic(path, [html.encode("utf-8", errors="replace")])
 
 
 @cache

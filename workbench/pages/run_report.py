@@ -24,9 +24,8 @@ from trainer.runtime.context import RunContext
 from workbench.pages.before_after import write_before_after
 from workbench.pages.data_report import sections
 from workbench.pages.diagnosis import judge
-from workbench.pages.live import LiveReport, first_page
+from workbench.pages.live import LiveReport, ReportedRun, first_page
 from workbench.pages.model_card import write_card
-from workbench.pages.page import ReportedRun
 from workbench.pages.tables import Sections
 from workbench.summary.data import data_lines
 from workbench.summary.outcome import Outcome, compared

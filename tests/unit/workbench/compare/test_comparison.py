@@ -38,9 +38,9 @@ def test_every_measurement_and_every_difference_has_a_line(tmp_path: Path) -> No
 
 
 def test_a_run_that_two_variants_share_is_there_once(tmp_path: Path, monkeypatch) -> None:
-    seen = run(tmp_path, "a", 1, [0.9, 0.5])
+    files = run(tmp_path, "a", 1, [0.9, 0.5])
     monkeypatch.setattr(Compared, "folder", property(lambda self: tmp_path / "a-1"))
-    monkeypatch.setattr(Compared, "seen", lambda self: seen)
+    monkeypatch.setattr(Compared, "read", lambda self: files)
     shared = [Compared(name, 1, None, "") for name in ("a", "b")]
     length: Any = SimpleNamespace(run=SimpleNamespace(max_steps=9, epochs=None))
     asked = tuple(Variation(name, seed, (), length) for name in ("a", "b") for seed in (1, 2))

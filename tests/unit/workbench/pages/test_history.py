@@ -6,14 +6,13 @@ import json
 import re
 from pathlib import Path
 
-from tests.unit.workbench.pages.test_page import read, write_metrics, write_png
+from tests.unit.workbench.pages.test_live import read, write_metrics, write_png
 from trainer import config as configs
 from trainer.base.progress import START, STOP
 from trainer.base.run_layout import Layout
 from workbench.pages import curves, live
 from workbench.pages.history import Events, Mark, Standing, marks_of, read_standing, read_starts
-from workbench.pages.live import LiveReport
-from workbench.pages.page import ReportedRun
+from workbench.pages.live import LiveReport, ReportedRun
 from workbench.pages.rendering import render
 from workbench.pages.settings import changed_keys, configuration
 
@@ -86,7 +85,7 @@ def test_a_page_has_the_events_of_its_run(tmp_path: Path) -> None:
     rails = dict(re.findall(r'aria-label="(samples|kept|skipped): (\d+)"', text))
     assert rails == {"samples": "2", "kept": "2", "skipped": "1"}, "of steps that the chart has"
     assert re.findall(r'<li class="(\w+)">', text) == ["resumed", "changed"] and "after a pause of 30 s" in page.text
-    assert "step 60" not in page.text and report.contents(lambda: None).events.steps["kept"] == [20, 40]
+    assert "step 60" not in page.text and report.contents(lambda: None)["events"].steps["kept"] == [20, 40]
 
 
 def test_a_page_knows_for_how_long_its_run_may_be_silent(tmp_path: Path, monkeypatch) -> None:

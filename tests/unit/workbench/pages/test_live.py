@@ -14,9 +14,8 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from trainer.base.run_layout import Layout
-from workbench.pages import curves, history, live, thumbnails
-from workbench.pages.live import LiveReport
-from workbench.pages.page import ReportedRun, render_data
+from workbench.pages import curves, data_report, history, live, thumbnails
+from workbench.pages.live import LiveReport, ReportedRun
 from workbench.pages.samples import read_samples
 from workbench.summary.outcome import compared
 
@@ -143,7 +142,7 @@ def test_a_data_report_opens_with_the_photos_and_ends_with_what_the_console_said
         "Buckets": {"columns": ("size",), "rows": [("64x64",)]},
         "As they are cropped": {"pictures": [picture]},
     }
-    text = render_data(name="bear", data=data)
+    text = data_report.html(name="bear", data=data)
     titles = ["As they are cropped", "Damaged", "Buckets", "In short"]
     assert re.findall(r"<h2>(.*?)</h2>", text) == titles == re.findall(r'<a href="#[\w-]+">(.*?)</a>', text)
     last = re.sub(r">\s+<", "><", text).partition("In short</h2>")[2]
