@@ -28,7 +28,7 @@ from workbench.pages.live import LiveReport, ReportedRun, first_page
 from workbench.pages.model_card import write_card
 from workbench.pages.tables import Sections
 from workbench.summary.data import data_lines
-from workbench.summary.outcome import Outcome, compared
+from workbench.summary.outcome import Outcome, sample_triples
 
 __all__ = ["RunPage", "first_page", "page_of"]
 
@@ -58,7 +58,7 @@ class RunPage(LiveReport):
     def end(self) -> None:
         """Write before_after.png and the page of the whole run; print their paths and the tables."""
         say, context, step = self.whole.context.processes.say, self.whole.context, self.whole.progress.step
-        if picture := write_before_after(self.layout, compared(self.layout, step), step):
+        if picture := write_before_after(self.layout, sample_triples(self.layout, step), step):
             say(f"before and after: {picture}", whole=True)
         with context.phases("writing the report") as phase:
             report = self.finished(self.tables, self.moved, phase.check)

@@ -103,7 +103,7 @@ def test_a_comparison_without_samples_says_so(tmp_path: Path, keys: str, said: b
 def test_a_narrow_page_begins_with_the_held_out_loss_and_its_interval(tmp_path: Path) -> None:
     """What a window of 400 px shows without scrolling: the first sentence, and the first two columns of a table."""
     runs = [run(tmp_path, name, seed, [0.9, loss + seed / 9]) for name, loss in (("a", 0.5), ("b", 0.6)) for seed in (1, 2)]
-    body = compare(runs, {}, asked="2 seeds tell apart what is far apart").partition("<main>")[2]
+    body = compare(runs, {}, power="2 seeds tell apart what is far apart").partition("<main>")[2]
     first = body.partition("<p>")[2].partition("</p>")[0]
     assert "on these held-out photos the loss of a is lower by" in first and "95 % interval" in first
     assert body.index("2 seeds tell") > body.index(first) and body.index("<table") > body.index(first)

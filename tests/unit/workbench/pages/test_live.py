@@ -17,7 +17,7 @@ from trainer.base.run_layout import Layout
 from workbench.pages import curves, data_report, history, live, thumbnails
 from workbench.pages.live import LiveReport, ReportedRun
 from workbench.pages.samples import read_samples
-from workbench.summary.outcome import compared
+from workbench.summary.outcome import sample_triples
 
 NASTY = '<script>alert("x")</script> & co'
 OUTCOME = {
@@ -188,7 +188,7 @@ def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
         ("a bear", "8 x 8 px, seed 1, 20 steps", [(0, "samples/step-00000000/00.png")]),
     ]  # fmt: skip
     before, after = tmp_path / "samples/step-00000000", tmp_path / "samples/step-00000002"
-    assert compared(Layout(tmp_path), 2) == [(before / "01.png", after / "00.png", None)]
+    assert sample_triples(Layout(tmp_path), 2) == [(before / "01.png", after / "00.png", None)]
     text, page = read(write_report(Layout(tmp_path)))
     present, _, gone = page.text.partition("1 prompt of earlier steps, not asked for any more")
     assert present.count("a bear") == 3 and gone.count("a bear") == 1 and "8 x 8 px, seed 2, 20 steps" in present
