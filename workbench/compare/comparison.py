@@ -12,7 +12,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
@@ -49,31 +49,17 @@ NO_OTHER_RUN = (
 PAGE, COLUMNS = "comparison.html", "first second seed step held_out_loss difference mean low high seconds peak_bytes"
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A run of a comparison. config: with its folder. command: the command line that trains it alone, on any machine."""
+def read(run: Variation) -> RunFiles:
+    """Read a run's files."""
+    return replace(read_run(run.folder.name, Layout(run.folder)), variant=run.variant)
 
-    variant: str
-    seed: int
-    config: Config
-    command: str
 
-    @property
-    def folder(self) -> Path:
-        """Its output folder."""
-        return Path(self.config.run.output_dir)
-
-    def read(self) -> RunFiles:
-        """Read its files."""
-        return replace(read_run(self.folder.name, Layout(self.folder)), variant=self.variant)
-
-    @property
-    def state(self) -> str:
-        """Its result: "finished", "not finite", or "" if it has to be trained."""
-        if not self.folder.exists():
-            return ""
-        state = self.read().state(time.time())
-        return "finished" if state.kind == "finished" else "not finite" if not state.finite else ""
+def result(run: Variation) -> str:
+    """A run's result: "finished", "not finite", or "" if it has to be trained."""
+    if not run.folder.exists():
+        return ""
+    state = read(run).state(time.time())
+    return "finished" if state.kind == "finished" else "not finite" if not state.finite else ""
 
 
 def compare_all(variations: Variations, train: Callable[[Config], bool], *, only_plan: bool = False) -> None:
@@ -88,7 +74,10 @@ def compare_all(variations: Variations, train: Callable[[Config], bool], *, only
     runs = planned(variations)
     if only_plan:
         for run in runs:
-            write(f"# {run.variant}, seed {run.seed}: {run.state or 'to be trained'}\n{run.command}", whole=True)
+            # A command that trains the run alone, on any machine.
+            command = ["python", "train.py", "--config", variations.base, "--set", *run.overrides, "--resume_from", "auto"]
+            line = shlex.join(map(printable, command))
+            write(f"# {run.variant}, seed {run.seed}: {result(run) or 'to be trained'}\n{line}", whole=True)
         return
     make_folder(Path(variations.output_dir), "output_dir")
     write_page(variations, runs)
@@ -97,8 +86,8 @@ def compare_all(variations: Variations, train: Callable[[Config], bool], *, only
         write(lack)
     for number, run in enumerate(runs, 1):
         name = f"run {number} of {len(runs)}: {run.variant}, seed {run.seed}"
-        if run.state:
-            write(f"{name}: {run.state} already ({run.folder})")
+        if state := result(run):
+            write(f"{name}: {state} already ({run.folder})")
             continue
         write(f"{name}: {run.folder}", whole=True)
         try:
@@ -111,7 +100,7 @@ def compare_all(variations: Variations, train: Callable[[Config], bool], *, only
             gc.collect()
             give_back()
         write_page(variations, runs)
-    page, groups = write_page(variations, runs), group_runs([run.read() for run in runs])
+    page, groups = write_page(variations, runs), group_runs(list(map(read, runs)))
     pairs, reasons = pairs_of(groups), not_judged(groups)
     for pair in pairs:
         write(f"{pair.sentence()}\n  {pair.errors()}", whole=True)
@@ -121,10 +110,10 @@ def compare_all(variations: Variations, train: Callable[[Config], bool], *, only
     write(f"comparison: {page}")
 
 
-def write_page(variations: Variations, runs: Sequence[Compared]) -> Path:
+def write_page(variations: Variations, runs: Sequence[Variation]) -> Path:
     """Write the page of the runs so far, and its data as JSON and CSV beside it; returns its path."""
     page = Path(variations.output_dir) / PAGE
-    files = list({run.folder: run.read() for run in runs if run.folder.exists()}.values())
+    files = list({run.folder: read(run) for run in runs if run.folder.exists()}.values())
     data = record(files, pairs_of(group_runs(files)))
     write_atomic(page.with_suffix(".json"), [json_bytes(data)])
     write_atomic(page.with_suffix(".csv"), [_csv(data).encode()])
@@ -155,8 +144,9 @@ def _csv(data: dict[str, Any]) -> str:
     return text.getvalue()
 
 
-def planned(variations: Variations) -> list[Compared]:
-    """The runs, each checked as far as possible without weights; the photos are read once. Raises UserError."""
+def planned(variations: Variations) -> list[Variation]:
+    """The runs in their folders, each checked as far as possible without weights; the photos are read once. Raises
+    UserError."""
     root = Path(variations.output_dir)
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir = {variations.output_dir!r} is a file; give a folder")
@@ -172,7 +162,7 @@ def planned(variations: Variations) -> list[Compared]:
         except UserError as error:
             raise UserError(f"variant {variation.variant!r}: {error}") from error
         first = first or plan
-        runs.append(_compared(variations, variation, mark(plan, digests)))
+        runs.append(_in_folder(variations, variation, mark(plan, digests)))
     return runs
 
 
@@ -190,17 +180,15 @@ def mark(plan: RunPlan, digests: FileDigests) -> str:
     return hashlib.sha256(json_bytes(parts)).hexdigest()[:12]
 
 
-def _compared(variations: Variations, variation: Variation, digest: str) -> Compared:
-    """The run of a variation, in the folder of its digest, even if another variant's name is in the folder's name."""
+def _in_folder(variations: Variations, run: Variation, digest: str) -> Variation:
+    """A run with its folder, named by its digest, even if another variant's name is in the folder's name."""
     root = Path(variations.output_dir)
     existing = sorted(path for path in root.glob(f"*-{digest}") if path.is_dir())
-    folder = existing[0] if existing else root / f"{variation.variant}-{variation.seed}-{digest}"
+    folder = existing[0] if existing else root / f"{run.variant}-{run.seed}-{digest}"
     names = {"run.name": folder.name, "run.output_dir": str(folder)}
-    if (mirror := variation.config.checkpoint.mirror) is not None:
+    if (mirror := run.config.checkpoint.mirror) is not None:
         names["checkpoint.mirror"] = f"{mirror}/{folder.name}"
-    if variation.config.data.cache_dir is None and variation.config.data.cache == "disk":
+    if run.config.data.cache_dir is None and run.config.data.cache == "disk":
         names["data.cache_dir"] = str(Layout(root).cache)  # encoded once for all runs
-    overrides = [*variation.overrides, *(f"{key}={configs.literal(value)}" for key, value in names.items())]
-    config = configs.load(variations.base, overrides)
-    command = ["python", "train.py", "--config", variations.base, "--set", *overrides, "--resume_from", "auto"]
-    return Compared(variation.variant, variation.seed, config, shlex.join(map(printable, command)))
+    overrides = (*run.overrides, *(f"{key}={configs.literal(value)}" for key, value in names.items()))
+    return replace(run, overrides=overrides, config=configs.load(variations.base, list(overrides)))

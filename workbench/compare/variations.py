@@ -78,6 +78,11 @@ class Variation:
     overrides: tuple[str, ...]
     config: Config
 
+    @property
+    def folder(self) -> Path:
+        """The run's output folder."""
+        return Path(self.config.run.output_dir)
+
 
 @dataclass(frozen=True)
 class Variations:

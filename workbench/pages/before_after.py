@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from PIL import Image, ImageDraw, ImageFont
+
 from trainer.base.files import write_atomic
 from trainer.base.pictures import png
 from trainer.base.run_layout import AVERAGE, Layout
@@ -14,8 +16,6 @@ MARGIN, LINE = 12, 20  # px
 def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
     """Write the picture; returns its path, or None without samples or before the first step. samples: the PNGs of each
     before training, after `step`, and of the truth."""
-    from PIL import Image
-
     if step == 0 or not samples:
         return None
     rows = []
@@ -30,8 +30,6 @@ def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path 
 
 def scaled(picture):
     """The picture as RGB within SMALLEST and LARGEST: enlarged pixel by pixel by a whole number, or reduced."""
-    from PIL import Image
-
     side = max(picture.size)
     if side > LARGEST:
         size = tuple(max(1, round(length * LARGEST / side)) for length in picture.size)
@@ -42,8 +40,6 @@ def scaled(picture):
 
 def table(titles: Sequence[str], rows):
     """A picture of pictures in rows below titles. rows: (prompt, a picture or None for each title)."""
-    from PIL import Image, ImageDraw, ImageFont
-
     font = ImageFont.load_default(14)
     width = max(picture.width for _, pictures in rows for picture in pictures if picture)
     heights = [max(picture.height for picture in pictures if picture) for _, pictures in rows]

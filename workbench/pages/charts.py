@@ -32,11 +32,12 @@ def draw_all(history: History, events: Events = NOTHING) -> list[str]:
         lines = smoothed(series, cuts) if smooth else [Curve(title.lower(), series, "line0")]
         return curves.draw(title, unit, lines, events=events, range_of=whole, about=about)
 
+    rates = {"first group": history.series("lr"), "highest of a group": history.series("highest_lr")}
     figures = [
         _loss(history, events),
         _quarters(history, events),
         single("grad_norm", "Gradient norm", "before clipping", "A rise that stays is a rate that is too high.", smooth=True),
-        curves.draw("Learning rate", "per update", _rates(history), events=events, range_of=whole),
+        curves.draw("Learning rate", "per update", curves.lines_of(rates), events=events, range_of=whole),
         single("weight_change", "Change of the weights", "share of a layer's own", "Of the layer that moved most."),
         single("peak_bytes", "Peak memory", "GiB", scale=2.0**-30),
         single("seconds", "Time of a step", "seconds", smooth=True),
@@ -87,13 +88,6 @@ def _quarters(history: History, events: Events) -> str:
     parts = {name: curves.broken(series, cuts) for name, series in quarters.items()}
     about = f"Of the {photos} photos. Details are decided at little noise, subjects and colours at much."
     return curves.draw("Loss by timestep quarter", "", curves.lines_of(parts), events=events, about=about)
-
-
-def _rates(history: History) -> list[Curve]:
-    rates: dict[str, Series] = {"first group": history.series("lr")}
-    if highest := history.series("highest_lr"):
-        rates["highest of a group"] = highest
-    return curves.lines_of(rates)
 
 
 def tiles(changes: Mapping[str, float | None]) -> dict[str, list[tuple[str, int, str]]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from trainer import quantization
 from trainer.adapters import export
@@ -118,8 +119,6 @@ def sample_triples(layout: Layout, step: int) -> list[tuple[Path, Path, Path | N
 
 def by_request(folder: Path) -> dict[str, Path]:
     """The sound PNGs of a folder by their request (the PNG's text "request"), in the files' order."""
-    from PIL import Image
-
     files = {}
     for path in filter(is_sound, pngs(folder)):
         with Image.open(path) as image:
@@ -130,7 +129,6 @@ def by_request(folder: Path) -> dict[str, Path]:
 
 def image_distance(before: Path, after: Path) -> float:
     """The relative L2 distance of two images' pixels in [0, 1]."""
-    from PIL import Image
 
     def pixels(path: Path) -> torch.Tensor:
         image = Image.open(path).convert("RGB")
