@@ -123,35 +123,24 @@ class OnDisk(Components):
         return Spiller(self.family.ordered_blocks(name, module), self.model.device, self.folder)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Loads the denoiser in a storage, and measures it. components: of a model. reader: of the encoded photos."""
-
-    run: RunPlan
-    components: Callable[[ModelPlan], Components]
-    reader: Reader
-
-    def held_out(self, components: Components) -> HeldOutLoss:
-        """The held-out loss of the loaded denoiser."""
-        return HeldOutLoss.of(self.run, components, self.reader, nullcontext)
-
-    def predict(self, storage: Storage, phase: str) -> Predictions:
-        """The predictions of the denoiser in one storage: it is loaded and then released."""
-        model = self.run.model
-        components = self.components(replace(model, storage={**model.storage, storage.name: storage}))
-        _load(components)
-        try:
-            return storage_cost.predict(self.held_out(components), components, phase)
-        finally:
-            components.let_go([storage.name])
-
-
 def _load(components: Components) -> nn.Module:
     """The denoiser, ready to compute as in a run."""
     family = components.family
     denoiser = components.load(family.denoiser).eval()
     components.attention.give(denoiser, family.memory.attention, components.model.device, components.kernels)
     return denoiser
+
+
+def _predict(
+    run: RunPlan, components_of: Callable[[ModelPlan], Components], reader: Reader, storage: Storage, phase: str
+) -> Predictions:
+    """The predictions of the denoiser in one storage: it is loaded and then released."""
+    components = components_of(replace(run.model, storage={**run.model.storage, storage.name: storage}))
+    _load(components)
+    try:
+        return storage_cost.predict(HeldOutLoss.of(run, components, reader, nullcontext), components, phase)
+    finally:
+        components.let_go([storage.name])
 
 
 def _quantised(plan: AuditPlan, storage: Storage) -> Formats:
@@ -175,8 +164,8 @@ def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phase
             raise UserError(f"--formats {storage.format.dtype_name}: {fault}")
     components_of = partial(plan.session.components, phases=phases, attention=attention)
     components = components_of(run.model, kind=partial(OnDisk, folder))
-    bench = Bench(run, components_of, encode(run, components, MemoryCache(), on_non_finite=_refuse))
-    denoiser, held_out = _load(components), bench.held_out(components)
+    reader = encode(run, components, MemoryCache(), on_non_finite=_refuse)
+    denoiser, held_out = _load(components), HeldOutLoss.of(run, components, reader, nullcontext)
     base = storage_cost.predict(held_out, components, "held-out loss of the base")
     blocks = find_blocks(denoiser, run.model.family.memory.blocks)
     terms = storage_cost.estimate(held_out, components, denoiser, blocks, layers)
@@ -190,12 +179,12 @@ def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phase
     shapes = {name: layer.weight_shape for name, layer in denoiser.named_modules() if isinstance(layer, FrozenLayer)}
     del denoiser, held_out
     components.let_go([run.model.family.denoiser])
-    costs = []
+    costs, predict = [], partial(_predict, run, components_of, reader)
     for storage, formats, estimates, effects in zip(plan.stored, layers, terms, single, strict=True):
         payloads = {name: format.empty_payload(shapes[name], "meta").values() for name, format in formats.items()}
         stored_bytes = {name: sum(tensor.nbytes for tensor in payload) for name, payload in payloads.items()}
         sizes = {name: (size, 2 * shapes[name].numel()) for name, size in stored_bytes.items()}
-        costs.append(_cost(bench, storage, estimates, effects, sizes, base, most))
+        costs.append(_cost(predict, storage, estimates, effects, sizes, base, most))
     (kind,), (photos,) = run.data.measured.keys(), run.data.measured.values()
     stored = run.model.storage[run.model.family.denoiser]
     return Audit(
@@ -205,7 +194,7 @@ def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phase
 
 
 def _cost(
-    bench: Bench,
+    predict: Callable[[Storage, str], Predictions],
     storage: Storage,
     terms: Terms,
     alone: dict[str, Effect],
@@ -213,8 +202,7 @@ def _cost(
     base: Predictions,
     most: int,
 ) -> FormatCost:
-    """The cost of one storage, with all layers and without the costliest. alone: layers measured one by one. sizes: bytes of
-    each layer as (stored so, excluded)."""
+    """The cost of a storage, with and without costly layers. alone: those measured singly. sizes: (stored, excluded)."""
     ranked = terms.ranked()
     layers = [LayerCost(name, terms.effect([name]), alone.get(name), sizes[name][1] - sizes[name][0]) for name in ranked]
     first = max(most, len(alone))  # includes the measured layers: they are sorted by their measurement
@@ -222,15 +210,13 @@ def _cost(
     order = [layer.name for layer in layers]
     exclude = tuple(order[:most])
     name = storage.format.name
-    whole = storage_cost.measured(base, bench.predict(storage, f"held-out loss of {name}"))
+    whole = storage_cost.measured(base, predict(storage, f"held-out loss of {name}"))
     spared = None
     if exclude:
         less = replace(storage, exclude=(*storage.exclude, *exclude))
-        spared = storage_cost.measured(base, bench.predict(less, f"held-out loss of {name} without {len(exclude)} layers"))
+        spared = storage_cost.measured(base, predict(less, f"held-out loss of {name} without {len(exclude)} layers"))
     return FormatCost(
-        name=name,
-        dtype=storage.format.dtype_name,
-        backend=storage.format.backend,
+        format=storage.format,
         layers=tuple(layers),
         estimated=terms.effect(order),
         whole=whole,

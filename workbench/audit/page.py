@@ -38,7 +38,7 @@ def text(audit: Audit) -> str:
     """The audit for a terminal."""
     lines = [f"base: {about(audit)}"]
     for cost in audit.costs:
-        lines += ["", f"{cost.name}: {len(cost.layers)} layers, {size_text(cost.bytes)}"]
+        lines += ["", f"{cost.format.name}: {len(cost.layers)} layers, {size_text(cost.bytes)}"]
         lines.append(f"  all of them: {_effect(audit, cost.whole)}")
         lines.append(f"  as estimated: {_effect(audit, cost.estimated)}")
         if cost.spared is not None:
@@ -59,7 +59,8 @@ def text(audit: Audit) -> str:
 def excluded(audit: Audit, cost: FormatCost) -> str:
     """The table of a config with the format, and with the layers to exclude from it."""
     names = json.dumps([*audit.excluded, *cost.exclude], indent=4)  # valid TOML, too
-    return f'[model.components.{audit.denoiser}]\ndtype = "{cost.dtype}"\nbackend = "{cost.backend}"\nexclude = {names}'
+    table, format = f"[model.components.{audit.denoiser}]", cost.format
+    return f'{table}\ndtype = "{format.dtype_name}"\nbackend = "{format.backend}"\nexclude = {names}'
 
 
 def html(audit: Audit, *, name: str) -> str:
@@ -79,8 +80,8 @@ def sections(audit: Audit) -> dict[str, dict[str, Any]]:
             effects.append((f"without {len(cost.exclude)}, measured", cost.spared, cost.more))
         for layers, effect, more in effects:
             rows.append((
-                cost.name, layers, _percent(effect.relative(audit.base)), f"{effect.of_loss:+.2e}", f"{effect.band:.2g}",
-                size_text(cost.bytes + more),
+                cost.format.name, layers, _percent(effect.relative(audit.base)), f"{effect.of_loss:+.2e}",
+                f"{effect.band:.2g}", size_text(cost.bytes + more),
             ))  # fmt: skip
     columns, notes = ("format", "layers", "prediction", "loss", "band", "size"), [f"Base: {about(audit)}.", NOTES[0]]
     parts: dict[str, dict[str, Any]] = {"All layers": {"columns": columns, "rows": rows, "notes": notes}}
@@ -88,10 +89,10 @@ def sections(audit: Audit) -> dict[str, dict[str, Any]]:
         most = len(cost.exclude)
         bought = [f"Without these {most}: {_bought(cost)}."] if cost.spared is not None else []
         first = {"columns": COLUMNS, "rows": _table(audit, cost, most), "notes": [*bought, NOTES[1]]}
-        parts[f"{cost.name}: the first to exclude"] = {"text": excluded(audit, cost)} | first
+        parts[f"{cost.format.name}: the first to exclude"] = {"text": excluded(audit, cost)} | first
         if len(cost.layers) > most:
             rows = _table(audit, cost, len(cost.layers))
-            parts[f"{cost.name}: every layer"] = {"columns": COLUMNS, "rows": rows, "folded": True}
+            parts[f"{cost.format.name}: every layer"] = {"columns": COLUMNS, "rows": rows, "folded": True}
     return parts
 
 
@@ -99,7 +100,7 @@ def remaining(audit: Audit) -> dict[str, list[tuple[float, float]]]:
     """(number of excluded layers, estimated change of the prediction in percent), by format."""
     power = fmean(audit.base.power)
     return {
-        cost.name: [(count, 100 * math.sqrt(change / power)) for count, change in enumerate(cost.remaining[:-1])]
+        cost.format.name: [(count, 100 * math.sqrt(change / power)) for count, change in enumerate(cost.remaining[:-1])]
         for cost in audit.costs
     }
 
@@ -114,7 +115,7 @@ def numbers(audit: Audit) -> dict[str, Any]:
         "photos": {audit.kind: audit.photos},
         "draws": len(audit.base.residuals),
         "formats": {
-            cost.name: {
+            cost.format.name: {
                 "bytes": cost.bytes,
                 "measured": _numbers(audit, cost.whole),
                 "estimated": _numbers(audit, cost.estimated),

@@ -284,9 +284,7 @@ class FormatCost:
     and measured. spared: the effect measured without the layers in `exclude`, or None if that is empty. remaining: the
     estimated mean squared change of the prediction without the first 0, 1, ... layers. bytes: of the quantised layers."""
 
-    name: str
-    dtype: str
-    backend: str
+    format: Format
     layers: tuple[LayerCost, ...]
     estimated: Effect
     whole: Effect

@@ -145,8 +145,7 @@ def _csv(data: dict[str, Any]) -> str:
 
 
 def planned(variations: Variations) -> list[Variation]:
-    """The runs in their folders, each checked as far as possible without weights; the photos are read once. Raises
-    UserError."""
+    """The runs in their folders, checked as far as possible without weights. Photos are read once. Raises UserError."""
     root = Path(variations.output_dir)
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir = {variations.output_dir!r} is a file; give a folder")

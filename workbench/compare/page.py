@@ -77,8 +77,7 @@ class RunFiles:
         return self.standing.total or (max_steps if isinstance(max_steps, int) else None)
 
     def state(self, now: float) -> State:
-        """The state of the last start at the Unix time `now`. Without a logged end it is at work, unless its last heartbeat
-        is too old: then it was killed."""
+        """The state of the last start: without a logged end at work, or stopped if silent too long. now: Unix time."""
         step, total, standing = self.history.step, self.total or self.history.step, self.standing
         if standing.reason:
             return State("ended", total, reason=standing.reason, finite=not _left_the_numbers(self))
@@ -112,8 +111,7 @@ def read_run(name: str, layout: Layout, history: History | None = None, thumbnai
 
 
 def compare(runs: Sequence[RunFiles], unread: Mapping[str, str], now: float | None = None, power: str = "") -> str:
-    """The page as text. unread: by name, why a run could not be read. now: Unix time. power: a sentence on what the seeds
-    can show."""
+    """The page as text. unread: by name, why a run could not be read. now: Unix time. power: what the seeds can detect."""
     now = time.time() if now is None else now
     groups, cards = group_runs(runs), _cards(runs).items()
     charts, notes = _curves(groups)
@@ -193,8 +191,7 @@ def _units(first: RunFiles, second: RunFiles) -> list[str]:
 
 
 def not_judged(groups: Sequence[Sequence[RunFiles]]) -> list[str]:
-    """A sentence on each variant with a run that met a value that is not finite, and on each two groups that measured the
-    same photos in different units."""
+    """A sentence on each variant with a run that was not finite, and on each two groups whose losses differ in unit."""
     not_finite = [
         f"{_name(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
         for group in groups

@@ -97,9 +97,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two settings of a comparison. first, second: their names. by_step: the difference at each step with two common seeds
-    or more, in order. seeds: their number at the last of these steps. divisor: of the probability of error that all pairs
-    of a page share (`corrected`)."""
+    """Two settings of a comparison, by name. by_step: their difference at each step with two common seeds or more, in order.
+    seeds: their number at the last step. divisor: of the probability of error that a page's pairs share (`corrected`)."""
 
     first: str
     second: str
@@ -168,8 +167,8 @@ class Pair:
 
 
 def corrected(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs with the divisors of Holm (1979, Scandinavian Journal of Statistics 6, 65-70): if nothing differs, 95 % of
-    pages tell no pair apart."""
+    """The pairs with Holm's divisors (1979, Scandinavian Journal of Statistics 6, 65-70): of pages without any difference
+    95 % tell no pair apart."""
     divisor, by_names = len(pairs), {}
     for pair in sorted(pairs, key=lambda pair: pair.last.chance):
         by_names[pair.first, pair.second] = judged = replace(pair, divisor=divisor)

@@ -14,8 +14,7 @@ MARGIN, LINE = 12, 20  # px
 
 
 def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
-    """Write the picture; returns its path, or None without samples or before the first step. samples: the PNGs of each
-    before training, after `step`, and of the truth."""
+    """Write the picture; returns its path, or None if there is nothing to show. samples: (before, after `step`, truth)."""
     if step == 0 or not samples:
         return None
     rows = []

@@ -27,8 +27,7 @@ INLINE = "'unsafe-inline'"  # the labels of a chart are placed by their style at
 
 @cache
 def environment(folder: Path, **filters: Callable[..., Any]) -> Environment:
-    """The templates of a folder. HTML templates escape every inserted text; an undefined name is an error, and no empty
-    text. filters: by name."""
+    """The templates of a folder. HTML templates escape every inserted text; undefined names are errors. filters: by name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     templates = Environment(

@@ -61,8 +61,7 @@ class Thumbnails:
         return about
 
     def of(self, large: Sequence[Path], small: Sequence[Path], check: Callable[[], None]) -> dict[Path, Picture]:
-        """The picture of each file that can be decoded. large: those of the pictures side by side. check: called now and
-        then; may raise."""
+        """The picture of each file that can be decoded. large: those side by side. check: called now and then; may raise."""
         sizes = {file: file.stat().st_size for file in (*large, *small)}
         if sum(sizes.values()) <= EMBED_BYTES:
             return self._all(dict.fromkeys(sizes), check)

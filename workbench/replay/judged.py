@@ -79,9 +79,8 @@ class Number:
 
 @dataclass(frozen=True)
 class LayerGradient:
-    """The gradient of a layer's A, B or magnitude: `part`. size: its norm in fp64. error: of the repeated step, as a share of
-    the size. along: the error's component along the gradient, which shows a wrong factor, as roundings add up to far less
-    there. bounds: of error and along."""
+    """The gradient of a layer's A, B or magnitude (part). size: its norm in fp64. error: of the repeated step, as a share of
+    size. along: its part along the gradient, where roundings add up to far less than a wrong factor. bounds: of both."""
 
     name: str
     part: str
@@ -98,8 +97,7 @@ class LayerGradient:
 
 @dataclass(frozen=True)
 class JudgedStep:
-    """The judgement of a step. layers: each A, B and magnitude; none if the repeated step has no finite gradient. update: by
-    its gradients."""
+    """The judgement of a step. layers: each A, B and magnitude; none if the repeated step has no finite gradient."""
 
     number: int
     loss: Number

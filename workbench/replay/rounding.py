@@ -87,8 +87,7 @@ class Rounded(TorchDispatchMode):
         return output
 
     def add_error(self, tensor: Tensor, unit: float | None = None) -> Tensor:
-        """Round each number of a tensor at random, in place; too large numbers become infinite. unit: roundoff; None: the
-        dtype's."""
+        """Round a tensor at random, in place; too large numbers become infinite. unit: roundoff; None: the dtype's."""
         tensor.add_(self._noise(tensor, self.unit if unit is None else unit, self.floor))
         return tensor.masked_fill_(tensor.abs() > self.largest, math.inf) if self.largest < 1e30 else tensor
 

@@ -110,8 +110,7 @@ def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = u
 
 
 def sample_triples(layout: Layout, step: int) -> list[tuple[Path, Path, Path | None]]:
-    """(before training, after `step`, the truth if known): the files of each request, drawn with the weights or with their
-    average."""
+    """(before training, after `step`, the truth if known): the files of each request, with the weights or their average."""
     first, truths = by_request(layout.samples_of(0)), by_request(layout.truths)
     after = [(plain_request(request), path) for request, path in by_request(layout.samples_of(step)).items()]
     return [(first[request], path, truths.get(request)) for request, path in after if request in first]

@@ -53,9 +53,8 @@ def unread(prompts: Iterable[str], *, weighted: bool = False) -> list[str]:
 
 
 def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:
-    """A line on the prompts that share no word with any variant of a caption, and one on those without a trigger. Captions
-    of regularisation images do not count. A prompt without words gives no warning, nor does a set whose captions have
-    none."""
+    """A line on the prompts that share no word with any caption, and one on those without a trigger. Captions of
+    regularisation images do not count. No warning for a prompt without words, or if no caption has any."""
     words_of = {prompt: words(prompt) for prompt in dict.fromkeys(prompts)}
     any_words, common, searched = False, set(), set().union(*words_of.values())
     for text in {text for e in examples if not e.photo.source.regularisation for text in e.captions}:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainer.base.files import json_bytes
+from trainer.quantization import formats_of
 from workbench.audit import page as audit_report
 from workbench.audit.storage_cost import Audit, Effect, FormatCost, LayerCost, Predictions
 from workbench.pages.rendering import write_page
@@ -28,7 +29,7 @@ def found(spared: bool = True) -> Audit:
         LayerCost("in", effect(-0.01, 0.02, first_order=True), None, 4 * MIB),
     )
     cost = FormatCost(
-        name="nf4 (bitsandbytes)", dtype="nf4", backend="bitsandbytes", layers=layers,
+        format=formats_of("nf4")["bitsandbytes"], layers=layers,
         estimated=effect(0.01, 0.08, first_order=True), whole=effect(0.03, 0.1),
         spared=effect(0.005, 0.04) if spared else None, exclude=("out.<b>",), remaining=(0.08, 0.02, 0.0), bytes=3 * MIB,
     )  # fmt: skip
