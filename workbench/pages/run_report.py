@@ -3,7 +3,6 @@
 import platform
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +99,13 @@ def page_of(
         },
         changes=progress.changes,
     )
-    outcome, data_of = Outcome(plan, components, context, progress, start), partial(_data, plan, components)
+
+    def data_of() -> Sections:
+        report = report_captions(plan.data, components.family, components.model)
+        return sections(plan.data, data_lines(config, plan.data, plan.length, reported=True), report, components.phases)
+
+    outcome = Outcome(plan, components, context, progress, start)
     return RunPage(outcome, run, data_of=data_of, say=processes.say, enabled=processes.is_main)
-
-
-def _data(plan: RunPlan, components: Components) -> Sections:
-    report = report_captions(plan.data, components.family, components.model)
-    return sections(plan.data, data_lines(plan.config, plan.data, plan.length, reported=True), report, components.phases)
 
 
 def _lineage(plan: RunPlan, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:

@@ -84,7 +84,7 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
     ends = [row.files[step] for row in rows.values() for step in dict.fromkeys((min(row.files), max(row.files)))]
     every = 1 + (len(files) - len(ends)) // MOST_BETWEEN
     between = [file for row in rows.values() for file in [*row.files.values()][1:-1][::-every]]
-    beside = [file for request, _ in rows for by in (truths, references) for file in by.get(plain_request(request), [])]
+    beside = [file for request, _ in rows for part in (truths, references) for file in part.get(plain_request(request), [])]
     pictures = thumbnails.of([*ends, *dict.fromkeys(beside)], between, check)
     broken = {file for file in (*ends, *between) if file not in pictures}  # below a sound head
 
