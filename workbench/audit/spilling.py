@@ -17,7 +17,7 @@ from trainer.runtime.streaming import Copies, Streamed, Streamer, places_of
 
 @dataclass
 class InFile:
-    """A layer's storage in the file. payload: on the meta device. starts: offsets of its tensors. device: that computes."""
+    """A layer's storage in the file. payload: on the meta device. starts: offsets of its tensors. device: of the layer."""
 
     file: Any  # an unbuffered temporary file
     payload: Payload

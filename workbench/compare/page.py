@@ -191,7 +191,7 @@ def _units(first: RunFiles, second: RunFiles) -> list[str]:
 
 
 def not_judged(groups: Sequence[Sequence[RunFiles]]) -> list[str]:
-    """A sentence on each variant with a run that was not finite, and on each two groups whose losses differ in unit."""
+    """A sentence on each variant with a run that was not finite, and on each two groups of the same photos in other units."""
     not_finite = [
         f"{_name(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
         for group in groups

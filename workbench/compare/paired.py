@@ -45,7 +45,7 @@ def detectable(seeds: int, pairs: int = 1) -> float:
 
 
 def before_the_runs(seeds: int, pairs: int, deviation: float | None = None) -> str:
-    """A sentence on the differences that can be detected. deviation: standard one of an earlier comparison's differences."""
+    """A sentence on the detectable difference. deviation: standard deviation of an earlier comparison's differences."""
     size, in_loss = detectable(seeds, pairs), ""
     if deviation:
         in_loss = f" With the {deviation:.2g} of the earlier comparison that is {size * deviation:.2g} of loss."

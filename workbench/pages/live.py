@@ -93,7 +93,7 @@ class LiveReport:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        """Write the page of however the run ended."""
+        """Write the page, however the run ended."""
         if self.state.alive and not isinstance(error, KeyboardInterrupt):
             self.state = replace(self.state, kind="stopped")
             if error is not None and not isinstance(error, Interrupted):

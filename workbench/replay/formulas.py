@@ -72,7 +72,7 @@ def _at_time(objective: Objective, time: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of everything that an update changes. state: the optimizer's. averaged: number of updates in the average."""
+    """A copy of everything that an update changes. state: the optimizer's. average: may be empty. averaged: its updates."""
 
     parameters: Mapping[str, Tensor]
     state: Mapping[str, Any]
