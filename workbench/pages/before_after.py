@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from trainer.base.files import write_atomic
 from trainer.base.pictures import png
@@ -39,6 +39,8 @@ def scaled(picture):
 
 def table(titles: Sequence[str], rows):
     """A picture of pictures in rows below titles. rows: (prompt, a picture or None for each title)."""
+    from PIL import ImageDraw, ImageFont  # they load FreeType, which a plan has no use for
+
     font = ImageFont.load_default(14)
     width = max(picture.width for _, pictures in rows for picture in pictures if picture)
     heights = [max(picture.height for picture in pictures if picture) for _, pictures in rows]
