@@ -211,16 +211,16 @@ def _cost(
     exclude = tuple(order[:most])
     name = storage.format.name
     whole = storage_cost.measured(base, predict(storage, f"held-out loss of {name}"))
-    spared = None
+    after_exclusion = None
     if exclude:
         less = replace(storage, exclude=(*storage.exclude, *exclude))
-        spared = storage_cost.measured(base, predict(less, f"held-out loss of {name} without {len(exclude)} layers"))
+        after_exclusion = storage_cost.measured(base, predict(less, f"held-out loss of {name} without {len(exclude)} layers"))
     return FormatCost(
         format=storage.format,
         layers=tuple(layers),
         estimated=terms.effect(order),
         whole=whole,
-        spared=spared,
+        after_exclusion=after_exclusion,
         exclude=exclude,
         remaining=tuple(terms.effect(order[first:]).of_prediction for first in range(len(order) + 1)),
         bytes=sum(stored for stored, _ in sizes.values()),

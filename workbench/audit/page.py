@@ -41,8 +41,8 @@ def text(audit: Audit) -> str:
         lines += ["", f"{cost.format.name}: {len(cost.layers)} layers, {size_text(cost.bytes)}"]
         lines.append(f"  all of them: {_effect(audit, cost.whole)}")
         lines.append(f"  as estimated: {_effect(audit, cost.estimated)}")
-        if cost.spared is not None:
-            lines.append(f"  without the {len(cost.exclude)} below: {_effect(audit, cost.spared)}; {_bought(cost)}")
+        if cost.after_exclusion is not None:
+            lines.append(f"  without the {len(cost.exclude)} below: {_effect(audit, cost.after_exclusion)}; {_gain(cost)}")
         for layer in cost.layers[: len(cost.exclude)]:
             change, mib = layer.alone or layer.estimated, layer.more / MIB
             lines.append(
@@ -76,8 +76,8 @@ def sections(audit: Audit) -> dict[str, dict[str, Any]]:
     rows = []
     for cost in audit.costs:
         effects = [("all, measured", cost.whole, 0), ("all, estimated", cost.estimated, 0)]
-        if cost.spared is not None:
-            effects.append((f"without {len(cost.exclude)}, measured", cost.spared, cost.more))
+        if cost.after_exclusion is not None:
+            effects.append((f"without {len(cost.exclude)}, measured", cost.after_exclusion, cost.more))
         for layers, effect, more in effects:
             rows.append((
                 cost.format.name, layers, _percent(effect.relative(audit.base)), f"{effect.of_loss:+.2e}",
@@ -87,8 +87,8 @@ def sections(audit: Audit) -> dict[str, dict[str, Any]]:
     parts: dict[str, dict[str, Any]] = {"All layers": {"columns": columns, "rows": rows, "notes": notes}}
     for cost in audit.costs:
         most = len(cost.exclude)
-        bought = [f"Without these {most}: {_bought(cost)}."] if cost.spared is not None else []
-        first = {"columns": COLUMNS, "rows": _table(audit, cost, most), "notes": [*bought, NOTES[1]]}
+        gain = [f"Without these {most}: {_gain(cost)}."] if cost.after_exclusion is not None else []
+        first = {"columns": COLUMNS, "rows": _table(audit, cost, most), "notes": [*gain, NOTES[1]]}
         parts[f"{cost.format.name}: the first to exclude"] = {"text": excluded(audit, cost)} | first
         if len(cost.layers) > most:
             rows = _table(audit, cost, len(cost.layers))
@@ -122,7 +122,7 @@ def numbers(audit: Audit) -> dict[str, Any]:
                 "excluded": {
                     "layers": list(cost.exclude),
                     "bytes": cost.more,
-                    "measured": cost.spared and _numbers(audit, cost.spared),
+                    "measured": cost.after_exclusion and _numbers(audit, cost.after_exclusion),
                 },
                 "layers": [
                     {
@@ -165,11 +165,11 @@ def _share(cost: FormatCost, layer: LayerCost) -> float:
     return layer.moved / whole if whole else 0.0
 
 
-def _bought(cost: FormatCost) -> str:
+def _gain(cost: FormatCost) -> str:
     """The gain of excluding the first layers, and its memory."""
-    assert cost.spared is not None
+    assert cost.after_exclusion is not None
     whole = cost.whole.of_prediction
-    share = 1 - cost.spared.of_prediction / whole if whole else 0.0
+    share = 1 - cost.after_exclusion.of_prediction / whole if whole else 0.0
     rate = f", {_percent(share / (cost.more / MIB))} a MiB" if cost.more else ""
     return f"{share:.1%} of the squared change is gone for {size_text(cost.more)} more{rate}"
 

@@ -174,8 +174,7 @@ def estimate(
             # Each draw twice: half of the gradients belong to the residual, half to the probe.
             prediction, target = compute(batch, shares.repeat(2), noise.repeat(2, *[1] * (noise.dim() - 1)))
         residual = (prediction - target).detach()[:count]
-        sums.begin(count, residual[0].numel())
-        indices = range(sums.end - count, sums.end)
+        indices = sums.begin(count, residual[0].numel())
         probes = [draws.normal(residual.shape[1:], held_out.seed, "audit_probe", index) for index in indices]
         cotangent = torch.cat([residual, torch.stack(probes).to(residual.device)])
         with components.attention.used():  # blocks are recomputed
@@ -191,20 +190,21 @@ def estimate(
 
 
 class ErrorSums:
-    """Sums the terms of several storages. end: number of draws begun."""
+    """Sums the terms of several storages."""
 
     def __init__(self, stored: Sequence[Formats]) -> None:
-        self.stored, self.count, self.end = stored, 0, 0
+        self.stored, self.count = stored, 0
         self.sizes: list[int] = []
         self.sums: list[dict[str, list[torch.Tensor]]] = [{name: [] for name in formats} for formats in stored]
 
-    def begin(self, count: int, size: int) -> None:
-        """Begin `count` further draws, of predictions of `size` numbers."""
-        self.count, self.end = count, self.end + count
+    def begin(self, count: int, size: int) -> range:
+        """Begin `count` further draws, of predictions of `size` numbers. Returns their indices."""
+        self.count = count
         self.sizes += [size] * count
         for layers in self.sums:
             for sums in layers.values():
                 sums.append(torch.zeros(2, count, dtype=torch.float64))
+        return range(len(self.sizes) - count, len(self.sizes))
 
     @torch.no_grad()
     def add(self, name: str, layer: FrozenLayer, x: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -281,14 +281,14 @@ class LayerCost:
 @dataclass(frozen=True)
 class FormatCost:
     """The cost of a storage. layers: the quantised ones, the costliest first. estimated, whole: the effect of all, estimated
-    and measured. spared: the effect measured without the layers in `exclude`, or None if that is empty. remaining: the
-    estimated mean squared change of the prediction without the first 0, 1, ... layers. bytes: of the quantised layers."""
+    and measured. after_exclusion: measured without `exclude`, or None if that is empty. remaining: the estimated mean squared
+    change of the prediction without the first 0, 1, ... layers. bytes: of the quantised layers."""
 
     format: Format
     layers: tuple[LayerCost, ...]
     estimated: Effect
     whole: Effect
-    spared: Effect | None
+    after_exclusion: Effect | None
     exclude: tuple[str, ...]
     remaining: tuple[float, ...]
     bytes: int

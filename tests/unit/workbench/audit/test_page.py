@@ -30,8 +30,8 @@ def found(spared: bool = True) -> Audit:
     )
     cost = FormatCost(
         format=formats_of("nf4")["bitsandbytes"], layers=layers,
-        estimated=effect(0.01, 0.08, first_order=True), whole=effect(0.03, 0.1),
-        spared=effect(0.005, 0.04) if spared else None, exclude=("out.<b>",), remaining=(0.08, 0.02, 0.0), bytes=3 * MIB,
+        estimated=effect(0.01, 0.08, first_order=True), whole=effect(0.03, 0.1), exclude=("out.<b>",),
+        after_exclusion=effect(0.005, 0.04) if spared else None, remaining=(0.08, 0.02, 0.0), bytes=3 * MIB,
     )  # fmt: skip
     base = Predictions((torch.zeros(1), torch.zeros(1)), (0.5, 0.7), (8.0, 12.0))
     return Audit("models/m", "unet", "bf16", "held_out", 1, base, ("mid.*",), (cost,))
