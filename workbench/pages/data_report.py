@@ -59,7 +59,7 @@ def text(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport, *
 
 
 def sections(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
-    """The sections of the page. lines: those of `data_lines`. report: of the same data. Reads the pictured photos again."""
+    """The sections of the page. lines: from `data_lines`. report: of the same data. Reads the pictured photos again."""
     photos = {photo.sample: photo for photo in data.scanned.photos}
     account = data_account(data)
     notes, warnings = ([e for e in account.entries(kind) if e.names] for kind in (Heading.NOTE, Heading.WARNING))

@@ -24,12 +24,9 @@ class History:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._clear(None)
-
-    def _clear(self, file: int | None) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.unreadable, self._invalid = 0, 0
-        self._offset, self._file = 0, file  # inode
+        self.unreadable, self._invalid, self._offset = 0, 0, 0
+        self._inode: int | None = None
         self._columns: dict[str, list[tuple[float, float | None]]] = {}
 
     def read(self) -> History:
@@ -37,12 +34,12 @@ class History:
         try:
             with open_regular(self.path) as file:
                 stat = os.fstat(file.fileno())
-                if self._file != stat.st_ino or stat.st_size < self._offset:
-                    self._clear(stat.st_ino)
+                if self._inode != stat.st_ino or stat.st_size < self._offset:
+                    self.rows, self._invalid, self._offset, self._inode, self._columns = [], 0, 0, stat.st_ino, {}
                 file.seek(self._offset)
                 *lines, torn = file.read().split(b"\n")
         except FileNotFoundError:
-            self._clear(None)
+            self.rows, self._invalid, self._offset, self._inode, self._columns, self.unreadable = [], 0, 0, None, {}, 0
             return self
         for line in lines:
             self._add(line)
@@ -64,7 +61,7 @@ class History:
     @property
     def stamp(self) -> tuple[object, ...]:
         """An identity of the lines read so far: it changes once `read` finds a new one."""
-        return self._file, self._offset, self.unreadable
+        return self._inode, self._offset, self.unreadable
 
     @property
     def fields(self) -> list[str]:

@@ -28,8 +28,8 @@ class Embedded:
 
 @dataclass
 class Row:
-    """A request and its images. detail: the request without its prompt, in words. files: by step. images: those of the files
-    that the page holds. truth: the expected image. references: images that the model is shown."""
+    """A request and its images. detail: the request without its prompt, in words. files: by step. images: the images in the
+    page, by step. truth: the expected image. references: images that the model is shown."""
 
     prompt: str
     detail: str

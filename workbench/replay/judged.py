@@ -112,7 +112,7 @@ class JudgedStep:
 
 
 @dataclass(frozen=True)
-class Values:
+class StepValues:
     """Loss, gradient norm and gradients of a step, all in fp64."""
 
     loss: float
@@ -140,7 +140,7 @@ class Judge:
         layers = () if step.result.grad_norm is None else tuple(_gradients(step.gradients, exact, rounded))
         return JudgedStep(step.number, loss, norm, layers)
 
-    def values(self, step: RepeatedStep, repetition: int | None) -> Values:
+    def values(self, step: RepeatedStep, repetition: int | None) -> StepValues:
         """The step's values in fp64; repetition: with random errors seeded by this number; None: exact."""
         parameters = self.adapter.named_parameters()
         for parameter in parameters.values():
@@ -160,7 +160,7 @@ class Judge:
             total += float(values.double().sum())
         gradients = {name: parameter.grad / scale for name, parameter in parameters.items()}
         norm = _norm(gradients.values()) if repetition is None else _norm_in_fp32(gradients.values())
-        return Values(total / len(step.occurrences), norm, gradients)
+        return StepValues(total / len(step.occurrences), norm, gradients)
 
 
 def recording(step: Step, adapter: Adapter) -> RecordingStep:
@@ -192,7 +192,7 @@ def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
-def _gradients(here: Mapping[str, Tensor], exact: Values, rounded: Sequence[Values]) -> Iterator[LayerGradient]:
+def _gradients(here: Mapping[str, Tensor], exact: StepValues, rounded: Sequence[StepValues]) -> Iterator[LayerGradient]:
     """The error of each tensor and its bounds. With few repetitions some roots come out far too small: each is raised to the
     median of its kind (A, B or magnitudes)."""
     roots: dict[str, list[float]] = {}
