@@ -38,8 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainer.base.run_layout import Layout  # noqa: E402
-from workbench.pages.live import LiveReport  # noqa: E402
-from workbench.pages.page import ReportedRun  # noqa: E402
+from workbench.pages.live import LiveReport, ReportedRun  # noqa: E402
 
 STEPS, SAMPLES, PROMPTS, SIDE, OPENED = 20_000, 400, 8, 512, 5
 

@@ -38,7 +38,7 @@ def audit(chosen: argparse.Namespace) -> None:
     from workbench.audit import page as audit_report
     from workbench.audit.audit import audit as audited
     from workbench.audit.audit import formats_named, plan_audit
-    from workbench.pages.page import render_audit, write_page
+    from workbench.pages.rendering import write_page
 
     if chosen.layers < 1:
         raise UserError(f"--layers {chosen.layers}: give a number of layers to exclude, at least 1")
@@ -58,7 +58,7 @@ def audit(chosen: argparse.Namespace) -> None:
     write_atomic(chosen.out / "audit.json", [json_bytes(audit_report.numbers(found))])
     page = chosen.out / "audit.html"
     name = f"{found.denoiser} of {Path(found.model).name}"
-    write_page(page, render_audit(name=name, parts=audit_report.sections(found), remaining=audit_report.remaining(found)))
+    write_page(page, audit_report.html(found, name=name))
     write(audit_report.text(found), whole=True)
     if (peak := peak_bytes()) is not None:
         write(f"peak memory of this process: {peak / 2**30:.2f} GiB")

@@ -137,10 +137,10 @@ def verdict(span: Span, found: Replay) -> list[str]:
     if found.environment:
         lines.append(found.environment)
     lines.append(f"done again here, {count - len(found.unequal)} of {count} steps have the very numbers of the log")
-    if found.strangers is not None and not found.strangers:
+    if found.differing is not None and not found.differing:
         lines.append(f"adapter, optimizer and any average after them are those of {span.following}, bit for bit")
-    elif found.strangers:
-        said = f"{len(found.strangers)} tensors differ, {found.strangers[0]} first"
+    elif found.differing:
+        said = f"{len(found.differing)} tensors differ, {found.differing[0]} first"
         lines.append(f"after them adapter, optimizer or average differ from {span.following}: {said}")
     if found.broken is not None:
         why = "the environment is the checkpoint's, where roundings repeat, and the numbers are others than the log's"

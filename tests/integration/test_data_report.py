@@ -21,7 +21,7 @@ from PIL import Image
 from scripts.data import main as data
 from tests.harness import PHOTOS, ROOT, Workbench
 from tests.unit.data.test_scan_many import fill
-from tests.unit.workbench.pages.test_page import Page
+from tests.unit.workbench.pages.test_live import Page
 from workbench.commands.main import main as train
 
 # In a process of its own, whose memory is the libraries' and the report's.

@@ -75,7 +75,7 @@ def test_the_page_goes_with_the_run(bench: Workbench, monkeypatch, capsys) -> No
         assert start(bench) == 143
     end = read_standing(phases)
     assert told[0] == told[4] and (told[0].total, told[0].ended) == (4, False), "for who reads from outside"
-    assert (end.total, end.ended, end.why) == (4, True, "stopped by SIGTERM")
+    assert (end.total, end.ended, end.reason) == (4, True, "stopped by SIGTERM")
     assert "Starting: 4 steps to make" in pages[0] and "No sample is drawn yet" in pages[0]
     assert "The photos are being looked at" in pages[0]
     # While the samples of a step are drawn, all else of it is there.
@@ -137,7 +137,7 @@ def test_what_ends_a_run_is_on_its_page(bench: Workbench, monkeypatch, what: str
     at_step(monkeypatch, fail)
     if what == "memory":
         assert start(bench) == 5
-        assert read_standing(bench.tmp / "out" / "phases.jsonl").why == "out of memory"
+        assert read_standing(bench.tmp / "out" / "phases.jsonl").reason == "out of memory"
         assert "Ended at step 3 of 4: out of memory." in said(bench) and "met a value" not in said(bench)
     elif what == "not finite":
         assert start(bench) == 4

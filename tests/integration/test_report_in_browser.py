@@ -24,8 +24,7 @@ from trainer.plan import fixed_draws
 from workbench.commands import main as cli
 from workbench.compare.page import compare
 from workbench.pages import live
-from workbench.pages.live import LiveReport
-from workbench.pages.page import ReportedRun
+from workbench.pages.live import LiveReport, ReportedRun
 from workbench.watch.server import Runs, Server
 
 pytestmark = [pytest.mark.slow, needs_chromium]

@@ -15,7 +15,7 @@ from trainer.artifacts.sampling import draw_samples, keep_truths
 from trainer.base.run_layout import Layout
 from workbench.commands import main as cli
 from workbench.pages import before_after
-from workbench.summary.outcome import by_request, compared
+from workbench.summary.outcome import by_request, sample_triples
 
 PHOTO = sorted(Path(PHOTOS).glob("*.jpg"))[0]
 
@@ -121,7 +121,7 @@ def test_long_prompts_and_large_pictures_fit(tmp_path: Path) -> None:
     for step in (0, 7):
         draw_samples([request], sample=lambda _: picture, folder=layout.samples_of(step))
     keep_truths([request], [picture], layout.truths)
-    samples = compared(layout, 7)
+    samples = sample_triples(layout, 7)
     assert before_after.write_before_after(layout, samples, 0) is None
     assert before_after.write_before_after(layout, [], 7) is None
     path = before_after.write_before_after(layout, samples, 7)

@@ -19,7 +19,7 @@ from trainer.base.types import Batch
 from trainer.engine.step import StepResult
 from trainer.run.run import Run
 from workbench.replay.exact import computing_exactly
-from workbench.replay.judged import Judge, Made
+from workbench.replay.judged import Judge, RepeatedStep
 from workbench.replay.rounding import InFp64
 
 SEED = 7
@@ -237,9 +237,9 @@ def test_loss_and_gradients_equal_the_papers_formulas(
 def check_exact(run: Run, batch: Batch, loss: float, gradients: dict) -> None:
     """The run's own step in fp64 (`scripts/replay.py`) is that of the formulas, over what the run encoded."""
     training = run.adapter.training(SEED)
-    made = Made(1, StepResult(None, None, (), True, 1.0), {}, [batch], batch.occurrences, {})
+    made = RepeatedStep(1, StepResult(None, None, (), True, 1.0), {}, [batch], batch.occurrences, {})
     with computing_exactly(run.components):
-        exact = Judge(run.step.losses, run.adapter, training, torch.float32).passed(made, None)
+        exact = Judge(run.step.losses, run.adapter, training, torch.float32).values(made, None)
     assert abs(exact.loss / loss - 1) < EXACT
     for name, expected in gradients.items():
         assert float((exact.gradients[name] - expected).norm() / expected.norm()) < EXACT, name

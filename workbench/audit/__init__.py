@@ -1,1 +1,1 @@
-"""What each storage format of a layer would cost and spare: `scripts/audit.py`."""
+"""An audit of storage formats: `scripts/audit.py`."""

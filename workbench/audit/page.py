@@ -1,15 +1,17 @@
-"""An audit of storage formats as text, as the sections of a page, as numbers, and as the lines of a config."""
+"""An audit of storage formats as text, as a page, as JSON, and as the lines of a config."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from trainer.base.tensorfile import size_text
 from workbench.audit.storage_cost import Audit, Effect, FormatCost, LayerCost
+from workbench.pages import curves
+from workbench.pages.rendering import document
 
 MIB = 2**20
 BAND = "with 95 %, other noises and times on these photos give a loss at most that far away; other photos are not in it"
@@ -24,7 +26,7 @@ NOTES = (
 
 
 def about(audit: Audit) -> str:
-    """What was compared with what, in a sentence."""
+    """A sentence on the base: its storage, loss, photos and draws."""
     photos = f"{audit.photos} {'held-out' if audit.kind == 'held_out' else 'trained'} photo{'' if audit.photos == 1 else 's'}"
     return (
         f"the {audit.denoiser} of {audit.model}, stored as {audit.stored}, has a loss of {audit.base.loss:.5g} on {photos} "
@@ -36,11 +38,11 @@ def text(audit: Audit) -> str:
     """The audit for a terminal."""
     lines = [f"base: {about(audit)}"]
     for cost in audit.costs:
-        lines += ["", f"{cost.name}: {len(cost.layers)} layers, {size_text(cost.bytes)}"]
-        lines.append(f"  all of them: {_said(audit, cost.whole)}")
-        lines.append(f"  as estimated: {_said(audit, cost.estimated)}")
-        if cost.spared is not None:
-            lines.append(f"  without the {len(cost.exclude)} below: {_said(audit, cost.spared)}; {_bought(cost)}")
+        lines += ["", f"{cost.format.name}: {len(cost.layers)} layers, {size_text(cost.bytes)}"]
+        lines.append(f"  all of them: {_effect(audit, cost.whole)}")
+        lines.append(f"  as estimated: {_effect(audit, cost.estimated)}")
+        if cost.after_exclusion is not None:
+            lines.append(f"  without the {len(cost.exclude)} below: {_effect(audit, cost.after_exclusion)}; {_gain(cost)}")
         for layer in cost.layers[: len(cost.exclude)]:
             change, mib = layer.alone or layer.estimated, layer.more / MIB
             lines.append(
@@ -55,44 +57,56 @@ def text(audit: Audit) -> str:
 
 
 def excluded(audit: Audit, cost: FormatCost) -> str:
-    """The table of a config with the format, and with the layers to leave out of it."""
-    names = json.dumps([*audit.kept, *cost.exclude], indent=4)  # a list of TOML is written so, too
-    return f'[model.components.{audit.denoiser}]\ndtype = "{cost.dtype}"\nbackend = "{cost.backend}"\nexclude = {names}'
+    """The table of a config with the format, and with the layers to exclude from it."""
+    names = json.dumps([*audit.excluded, *cost.exclude], indent=4)  # valid TOML, too
+    table, format = f"[model.components.{audit.denoiser}]", cost.format
+    return f'{table}\ndtype = "{format.dtype_name}"\nbackend = "{format.backend}"\nexclude = {names}'
+
+
+def html(audit: Audit, *, name: str) -> str:
+    """The page."""
+    lines = [replace(line, over="excluded layers") for line in curves.lines_of(remaining(audit))]
+    about = "Of all layers at the left; further right without the costliest ones, as many as stand below."
+    chart = curves.draw("Change of the prediction", "%", lines, about=about, wide=True)
+    return document("audit.html", name=name, parts=sections(audit), chart=chart, scripted=False)
 
 
 def sections(audit: Audit) -> dict[str, dict[str, Any]]:
-    """The sections of the page, as pages/tables.py takes them."""
+    """The sections of the page (pages/tables.py)."""
     rows = []
     for cost in audit.costs:
         effects = [("all, measured", cost.whole, 0), ("all, estimated", cost.estimated, 0)]
-        if cost.spared is not None:
-            effects.append((f"without {len(cost.exclude)}, measured", cost.spared, cost.more))
-        for what, effect, more in effects:
+        if cost.after_exclusion is not None:
+            effects.append((f"without {len(cost.exclude)}, measured", cost.after_exclusion, cost.more))
+        for layers, effect, more in effects:
             rows.append((
-                cost.name, what, _percent(effect.relative(audit.base)), f"{effect.of_loss:+.2e}", f"{effect.band:.2g}",
-                size_text(cost.bytes + more),
+                cost.format.name, layers, _percent(effect.relative(audit.base)), f"{effect.of_loss:+.2e}",
+                f"{effect.band:.2g}", size_text(cost.bytes + more),
             ))  # fmt: skip
     columns, notes = ("format", "layers", "prediction", "loss", "band", "size"), [f"Base: {about(audit)}.", NOTES[0]]
     parts: dict[str, dict[str, Any]] = {"All layers": {"columns": columns, "rows": rows, "notes": notes}}
     for cost in audit.costs:
         most = len(cost.exclude)
-        bought = [f"Without these {most}: {_bought(cost)}."] if cost.spared is not None else []
-        first = {"columns": COLUMNS, "rows": _table(audit, cost, most), "notes": [*bought, NOTES[1]]}
-        parts[f"{cost.name}: the first to exclude"] = {"text": excluded(audit, cost)} | first
+        gain = [f"Without these {most}: {_gain(cost)}."] if cost.after_exclusion is not None else []
+        first = {"columns": COLUMNS, "rows": _table(audit, cost, most), "notes": [*gain, NOTES[1]]}
+        parts[f"{cost.format.name}: the first to exclude"] = {"text": excluded(audit, cost)} | first
         if len(cost.layers) > most:
             rows = _table(audit, cost, len(cost.layers))
-            parts[f"{cost.name}: every layer"] = {"columns": COLUMNS, "rows": rows, "folded": True}
+            parts[f"{cost.format.name}: every layer"] = {"columns": COLUMNS, "rows": rows, "folded": True}
     return parts
 
 
-def remaining(audit: Audit) -> Mapping[str, list[float]]:
-    """The change of the prediction in percent, as estimated, once 0, 1, 2, ... layers are excluded: by format."""
+def remaining(audit: Audit) -> dict[str, list[tuple[float, float]]]:
+    """(number of excluded layers, estimated change of the prediction in percent), by format."""
     power = fmean(audit.base.power)
-    return {cost.name: [100 * math.sqrt(left / power) for left in cost.remaining[:-1]] for cost in audit.costs}
+    return {
+        cost.format.name: [(count, 100 * math.sqrt(change / power)) for count, change in enumerate(cost.remaining[:-1])]
+        for cost in audit.costs
+    }
 
 
 def numbers(audit: Audit) -> dict[str, Any]:
-    """All that was found, as JSON."""
+    """The whole audit, as JSON."""
     return {
         "model": audit.model,
         "denoiser": audit.denoiser,
@@ -101,14 +115,14 @@ def numbers(audit: Audit) -> dict[str, Any]:
         "photos": {audit.kind: audit.photos},
         "draws": len(audit.base.residuals),
         "formats": {
-            cost.name: {
+            cost.format.name: {
                 "bytes": cost.bytes,
                 "measured": _numbers(audit, cost.whole),
                 "estimated": _numbers(audit, cost.estimated),
                 "excluded": {
                     "layers": list(cost.exclude),
                     "bytes": cost.more,
-                    "measured": cost.spared and _numbers(audit, cost.spared),
+                    "measured": cost.after_exclusion and _numbers(audit, cost.after_exclusion),
                 },
                 "layers": [
                     {
@@ -151,16 +165,16 @@ def _share(cost: FormatCost, layer: LayerCost) -> float:
     return layer.moved / whole if whole else 0.0
 
 
-def _bought(cost: FormatCost) -> str:
-    """What the exclusion of the first layers buys, for what."""
-    assert cost.spared is not None
+def _gain(cost: FormatCost) -> str:
+    """The gain of excluding the first layers, and its memory."""
+    assert cost.after_exclusion is not None
     whole = cost.whole.of_prediction
-    share = 1 - cost.spared.of_prediction / whole if whole else 0.0
-    each = f", {_percent(share / (cost.more / MIB))} a MiB" if cost.more else ""
-    return f"{share:.1%} of the squared change is gone for {size_text(cost.more)} more{each}"
+    share = 1 - cost.after_exclusion.of_prediction / whole if whole else 0.0
+    rate = f", {_percent(share / (cost.more / MIB))} a MiB" if cost.more else ""
+    return f"{share:.1%} of the squared change is gone for {size_text(cost.more)} more{rate}"
 
 
-def _said(audit: Audit, effect: Effect) -> str:
+def _effect(audit: Audit, effect: Effect) -> str:
     return f"prediction {effect.relative(audit.base):.2%}, loss {effect.of_loss:+.2e} +- {effect.band:.1e}"
 
 

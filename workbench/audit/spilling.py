@@ -1,11 +1,11 @@
-"""A frozen base in a file without a name, gone with the process: memory holds two blocks (runtime/streaming.py)."""
+"""A frozen base in an unnamed temporary file, gone with the process: memory holds two blocks (runtime/streaming.py)."""
 
 import errno
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +17,35 @@ from trainer.runtime.streaming import Copies, Streamed, Streamer, places_of
 
 @dataclass
 class InFile:
-    """The home of a layer in the file. payload: its form alone. starts: the place of each tensor. device: that computes."""
+    """A layer's storage in the file. payload: on the meta device. starts: offsets of its tensors. device: of the layer."""
 
-    file: BinaryIO
+    file: Any  # an unbuffered temporary file
     payload: Payload
     starts: Mapping[str, int]
     device: torch.device
     digests = {}
 
     def whole(self) -> Payload:
-        """The payload, read for whoever asks out of turn."""
-        return {name: self._read(name, form).to(self.device) for name, form in self.payload.items()}
-
-    def _read(self, name: str, form: Tensor) -> Tensor:
-        flat = torch.empty(form.numel() * form.itemsize, dtype=torch.uint8)
-        _fill(self.file, self.starts[name], flat)
-        return flat.view(form.dtype).view(form.shape)
+        """The payload, read out of turn."""
+        payload = {}
+        for name, meta in self.payload.items():
+            flat = torch.empty(meta.nbytes, dtype=torch.uint8)
+            _move(self.file, self.starts[name], flat, self.file.readinto)
+            payload[name] = flat.view(meta.dtype).view(meta.shape).to(self.device)
+        return payload
 
     def fill(self, payload: Payload) -> None:
         """Write the payload."""
         for name, tensor in payload.items():
-            view = memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-            _whole(self.file, self.starts[name], view, self.file.write)
+            flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+            _move(self.file, self.starts[name], flat, self.file.write)
 
 
 class Spiller(Streamer):
-    """Streams all blocks of one module from a file in `folder`. Raises OSError where there is no room."""
+    """Streams all blocks of one module from a file in `folder`. Raises OSError if there is no room."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device, folder: Path) -> None:
-        self.file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (close has its end)
+        self.file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (closed in close)
         self.places: dict[int, int] = {}
         self.end = 0
         super().__init__(blocks, 0, device, Copies())
@@ -59,7 +59,7 @@ class Spiller(Streamer):
     def homes(self, block: Streamed) -> Sequence[InFile]:
         self.places[block.place], first = self.end, self.end
         self.end += block.size
-        self.file.truncate(self.end)  # the padding of its last layer, too, can be read
+        self.file.truncate(self.end)  # so that the padding of the last layer can be read, too
         starts = [{name: first + start for name, start in places.items()} for places in places_of(block.layers)[0]]
         forms = [{name: tensor.to("meta") for name, tensor in layer.payload().items()} for layer in block.layers]
         return [InFile(self.file, form, places, self.device) for form, places in zip(forms, starts, strict=True)]
@@ -67,7 +67,7 @@ class Spiller(Streamer):
     def start(self, block: Streamed, into: Tensor) -> None:
         into = into[: block.size]
         read = into if into.device.type == "cpu" else torch.empty(block.size, dtype=torch.uint8)
-        _fill(self.file, self.places[block.place], read)
+        _move(self.file, self.places[block.place], read, self.file.readinto)
         if read is not into:
             into.copy_(read)
 
@@ -76,14 +76,10 @@ class Spiller(Streamer):
         self.file.close()
 
 
-def _fill(file: BinaryIO, start: int, flat: Tensor) -> None:
-    """Read a flat tensor of bytes. Raises OSError where the file gives less."""
-    _whole(file, start, memoryview(flat.numpy()), file.readinto)  # type: ignore[attr-defined]
-
-
-def _whole(file: BinaryIO, start: int, view: memoryview, move: Callable[[memoryview], int]) -> None:
-    """Read or write all of `view` from that place on: the system may move less at once. Raises OSError at an early end."""
+def _move(file: Any, start: int, flat: Tensor, move: Callable[[memoryview], int]) -> None:
+    """Read or write a flat tensor of bytes at offset `start`: one call may move less. Raises OSError at an early end."""
     file.seek(start)
+    view = memoryview(flat.numpy())
     while view:
         if not (count := move(view)):
             raise OSError(errno.EIO, f"the temporary file of the weights ended {len(view)} bytes too early")

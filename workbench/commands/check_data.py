@@ -17,7 +17,7 @@ from trainer.plan.run_plan import plan_data
 from trainer.run.session import Session
 from workbench.commands.ports import PORTS
 from workbench.pages import data_report
-from workbench.pages.page import render_data, write_page
+from workbench.pages.rendering import write_page
 from workbench.sources import LAYOUTS
 from workbench.summary.data import data_lines
 
@@ -51,7 +51,7 @@ def report_data(config: Config, out: Path | None = None, *, strict: bool = True)
     write(data_report.text(data, lines, report, strict=strict))
     page = data_page(config, out)
     make_folder(page.parent, "--out" if out else "run.output_dir")
-    write_page(page, render_data(name=config.run.name, data=data_report.sections(data, lines, report, phases)))
+    write_page(page, data_report.html(name=config.run.name, data=data_report.sections(data, lines, report, phases)))
     write(f"data report: {page}", whole=True)
     refuse_damaged(scanned)
     return len(data_report.strict_problems(data, report))

@@ -1,4 +1,4 @@
-"""Several runs on one page: where each stands, the same axes, the config keys that differ, samples beside each other."""
+"""Several runs on one page: their states, common charts, differing config keys, samples side by side."""
 
 from __future__ import annotations
 
@@ -24,35 +24,34 @@ from workbench.compare.paired import BySeed, Difference, Pair, corrected
 from workbench.pages import curves
 from workbench.pages.curves import Curve
 from workbench.pages.diagnosis import series
-from workbench.pages.history import History, Series, Standing, read_standing
+from workbench.pages.history import History, Standing, read_standing
 from workbench.pages.rendering import document
 from workbench.pages.samples import Row, Samples, read_samples
 from workbench.pages.settings import values
-from workbench.pages.status import Judgement, State, judged
-from workbench.pages.tables import size
+from workbench.pages.status import Judgement, State, figures, judgement_of
 from workbench.pages.thumbnails import Thumbnails
 
-# Keys by which the held-out loss has another unit or another input: what is predicted, from what, and how the model is told.
+# Keys that change the unit of the held-out loss, or the model's input.
 UNITS = re.compile(
     r"(model\.(family|path|config|revision|variant|prediction|zero_terminal_snr|components\..*\.path)|objective\.guidance"
     r"|data\.((sources\.\d+\.)?resolution.*|bucket_step|max_aspect|crop|enlarge|background|text_length|clip_chunks|weighted_captions))$"
 )
-DRAWN = 8  # lines of a chart that can still be told apart
-ALL = 1e15  # seconds: of a page that nobody expects to be written again
-YEAR_2242 = 2**33  # a later Unix time is none
-OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys that say nothing of the training
+LINES = 8  # of a chart; more could not be distinguished
+NEVER_STALE = 1e15  # seconds
+YEAR_2242 = 2**33  # later Unix times are invalid
+OWN_KEYS = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # of no effect on the training
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A run as its files tell it. name: unique on the page. config: the resolved one, by full key. kept: steps whose adapter
-    can be taken. variant: what a comparison calls its setting, or "". sign: of life. stamp: of the history as read."""
+class RunFiles:
+    """A run, read from its files. name: unique on the page. config: the resolved one, by full key. saved_steps: steps whose
+    adapter can be taken. variant: its setting's name in a comparison, or "". sign: its heartbeat. stamp: the history's."""
 
     name: str
     config: Mapping[str, Any]
     history: History
     samples: Samples
-    kept: Sequence[int]
+    saved_steps: Sequence[int]
     standing: Standing
     variant: str = ""
     sign: Sign | None = None
@@ -60,28 +59,29 @@ class Seen:
     _judgements: dict[State, Judgement] = field(default_factory=dict, compare=False, repr=False)
 
     def judgement(self, state: State) -> Judgement:
-        """The judgement of its success in that state: made once, as it takes most of a page's time."""
+        """The judgement of the run in that state: cached, as it takes most of a page's time."""
         if state not in self._judgements:
-            self._judgements[state] = judged(self.history, state, kept=self.kept, levers="the learning rate")
+            levers = "the learning rate"
+            self._judgements[state] = judgement_of(self.history, state, saved_steps=self.saved_steps, levers=levers)
         return self._judgements[state]
 
     @property
     def link(self) -> str:
-        """The address of the run's page from that of all runs."""
+        """The run's folder as a relative link from the page of all runs."""
         return f"{quote(self.name)}/"
 
     @property
     def total(self) -> int | None:
-        """Steps of the whole run, where it is told."""
-        given = self.config.get("run.max_steps")
-        return self.standing.total or (given if isinstance(given, int) else None)
+        """The steps of the whole run; None if unknown."""
+        max_steps = self.config.get("run.max_steps")
+        return self.standing.total or (max_steps if isinstance(max_steps, int) else None)
 
     def state(self, now: float) -> State:
-        """The state that its last start ended in. One that has told no end is at work, or was killed: by its last sign."""
+        """The state of the last start: without a logged end at work, or stopped if silent too long. now: Unix time."""
         step, total, standing = self.history.step, self.total or self.history.step, self.standing
-        if standing.why:
-            return State("ended", total, why=standing.why, finite=standing.why != CAUSES[NonFiniteError])
-        # After the last step there are still samples and files to make. A run of an older program told neither.
+        if standing.reason:
+            return State("ended", total, reason=standing.reason, finite=not _left_the_numbers(self))
+        # Samples and files follow the last step. Older versions logged neither start nor end.
         if self.total is not None and step >= self.total and (standing.ended or standing.started is None):
             return State("finished", total)
         alive = not standing.ended and now < self._silent_from
@@ -89,31 +89,31 @@ class Seen:
 
     @cached_property
     def _silent_from(self) -> float:
-        """Unix time from which its silence is too long. Its last start was heard of when it began, and after each step."""
-        told, started = self.history.series("time"), self.standing.started
+        """Unix time from which the run's silence is too long, by its start, its steps and its heartbeat."""
+        logged, started = self.history.series("time"), self.standing.started
         if started is None:
-            times = [time for _, time in told if time is not None][-1:]
+            times = [time for _, time in logged if time is not None][-1:]
         else:
-            times = [started, *(time for step, time in told if step > self.standing.begun and time is not None)]
+            times = [started, *(time for step, time in logged if step > self.standing.start_step and time is not None)]
         silence = max((after - before for before, after in pairwise(times)), default=0.0)
         signs = [Sign(time, silence, "") for time in times[-1:]] + ([self.sign] if self.sign else [])
         return max((sign.over for sign in signs), default=-math.inf)
 
 
-def seen(name: str, layout: Layout, history: History | None = None, thumbnails: Thumbnails | None = None) -> Seen:
-    """The run in a folder. history, thumbnails: from an earlier reading, continued."""
+def read_run(name: str, layout: Layout, history: History | None = None, thumbnails: Thumbnails | None = None) -> RunFiles:
+    """Read a run's files. history, thumbnails: from an earlier reading, continued."""
     config, history = values(layout.config), history or History(layout.metrics)
     steps = layout.adapter_steps(str(config.get("run.name", name)))
     samples = read_samples(layout.samples, thumbnails)
     history.read()
     standing, sign = read_standing(layout.phases), last_sign(layout.alive)
-    return Seen(name, config, history, samples, steps, standing, sign=sign, stamp=history.stamp)
+    return RunFiles(name, config, history, samples, steps, standing, sign=sign, stamp=history.stamp)
 
 
-def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None, asked: str = "") -> str:
-    """The page as text. unread: by name, why a run could not be read. now: Unix time. asked: said of the whole comparison."""
+def compare(runs: Sequence[RunFiles], unread: Mapping[str, str], now: float | None = None, power: str = "") -> str:
+    """The page as text. unread: by name, why a run could not be read. now: Unix time. power: what the seeds can detect."""
     now = time.time() if now is None else now
-    groups, cards = grouped(runs), _cards(runs)
+    groups, cards = group_runs(runs), _cards(runs).items()
     charts, notes = _curves(groups)
     pairs = pairs_of(groups)
     return document(
@@ -122,95 +122,93 @@ def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None =
         alive=any(run.state(now).alive for run in runs),
         runs=runs,
         unread=unread,
-        groups=[_table_part(group, f"line{place}" if place < DRAWN else "", now) for place, group in enumerate(groups)],
+        groups=[_table_part(group, f"line{index}" if index < LINES else "", now) for index, group in enumerate(groups)],
         charts=charts,
         pairs=pairs,
-        asked=asked,
+        power=power,
         diverged=not_judged(groups),
         intervals=[chart for pair in pairs if len(pair.by_step) > 1 and (chart := pair.chart())],
         notes=notes,
-        several=[card for card in cards.items() if len(card[1]) > 1],
-        alone=[card for card in cards.items() if len(card[1]) == 1],
+        several=[card for card in cards if len(card[1]) > 1],
+        alone=[card for card in cards if len(card[1]) == 1],
         unsampled=without_samples([run.config for run in runs]),
         differences=_differences(runs),
-        # It is made anew whenever it is asked for: also a run that starts later comes to be seen.
-        watched=(now, ALL),
+        # The server makes the page at each request: it reloads for runs that start later, too.
+        watched=(now, NEVER_STALE),
     )
 
 
 def without_samples(configs: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence where none of these configs asks for samples, else "". configs: of each run, by full key."""
+    """A sentence if none of these configs asks for samples, else "". configs: of each run, by full key."""
     default = {"validation.every_steps": ValidationTable().every_steps}
     for config in configs:
         texts = any(config[key] for key in config if re.match(r"validation\.(prompts|samples)", key))
         if texts and any((default | dict(config)).get(f"validation.every_{unit}") for unit in ("steps", "epochs")):
             return ""
-    why = "There are no samples to compare: validation.prompts is empty, or validation.every_steps is 0."
-    return why if all(configs) else ""  # a run without a config may have had them
+    missing = "There are no samples to compare: validation.prompts is empty, or validation.every_steps is 0."
+    return missing if all(configs) else ""  # a run without a config may have had samples
 
 
-def grouped(runs: Sequence[Seen]) -> list[list[Seen]]:
+def group_runs(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
     """The groups of runs that differ in their seed alone, and measure the same. A run without a config is alone."""
-    groups: dict[Any, list[Seen]] = {}
-    for place, run in enumerate(runs):
-        settings = ((key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"})
+    groups: dict[Any, list[RunFiles]] = {}
+    for index, run in enumerate(runs):
+        settings = ((key, repr(value)) for key, value in run.config.items() if key not in {*OWN_KEYS, "run.seed"})
         variant = run.variant or frozenset(settings)
-        groups.setdefault((variant, mark_of(run.history.rows)) if variant else place, []).append(run)
+        groups.setdefault((variant, mark_of(run.history.rows)) if variant else index, []).append(run)
     return list(groups.values())
 
 
-def pairs_of(groups: Sequence[Sequence[Seen]]) -> list[Pair]:
-    """Every two groups that measured the same photos with two common seeds, in the order of the groups. One of which a run
-    left the numbers is not judged by those that did not."""
+def pairs_of(groups: Sequence[Sequence[RunFiles]]) -> list[Pair]:
+    """Every two groups that measured the same photos with two common seeds, in order. A group in which a run met values that
+    are not finite is left out: its other runs alone do not represent it."""
     pairs = []
-    for both in combinations((group for group in groups if not any(map(_left_the_numbers, group))), 2):
-        (first, *_), (second, *_) = both
-        if mark_of(first.history.rows) != mark_of(second.history.rows) or _units(first, second):
+    for first, second in combinations((group for group in groups if not any(map(_left_the_numbers, group))), 2):
+        if mark_of(first[0].history.rows) != mark_of(second[0].history.rows) or _units(first[0], second[0]):
             continue
-        losses = [{run.config.get("run.seed"): run.history.series("held_out_loss") for run in group} for group in both]
-        names = _called(both[0]), _called(both[1])
+        losses = [{run.config.get("run.seed"): run.history.series("held_out_loss") for run in g} for g in (first, second)]
+        names = _name(first), _name(second)
         if pair := Pair.of(*names, *losses):
             pairs += [pair, *_at_their_ends(names, losses)]
     return corrected(pairs)
 
 
 def _at_their_ends(names: tuple[str, str], losses: Sequence[BySeed]) -> Iterator[Pair]:
-    """The pair of the last losses of each, where one was measured for longer than the other."""
+    """The pair of their last losses, if one was measured for longer than the other."""
     common = sorted(losses[0].keys() & losses[1].keys())
-    ends = [[next((at for at in reversed(of[seed]) if at[1] is not None), (0, None)) for seed in common] for of in losses]
-    steps = [{step for step, _ in each} for each in ends]
-    if len(common) > 1 and all(len(each) == 1 and 0 not in each for each in steps) and steps[0] != steps[1]:
-        first, second = (f"{name} at its end (step {max(step):,.0f})" for name, step in zip(names, steps, strict=True))
-        at = Difference(max(*steps[0], *steps[1]), *([loss for _, loss in each] for each in ends), common)
+    ends = [[next((p for p in reversed(by[seed]) if p[1] is not None), (0, None)) for seed in common] for by in losses]
+    steps = [{step for step, _ in points} for points in ends]
+    if len(common) > 1 and all(len(last) == 1 and 0 not in last for last in steps) and steps[0] != steps[1]:
+        first, second = (f"{name} at its end (step {max(last):,.0f})" for name, last in zip(names, steps, strict=True))
+        at = Difference(max(*steps[0], *steps[1]), *([loss for _, loss in points] for points in ends), common)
         yield Pair(first, second, [at], len(common))
 
 
-def _units(first: Seen, second: Seen) -> list[str]:
-    """Keys that differ, by which the losses of the two have no common unit."""
+def _units(first: RunFiles, second: RunFiles) -> list[str]:
+    """The differing keys that give the two losses different units."""
     one, other = first.config, second.config
     return sorted(key for key in one.keys() | other.keys() if UNITS.match(key) and one.get(key) != other.get(key))
 
 
-def not_judged(groups: Sequence[Sequence[Seen]]) -> list[str]:
-    """A sentence on each variant of which a run met a value that is not finite, and on each two groups that measured the same
-    photos and whose losses have no common unit."""
-    lost = [
-        f"{_called(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
+def not_judged(groups: Sequence[Sequence[RunFiles]]) -> list[str]:
+    """A sentence on each variant with a run that was not finite, and on each two groups of the same photos in other units."""
+    not_finite = [
+        f"{_name(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
         for group in groups
         if group[0].variant and (count := sum(map(_left_the_numbers, group)))
     ]
     marks = [(group, mark) for group in groups if (mark := mark_of(group[0].history.rows)) is not None]
-    return lost + [
-        f"{_called(one)} and {_called(other)} are not judged by the held-out loss, which is another quantity where "
+    return not_finite + [
+        f"{_name(one)} and {_name(other)} are not judged by the held-out loss, which is another quantity where "
         f"{', '.join(keys)} differs; compare their samples, times and memory."
-        for (one, mark), (other, its) in combinations(marks, 2)
-        if mark == its and (keys := _units(one[0], other[0]))
+        for (one, mark), (other, other_mark) in combinations(marks, 2)
+        if mark == other_mark and (keys := _units(one[0], other[0]))
     ]
 
 
-def record(runs: Sequence[Seen], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """What the page says, as data: of each run the measurements and the median seconds and largest bytes of a step, of each
-    pair the difference and its interval by step. An interval at the last step is corrected for the other pairs."""
+def record(runs: Sequence[RunFiles], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """The page as data. Runs: measurements, median seconds and largest bytes of a step. Pairs: the difference and its
+    interval by step, and the interval at the last step, corrected for the other pairs."""
     return {
         "runs": [
             {
@@ -235,23 +233,23 @@ def record(runs: Sequence[Seen], pairs: Sequence[Pair]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _left_the_numbers(run: Seen) -> bool:
-    return run.standing.why == CAUSES[NonFiniteError]
+def _left_the_numbers(run: RunFiles) -> bool:
+    return run.standing.reason == CAUSES[NonFiniteError]
 
 
-def _called(group: Sequence[Seen]) -> str:
+def _name(group: Sequence[RunFiles]) -> str:
     return group[0].variant or group[0].name
 
 
-def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
-    """The rows of one group. line: the kind of its curve; "" where it has none."""
+def _table_part(group: Sequence[RunFiles], line: str, now: float) -> dict[str, Any]:
+    """The rows of one group. line: the kind of its curve; "" without one."""
     text, rows = "", list[dict[str, Any]]()
     if len(group) > 1:
         ends = [losses[-1] for run in group if (losses := run.history.values("held_out_loss"))]
         band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
         seeds = {run.config.get("run.seed") for run in group}
-        alike = "that differ in their seed alone" if len(seeds) > 1 else "of one config"
-        text = f"{len(group)} runs {alike}{band}"
+        relation = "that differ in their seed alone" if len(seeds) > 1 else "of one config"
+        text = f"{len(group)} runs {relation}{band}"
     for run in group:
         state = run.state(now)
         last = run.history.last("time") if state.kind in ("training", "stopped") else None
@@ -259,53 +257,46 @@ def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
             "run": run, "state": _state(run, state), "last": last if 0 < (last or 0) < YEAR_2242 else None,
             "judgement": run.judgement(state), "numbers": _numbers(run.history),
         })  # fmt: skip
-    return {"said": text, "line": line, "rows": rows}
+    return {"heading": text, "line": line, "rows": rows}
 
 
-def _state(run: Seen, state: State) -> str:
+def _state(run: RunFiles, state: State) -> str:
     at = f"step {run.history.step:,}" + (f" of {run.total:,}" if run.total else "")
-    states = {"finished": f"finished: {at}", "ended": f"ended at {at}: {state.why}"}
+    states = {"finished": f"finished: {at}", "ended": f"ended at {at}: {state.reason}"}
     return states.get(state.kind, at if run.history.rows else "no step yet")
 
 
 def _numbers(history: History) -> list[str]:
     held_out = [value for _, value in series(history.rows, "held_out_loss") if value is not None]
-    losses = series(history.rows, "loss")
-    window = curves.smoothing_window(len(losses))
-    averaged = [value for _, value in (curves.smooth(losses, window) if window else losses) if value is not None]
-    change, seconds, peaks = history.last("weight_change"), history.values("seconds")[-200:], history.values("peak_bytes")
+    values, change, seconds = figures(history, {}), history.last("weight_change"), history.values("seconds")[-200:]
     return [
         f"{held_out[-1]:.4g}, lowest {min(held_out):.4g}" if held_out else "-",
-        f"{averaged[-1]:.4g}" if averaged else "-",
+        values.get("Loss, averaged", values.get("Loss", "-")),
         "-" if change is None else moved_by(change),
         f"{median(seconds):.3g} s" if seconds else "-",
-        size(int(max(peaks))) if peaks else "-",
+        values.get("Peak memory", "-"),
     ]
 
 
-def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
-    """The charts that have a line, and what is to be said of them."""
+def _curves(groups: Sequence[Sequence[RunFiles]]) -> tuple[list[str], list[str]]:
+    """The charts that have a line, and notes on them."""
     runs = [run for group in groups for run in group]
     steps: list[tuple[float, float | None]] = [(0, None), (max((run.history.step for run in runs), default=0), None)]
 
     def chart(
         title: str, unit: str, field: str, about: str = "", *, smooth: bool = False, scale: float = 1.0, wide: bool = False
     ) -> str:
-        def of(run: Seen) -> Series:
-            values = run.history.series(field)
-            window = curves.smoothing_window(len(values)) if smooth else 0
-            return curves.smooth(values, window) if window else [(step, value and value * scale) for step, value in values]
-
         lines = []
-        for place, group in enumerate(groups[:DRAWN]):
-            values = [of(run) for run in group]
-            drawn = curves.spread(values) if len(group) > 1 else values
-            middle, *band = [curves.last_of_slices(series) for series in drawn] if smooth else drawn
-            name = f"{_called(group)} ({len(group)} runs)" if band else _called(group)
-            lines.append(Curve(name, middle, f"line{place}", band))
+        for index, group in enumerate(groups[:LINES]):
+            values = [[(step, value and value * scale) for step, value in run.history.series(field)] for run in group]
+            series = [curves.averaged(points) for points in values] if smooth else values
+            parts = curves.spread(series) if len(group) > 1 else series
+            middle, *band = map(curves.last_of_slices, parts) if smooth else parts
+            name = f"{_name(group)} ({len(group)} runs)" if band else _name(group)
+            lines.append(Curve(name, middle, f"line{index}", band))
         return curves.draw(title, unit, [line for line in lines if line.series], about=about, range_of=steps, wide=wide)
 
-    drawn = [
+    charts = [
         chart("Held-out loss", "", "held_out_loss", _held_out_about(runs), wide=True),
         chart("Loss", "moving average", "loss", smooth=True),
         chart("Gradient norm", "moving average, before clipping", "grad_norm", smooth=True),
@@ -317,13 +308,13 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
     median_line = (
         "Runs of one config, whatever their seed, are one line, their median, in a band from the lowest to the highest."
     )
-    notes = [median_line] if any(len(group) > 1 for group in groups[:DRAWN]) else []
-    notes += [f"Only the first {DRAWN} lines are drawn."] if len(groups) > DRAWN else []
-    return [figure for figure in drawn if figure], notes
+    notes = [median_line] if any(len(group) > 1 for group in groups[:LINES]) else []
+    notes += [f"Only the first {LINES} lines are drawn."] if len(groups) > LINES else []
+    return [figure for figure in charts if figure], notes
 
 
-def _held_out_about(runs: Sequence[Seen]) -> str:
-    """A held-out loss tells runs apart only where they measure the same photos at the same draws."""
+def _held_out_about(runs: Sequence[RunFiles]) -> str:
+    """The sentence on the held-out losses: they compare runs only if these measure the same photos at the same draws."""
     marks = {mark for run in runs if (mark := mark_of(run.history.rows))}
     if len(marks) > 1 or any(_units(runs[0], run) for run in runs[1:]):
         other = "These runs measure other photos, captions or draws, or another quantity"
@@ -331,17 +322,17 @@ def _held_out_about(runs: Sequence[Seen]) -> str:
     return "The same photos, captions and draws in all of them: the lower the better."
 
 
-def _cards(runs: Sequence[Seen]) -> dict[tuple[str, str], list[tuple[Seen, Row]]]:
-    """By (prompt, detail), the runs that drew it."""
-    cards = defaultdict[tuple[str, str], list[tuple[Seen, Row]]](list)
+def _cards(runs: Sequence[RunFiles]) -> dict[tuple[str, str], list[tuple[RunFiles, Row]]]:
+    """The runs with samples of a request, by (prompt, detail)."""
+    cards = defaultdict[tuple[str, str], list[tuple[RunFiles, Row]]](list)
     for run in runs:
         for row in run.samples.rows:
             cards[row.prompt, row.detail].append((run, row))
     return cards
 
 
-def _differences(runs: Sequence[Seen]) -> dict[str, list[Any]]:
-    """By key, the values of all runs; None: it is not set."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in OWN)
-    found = {key: [run.config.get(key) for run in runs] for key in keys}
-    return {key: values for key, values in found.items() if len(set(map(repr, values))) > 1}
+def _differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
+    """The values of all runs for each key that differs; None: not set."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in OWN_KEYS)
+    rows = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(map(repr, values))) > 1}

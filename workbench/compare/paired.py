@@ -1,6 +1,5 @@
-"""Paired differences of two settings, each trained with the same seeds: what photos, order, noise, times and crops do to the
-loss leaves with the difference. Its mean is judged by Student's t (docs/compare.md).
-"""
+"""Paired differences of two settings, each trained with the same seeds: the effects of photos, order, noise, times and crops
+on the loss cancel in the difference. Its mean is judged by Student's t (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from workbench.pages.student import LEVEL, critical, interval, within
 
 POWER = 0.8
 
-BySeed = Mapping[int, Series]  # held-out losses by step, of each seed
+BySeed = Mapping[int, Series]  # seed -> held-out losses by step
 
 
 @cache
 def detectable(seeds: int, pairs: int = 1) -> float:
-    """The true difference, in standard deviations of the paired differences, that so many seeds, two at least, tell apart
-    with probability POWER if the differences are normally distributed: the first of so many pairs (`corrected`).
+    """The true difference, in standard deviations of the paired differences, that this number of seeds (at least 2) detects
+    with probability POWER if the differences are normally distributed. pairs: it is the first of so many (`corrected`).
 
-    t is then the noncentral one: a normal variable over sqrt(chi squared / degrees), whose density is summed here.
+    t then has the noncentral distribution: a normal variable over sqrt(chi squared / degrees), whose density is summed here.
     """
     freedom, count = seeds - 1, 4000
     limit, width = critical(freedom, 1 - (1 - LEVEL) / pairs), (1 + 12 / math.sqrt(2 * freedom)) / count
@@ -46,7 +45,7 @@ def detectable(seeds: int, pairs: int = 1) -> float:
 
 
 def before_the_runs(seeds: int, pairs: int, deviation: float | None = None) -> str:
-    """What so many seeds can tell of so many pairs, in words. deviation: of an earlier comparison's differences."""
+    """A sentence on the detectable difference. deviation: standard deviation of an earlier comparison's differences."""
     size, in_loss = detectable(seeds, pairs), ""
     if deviation:
         in_loss = f" With the {deviation:.2g} of the earlier comparison that is {size * deviation:.2g} of loss."
@@ -59,7 +58,7 @@ def before_the_runs(seeds: int, pairs: int, deviation: float | None = None) -> s
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two settings at one step. first, second: the losses of each, by seed, two at least. seeds: these."""
+    """The difference of two settings at one step. first, second: their losses by seed, at least 2. seeds: those seeds."""
 
     step: float
     first: Sequence[float]
@@ -68,7 +67,7 @@ class Difference:
 
     @cached_property
     def each(self) -> list[float]:
-        """First less second, of every seed."""
+        """First less second, for each seed."""
         return [a - b for a, b in zip(self.first, self.second, strict=True)]
 
     @property
@@ -83,24 +82,23 @@ class Difference:
 
     @property
     def unpaired_error(self) -> float:
-        """What it would be if the seeds of the two had nothing in common."""
+        """The standard error of the mean difference without pairing, as for independent seeds."""
         return math.sqrt((variance(self.first) + variance(self.second)) / len(self.each))
 
     def interval(self, looks: int = 1) -> tuple[float, float]:
-        """The bounds of the difference with probability LEVEL, by these seeds, corrected for so many looks."""
+        """The bounds of the difference with probability LEVEL, corrected for this number of looks."""
         return interval(self.each, looks)
 
     @property
     def chance(self) -> float:
-        """How often a mean as far from 0 comes up where nothing differs: Student's p."""
+        """Student's p: the probability of a mean at least as far from 0 if nothing differs."""
         return 1 - within(abs(self.mean) / self.error, len(self.each) - 1) if self.error else float(not self.mean)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two settings of a comparison. first, second: their names. by_step: their difference where both were measured with two
-    common seeds or more, in order. seeds: their number at the last of these steps. divisor: of the error that all pairs of a
-    page may have together (`corrected`)."""
+    """Two settings of a comparison, by name. by_step: their difference at each step with two common seeds or more, in order.
+    seeds: their number at the last step. divisor: of the probability of error that a page's pairs share (`corrected`)."""
 
     first: str
     second: str
@@ -110,15 +108,15 @@ class Pair:
 
     @staticmethod
     def of(first: str, second: str, losses: BySeed, others: BySeed) -> Pair | None:
-        """The pair; None where no step was measured with two common seeds."""
+        """The pair; None if no step was measured with two common seeds."""
         common = sorted(losses.keys() & others.keys())
         mine, theirs = ([dict(by_step[seed]) for seed in common] for by_step in (losses, others))
         by_step = []
-        for step in sorted({step for series in mine for step in series if step > 0}):  # before, nothing differs
-            both = [(a.get(step), b.get(step), seed) for a, b, seed in zip(mine, theirs, common, strict=True)]
-            known = [(a, b, seed) for a, b, seed in both if a is not None and b is not None]
-            if len(known) > 1:
-                by_step.append(Difference(step, *zip(*known, strict=True)))
+        for step in sorted({step for series in mine for step in series if step > 0}):  # at step 0 nothing differs
+            values = [(a.get(step), b.get(step), seed) for a, b, seed in zip(mine, theirs, common, strict=True)]
+            complete = [(a, b, seed) for a, b, seed in values if a is not None and b is not None]
+            if len(complete) > 1:
+                by_step.append(Difference(step, *zip(*complete, strict=True)))
         return Pair(first, second, by_step, len(by_step[-1].each)) if by_step else None
 
     @property
@@ -133,12 +131,12 @@ class Pair:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         low, high = self.interval
         return low > 0 or high < 0
 
     def sentence(self) -> str:
-        """A sentence: which of the two is better at the last step, and how sure that is."""
+        """A sentence on which of the two is better at the last step, with the interval."""
         at, names = self.last, f"{self.first} and {self.second}"
         if not any(at.each):
             return f"{names} are equal: the same held-out loss at step {at.step:,.0f} in all {self.seeds} seeds."
@@ -155,26 +153,24 @@ class Pair:
         return f"{names} are not told apart: {measured}."
 
     def errors(self) -> str:
-        """What pairing gives, in words."""
+        """A sentence on the standard error with and without pairing."""
         paired, unpaired = self.last.error, self.last.unpaired_error
         share = f", {paired / unpaired:.2f} of it" if unpaired else ""
         return f"Standard error: {paired:.3g} in pairs; {unpaired:.3g} if the seeds had nothing in common{share}."
 
     def chart(self) -> str:
-        """The difference by step, in the band of its interval."""
-        steps = [at.step for at in self.by_step]
-        low, high = ([at.interval()[side] for at in self.by_step] for side in (0, 1))
-        band = [list(zip(steps, side, strict=True)) for side in (low, high)]
+        """The HTML of a chart: the difference by step, in the band of its interval."""
+        band = [[(at.step, at.interval()[side]) for at in self.by_step] for side in (0, 1)]
         line = Curve(f"{self.first} - {self.second}", [(at.step, at.mean) for at in self.by_step], "line0", band)
         about = "Below 0 the first is better. The band is the 95 % interval of each step by itself."
         return draw(f"{self.first} less {self.second}", "held-out loss", [line], about=about)
 
 
 def corrected(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs with the divisors of Holm (1979, Scandinavian Journal of Statistics 6, 65-70): in all but 5 % of pages on
-    which nothing differs, none is told apart."""
-    left, bounds = len(pairs), {}
+    """The pairs with Holm's divisors (1979, Scandinavian Journal of Statistics 6, 65-70): of pages without any difference
+    95 % tell no pair apart."""
+    divisor, by_names = len(pairs), {}
     for pair in sorted(pairs, key=lambda pair: pair.last.chance):
-        bounds[pair.first, pair.second] = judged = replace(pair, divisor=left)
-        left -= judged.told_apart  # from the first that is not, the divisor stays, and no later one is
-    return [bounds[pair.first, pair.second] for pair in pairs]
+        by_names[pair.first, pair.second] = judged = replace(pair, divisor=divisor)
+        divisor -= judged.told_apart  # after the first pair that is not, the divisor stays, and no later pair is
+    return [by_names[pair.first, pair.second] for pair in pairs]

@@ -19,9 +19,9 @@ from trainer.config.kinds import GivenPath, Seed, Table
 from trainer.config.reading import literal, load, read_toml
 from trainer.config.tables import Config
 
-# What the comparison decides itself, whatever a variant is.
+# Keys that the comparison sets itself, for all variants.
 OWN_KEYS = ("run.seed", "run.name", "run.output_dir", "run.stop_after")
-# By key or table, why a variant cannot have another value.
+# Key or table -> why variants cannot differ in it.
 SHARED = {
     "data": "variants share photos and draws, so that they can be compared in pairs",
     "run.seed": "variants share their seeds, so that they can be compared in pairs; write seeds = [...]",
@@ -30,29 +30,29 @@ SHARED = {
 
 
 class VariantTable(Table):
-    """One setting that is compared."""
+    """A variant: one setting of the comparison."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """What it is called on the page."""
+    """The variant's name on the page."""
     set: dict[str, Any] = {}
     """Keys of the base config and their values. Left out: the base config as it is."""
 
 
 class ComparisonTable(Table):
-    """What is compared."""
+    """The comparison."""
 
     config: GivenPath
     """The base config: a path, or the bare name of a file in configs/."""
     output_dir: GivenPath
-    """The folder that gets the runs, each in a folder of its own, and the page."""
+    """The folder for the page and the runs, each in a folder of its own."""
     seeds: Annotated[tuple[Seed, ...], Field(strict=False)]
-    """The seeds, two at least. Each variant is trained with each."""
+    """The seeds, at least two. Each variant is trained with each seed."""
     earlier: GivenPath | None = None
-    """The comparison.json of an earlier one: what the seeds can tell is then said in loss, too."""
+    """The comparison.json of an earlier comparison: gives the detectable difference in units of the loss, too."""
     set: dict[str, Any] = {}
     """Keys of the base config and their values, for all variants."""
     variant: Annotated[tuple[VariantTable, ...], Field(strict=False)] = ()
-    """The variants, two at least."""
+    """The variants, at least two."""
 
 
 class _Step(BaseModel):
@@ -64,25 +64,30 @@ class _Pair(BaseModel):
 
 
 class _Earlier(BaseModel):
-    """What is read of a comparison.json."""
+    """The fields that are read from a comparison.json."""
 
     pairs: list[_Pair]
 
 
 @dataclass(frozen=True)
 class Variation:
-    """One run of a comparison. overrides: what makes its config of the base, as --set takes it."""
+    """One run of a comparison. overrides: of the base config, in the syntax of --set."""
 
     variant: str
     seed: int
     overrides: tuple[str, ...]
     config: Config
 
+    @property
+    def folder(self) -> Path:
+        """The run's output folder."""
+        return Path(self.config.run.output_dir)
+
 
 @dataclass(frozen=True)
 class Variations:
-    """The runs of a comparison. base: as the file names it. runs: seed by seed, each with every variant. deviation: of the
-    paired differences at the ends of an earlier comparison, in loss; None where none is given."""
+    """The runs of a comparison. base: the base config as written in the file. runs: by seed, then by variant. deviation:
+    standard deviation of an earlier comparison's paired differences at the ends, in units of the loss, or None."""
 
     base: str
     output_dir: str
@@ -91,7 +96,7 @@ class Variations:
 
 
 def read_comparison(path: str) -> Variations:
-    """The comparison of a file. Raises UserError for one that cannot be made."""
+    """Read a comparison's file. Raises UserError if it is invalid."""
     tree = read_toml(path, "--compare")
     if "model" in tree:
         name = f"name it as config = {path!r} in a file that compares its variants (docs/compare.md)"
@@ -138,9 +143,9 @@ def _deviation(earlier: str) -> float:
 def _check(path: str, table: ComparisonTable) -> None:
     names = [variant.name for variant in table.variant]
     if len(names) < 2:
-        given = f"there is only {names[0]!r}" if names else "there is none"
+        count = f"there is only {names[0]!r}" if names else "there is none"
         raise UserError(
-            f"--compare {path}: {given} of the variants; write two [[variant]] tables at least, each with a name (one "
+            f"--compare {path}: {count} of the variants; write two [[variant]] tables at least, each with a name (one "
             "without a set is the base config as it is)"
         )
     if twice := [name for name in names if names.count(name) > 1]:
@@ -156,14 +161,14 @@ def _check(path: str, table: ComparisonTable) -> None:
             raise UserError(f"--compare {path}: set.{key}: the comparison decides it; leave it out{seeds}")
     for variant in table.variant:
         for key in flatten(variant.set):
-            decided = "the comparison decides it" if key in OWN_KEYS else ""
-            if why := next((why for shared, why in SHARED.items() if f"{key}.".startswith(f"{shared}.")), decided):
-                remedy = "leave it out" if decided else "write it into the set of all, above the variants"
-                raise UserError(f"--compare {path}: variant {variant.name!r}: {key}: {why}; {remedy}")
+            own = "the comparison decides it" if key in OWN_KEYS else ""
+            if reason := next((text for shared, text in SHARED.items() if f"{key}.".startswith(f"{shared}.")), own):
+                remedy = "leave it out" if own else "write it into the set of all, above the variants"
+                raise UserError(f"--compare {path}: variant {variant.name!r}: {key}: {reason}; {remedy}")
 
 
 def _overrides(values: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
-    """The keys of `set` as --set takes them."""
+    """The keys of `set` in the syntax of --set."""
     overrides: list[str] = []
     for key, value in values.items():
         nested = isinstance(value, dict) and value

@@ -1,21 +1,20 @@
-"""before_after.png: a row for every sample: before training, at its end, and the truth where it is known."""
+"""before_after.png: a row for each sample: before training, after it, and the truth if it is known."""
 
 from collections.abc import Sequence
 from pathlib import Path
+
+from PIL import Image
 
 from trainer.base.files import write_atomic
 from trainer.base.pictures import png
 from trainer.base.run_layout import AVERAGE, Layout
 
-SMALLEST, LARGEST = 160, 384  # px: the side of a picture in it
+SMALLEST, LARGEST = 160, 384  # px: limits of a picture's longer side
 MARGIN, LINE = 12, 20  # px
 
 
 def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
-    """The path of the picture of what training changed, written; None where there is nothing to show. samples: the PNGs of
-    each before training, after `step`, and of the truth."""
-    from PIL import Image
-
+    """Write the picture; returns its path, or None if there is nothing to show. samples: (before, after `step`, truth)."""
     if step == 0 or not samples:
         return None
     rows = []
@@ -29,9 +28,7 @@ def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path 
 
 
 def scaled(picture):
-    """Small ones are enlarged by a whole number, pixel by pixel; large ones reduced."""
-    from PIL import Image
-
+    """The picture as RGB within SMALLEST and LARGEST: enlarged pixel by pixel by a whole number, or reduced."""
     side = max(picture.size)
     if side > LARGEST:
         size = tuple(max(1, round(length * LARGEST / side)) for length in picture.size)
@@ -41,8 +38,8 @@ def scaled(picture):
 
 
 def table(titles: Sequence[str], rows):
-    """A picture of pictures in rows under titles. rows: (prompt, a picture or None for every title)."""
-    from PIL import Image, ImageDraw, ImageFont
+    """A picture of pictures in rows below titles. rows: (prompt, a picture or None for each title)."""
+    from PIL import ImageDraw, ImageFont  # they load FreeType, which a plan has no use for
 
     font = ImageFont.load_default(14)
     width = max(picture.width for _, pictures in rows for picture in pictures if picture)
@@ -63,8 +60,8 @@ def table(titles: Sequence[str], rows):
 
 
 def shortened(text: str, font, width: int) -> str:
-    """The text cut to `width` pixels, with three dots where something is left out."""
-    text = " ".join(text.split())[:width]  # measuring a very long text takes long
+    """The text cut to `width` pixels, with three dots at the end if it was cut."""
+    text = " ".join(text.split())[:width]  # as measuring a very long text takes long
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}...") > width:

@@ -1,4 +1,4 @@
-"""A run's data as tables and pictures, for report.html and for `scripts/data.py report`. The text is from describe.py."""
+"""A run's data as tables and pictures, for report.html and for `scripts/data.py report`."""
 
 import io
 from collections import Counter
@@ -24,22 +24,23 @@ from trainer.data.scan import strict_problem
 from trainer.data.sources import Photo
 from trainer.data.threads import in_threads
 from trainer.plan.run_plan import DataPlan
-from workbench.pages.tables import Sections
+from workbench.pages.rendering import document
+from workbench.pages.tables import Sections, sorted_out
 from workbench.sources import LAYOUTS
 from workbench.summary.data import data_account
 
-ROWS = 1000  # in a table of photos; files that were left out are all named
+ROWS = 1000  # of a table of photos; the table of files left out has no limit
 PICTURES = 240
 PICTURE_PX, JPEG_QUALITY = 200, 80
-VARIANTS = 8  # of a caption beside its picture
+VARIANTS = 8  # captions below a picture
 
 
 def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tuple[str, str]]:
     """(photo, reason) of every caption that data.strict_captions = true refuses."""
     problems = [
-        (printable(photo.sample), why)
+        (printable(photo.sample), reason)
         for photo in data.scanned.photos
-        if (why := strict_problem(photo.source, photo.caption if photo.caption_from else None, LAYOUTS))
+        if (reason := strict_problem(photo.source, photo.caption if photo.caption_from else None, LAYOUTS))
     ]
     return problems + [
         (printable(sample), f"too long for {encoder}, which reads {report.tokens[encoder].limit} tokens")
@@ -49,16 +50,16 @@ def strict_problems(data: DataPlan, report: captions.CaptionReport) -> list[tupl
 
 
 def text(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport, *, strict: bool) -> str:
-    """`lines`, the report on the captions, and with `strict` each caption that strict mode would refuse."""
-    problems = strict_problems(data, report) if strict else []
-    named = [*(f"{sample}: {why}" for sample, why in problems[:ROWS]), *_more(problems)]
-    head = f"data.strict_captions = true would refuse these captions: {counted(len(problems), 'problem')}"
-    refused = [head, *(f"  {line}" for line in named)] if problems else []
-    return "\n".join([*lines, str(report), *refused])
+    """The text: `lines`, the report on the captions, and with `strict` each caption that strict mode refuses."""
+    parts = [*lines, str(report)]
+    if strict and (problems := strict_problems(data, report)):
+        parts.append(f"data.strict_captions = true would refuse these captions: {counted(len(problems), 'problem')}")
+        parts += [f"  {sample}: {reason}" for sample, reason in problems[:ROWS]] + [f"  {line}" for line in _more(problems)]
+    return "\n".join(parts)
 
 
 def sections(data: DataPlan, lines: Sequence[str], report: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
-    """The sections of the page. lines: as `data_lines` gives. report: of the same data. Reads the pictured photos again."""
+    """The sections of the page. lines: from `data_lines`. report: of the same data. Reads the pictured photos again."""
     photos = {photo.sample: photo for photo in data.scanned.photos}
     account = data_account(data)
     notes, warnings = ([e for e in account.entries(kind) if e.names] for kind in (Heading.NOTE, Heading.WARNING))
@@ -92,12 +93,18 @@ def sections(data: DataPlan, lines: Sequence[str], report: captions.CaptionRepor
         "Notes": _table(("photo", "note"), _by_name(notes)),
         "Left out": {
             "columns": ("file", "why"),
-            "rows": [(printable(what), why) for what, why in data.scanned.left_out],
+            "rows": [(printable(file), reason) for file, reason in data.scanned.left_out],
             "folded": True,
         },
         **_pictures(data, report, phases),
     }
     return {title: section for title, section in parts.items() if any(section.get(k) for k in ("text", "pictures", "rows"))}
+
+
+def html(*, name: str, data: Sections) -> str:
+    """The page of a run's data alone: photos, then sections that need a look, then counts and the console's text."""
+    pictured, care, plain = sorted_out(data)
+    return document("data_report.html", name=name, data=pictured | care | plain, scripted=False)
 
 
 def _by_name(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
@@ -115,18 +122,17 @@ def _more(rows: Sequence[Any]) -> list[str]:
 
 def _buckets(data: DataPlan) -> dict[str, Any]:
     size, merges = data.table.batch_size, data.table.short_batches == "merge"
-    counts, left = short_batches.appearances(data.examples), short_batches.short(data.examples, batch_size=size)
+    counts, short = short_batches.appearances(data.examples), short_batches.short(data.examples, batch_size=size)
     photos = Counter(example.layout for example in data.examples)
     rows = [
-        (buckets.named(layout), photos[layout], count, -(-count // size), size if merges else left.get(layout, size))
+        (buckets.named(layout), photos[layout], count, -(-count // size), size if merges else short.get(layout, size))
         for layout, count in sorted(counts.items())
     ]
-    every = sampler.batches_per_epoch(data.examples, batch_size=size)
-    notes = [f"{every:,} batches an epoch, of {size} photos."]
-    if left and not merges:
-        below, factor = short_batches.would_fill(data.examples, batch_size=size)
-        remedy = f"data.batch_size = {below}, by {factor} x the repeats, or by data.short_batches = 'merge'"
-        notes.append(f"Batches that are not full: {len(left)}. They are filled by {remedy}.")
+    notes = [f"{sampler.batches_per_epoch(data.examples, batch_size=size):,} batches an epoch, of {size} photos."]
+    if short and not merges:
+        smaller, factor = short_batches.would_fill(data.examples, batch_size=size)
+        remedy = f"data.batch_size = {smaller}, by {factor} x the repeats, or by data.short_batches = 'merge'"
+        notes.append(f"Batches that are not full: {len(short)}. They are filled by {remedy}.")
     return {
         "columns": ("width x height", "photos", "images an epoch", "batches", "photos in the last batch"),
         "rows": rows,
@@ -138,9 +144,9 @@ def _alike_rows(groups: Sequence[Sequence[Photo]], held_out: set[str]) -> Iterat
     for number, group in enumerate(groups, 1):
         copies = Counter(photo.sha256 for photo in group)
         for photo in group:
-            again = "the same" if copies[photo.sha256] > 1 else "other"
-            used = "held out" if photo.sample in held_out else "trained on"
-            yield number, printable(photo.sample), _by(photo.size), again, used
+            content = "the same" if copies[photo.sha256] > 1 else "other"
+            use = "held out" if photo.sample in held_out else "trained on"
+            yield number, printable(photo.sample), _by(photo.size), content, use
 
 
 def _small_rows(data: DataPlan) -> Iterator[tuple[str, str, str, str]]:
@@ -153,30 +159,29 @@ def _small_rows(data: DataPlan) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _pictures(data: DataPlan, report: captions.CaptionReport, phases: Phases) -> Sections:
-    """All photos, those that are held out apart; of more than PICTURES the first of each bucket."""
+    """The sections of trained and of held-out photos: all of them, or the first of each bucket if more than PICTURES."""
     members: dict[tuple[bool, tuple[int, int]], list[Example]] = {}
     for examples, held_out in ((data.examples, False), (data.held_out, True)):
         for example in examples:
             members.setdefault((held_out, example.bucket), []).append(example)
-    each = _share([len(mine) for mine in members.values()])
-    pairs = [(example, held_out) for (held_out, _), mine in sorted(members.items()) for example in mine[:each]][:PICTURES]
-    trained, apart = [], []
+    share = _share([len(group) for group in members.values()])
+    pairs = [(example, held_out) for (held_out, _), group in sorted(members.items()) for example in group[:share]][:PICTURES]
+    pictures: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     with (
         phases("drawing photos as they are cropped", len(pairs), "photo") as phase,
-        closing(in_threads(partial(_picture, limits=report.tokens), [example for example, _ in pairs])) as made,
+        closing(in_threads(partial(_picture, limits=report.tokens), [example for example, _ in pairs])) as results,
     ):
-        for (_, held_out), picture in zip(pairs, made, strict=True):
-            (apart if held_out else trained).append(picture)
+        for (_, held_out), picture in zip(pairs, results, strict=True):
+            pictures[held_out].append(picture)
             phase.advance()
-    left = len(data.examples) + len(data.held_out) - len(pairs)
-    note = f"The first photos of each bucket are pictured, {len(pairs):,} in all; {left:,} more are not pictured."
-    paths = [source.path for source in data.table.sources]
-    named = "; ".join(f'{number}/ is "{printable(path)}"' for number, path in enumerate(paths))
-    notes = [f"A name begins with the number of its source: {named}.", *([note] if left else [])]
+    names = "; ".join(f'{number}/ is "{printable(source.path)}"' for number, source in enumerate(data.table.sources))
+    notes = [f"A name begins with the number of its source: {names}."]
+    if rest := len(data.examples) + len(data.held_out) - len(pairs):
+        notes.append(f"The first photos of each bucket are pictured, {len(pairs):,} in all; {rest:,} more are not pictured.")
     return {
-        "As they are cropped": {"pictures": trained, "notes": notes},
+        "As they are cropped": {"pictures": pictures[False], "notes": notes},
         "Held out, as they would be cropped": {
-            "pictures": apart,
+            "pictures": pictures[True],
             "notes": ["data.held_out keeps these out of the training. No step ever sees them."],
         },
     }
@@ -184,30 +189,30 @@ def _pictures(data: DataPlan, report: captions.CaptionReport, phases: Phases) ->
 
 def _share(sizes: Sequence[int]) -> int:
     """How many photos of each group fit into PICTURES, at least one. Groups with fewer leave room for others."""
-    return max(1, max(each for each in range(PICTURES + 1) if sum(min(each, size) for size in sizes) <= PICTURES))
+    return max(1, max(share for share in range(PICTURES + 1) if sum(min(share, size) for size in sizes) <= PICTURES))
 
 
 def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict[str, Any]:
-    """A picture of a section: a small JPEG (None if the photo can no longer be read), references before the photo."""
+    """A picture of a section: a small JPEG of the references and the photo, in a row; None if one can no longer be read."""
     photo, jpeg = example.photo, None
     try:
-        images = [_small(*each) for each in (*views.references(example, View()), (example, views.plain(example)))]
+        images = [_small(*pair) for pair in (*views.references(example, View()), (example, views.plain(example)))]
         buffer = io.BytesIO()
         _in_a_row(images).save(buffer, "JPEG", quality=JPEG_QUALITY)
         jpeg = buffer.getvalue()
     except (OSError, ValueError):
-        pass  # it could be read when the run began; the page says that it is gone
+        pass  # it was readable when the run began; the page says that it no longer is
     variants = list(dict.fromkeys(example.captions))
     lines = []
     for text in variants[:VARIANTS]:
-        counted = ", ".join(f"{encoder} {tokens.counts[text]} of {tokens.limit}" for encoder, tokens in limits.items())
-        lines += [text or "(no caption)", f"tokens: {counted}"] if counted else [text or "(no caption)"]
+        counts = ", ".join(f"{encoder} {tokens.counts[text]} of {tokens.limit}" for encoder, tokens in limits.items())
+        lines += [text or "(no caption)", *([f"tokens: {counts}"] if counts else [])]
     if len(variants) > VARIANTS:
         lines.append(f"and {len(variants) - VARIANTS} more variants")
     moved = ", the bucket of others (data.short_batches)" if example.merged else ""
-    about = f"{_by(photo.size)}, scaled and cropped to {buckets.named(example.layout)}{moved}"
+    sizes = f"{_by(photo.size)}, scaled and cropped to {buckets.named(example.layout)}{moved}"
     origin = f"caption from {photo.caption_from}" if photo.caption_from else "no caption was found"
-    details = [about, origin, *photo.notes]
+    details = [sizes, origin, *photo.notes]
     return {"jpeg": jpeg, "title": printable(example.sample), "lines": lines, "details": details}
 
 
@@ -218,10 +223,10 @@ def _small(example: Example, view: View) -> Image.Image:
 
 
 def _in_a_row(images: Sequence[Image.Image]) -> Image.Image:
-    lefts = [*accumulate((each.width for each in images), initial=0)]
-    row = Image.new("RGB", (lefts[-1], max(each.height for each in images)), "white")
-    for left, each in zip(lefts, images, strict=False):
-        row.paste(each, (left, 0))
+    lefts = [*accumulate((image.width for image in images), initial=0)]
+    row = Image.new("RGB", (lefts[-1], max(image.height for image in images)), "white")
+    for left, image in zip(lefts, images, strict=False):
+        row.paste(image, (left, 0))
     return row
 
 

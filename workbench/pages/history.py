@@ -1,4 +1,4 @@
-"""metrics.jsonl as it grows, and the starts of phases.jsonl: rows, columns of them, and what happened when."""
+"""metrics.jsonl as it grows: its rows and columns; and the starts and events of a run, from phases.jsonl."""
 
 from __future__ import annotations
 
@@ -19,39 +19,38 @@ Series = Sequence[tuple[float, float | None]]
 
 
 class History:
-    """The rows of a metrics.jsonl. `read` goes on where it stopped, and anew where another file has taken its place.
-    unreadable: lines that the judge cannot take, and a last line that is torn."""
+    """The rows of a metrics.jsonl. `read` continues where it stopped, or starts over if the file was replaced.
+    unreadable: count of invalid lines, a torn last line included."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = []
-        self.unreadable = 0
-        self._bad = 0
-        self._place, self._file = 0, None
+        self.unreadable, self._invalid, self._offset = 0, 0, 0
+        self._inode: int | None = None
         self._columns: dict[str, list[tuple[float, float | None]]] = {}
 
     def read(self) -> History:
-        """All that is written by now; a missing file gives no rows."""
+        """Read the new lines; a missing file gives no rows."""
         try:
             with open_regular(self.path) as file:
                 stat = os.fstat(file.fileno())
-                if self._file != stat.st_ino or stat.st_size < self._place:
-                    self.rows, self._bad, self._place, self._file, self._columns = [], 0, 0, stat.st_ino, {}
-                file.seek(self._place)
+                if self._inode != stat.st_ino or stat.st_size < self._offset:
+                    self.rows, self._invalid, self._offset, self._inode, self._columns = [], 0, 0, stat.st_ino, {}
+                file.seek(self._offset)
                 *lines, torn = file.read().split(b"\n")
         except FileNotFoundError:
-            self.rows, self._bad, self._place, self._file, self._columns, self.unreadable = [], 0, 0, None, {}, 0
+            self.rows, self._invalid, self._offset, self._inode, self._columns, self.unreadable = [], 0, 0, None, {}, 0
             return self
         for line in lines:
             self._add(line)
-        self._place += sum(len(line) + 1 for line in lines)
-        self.unreadable = self._bad + bool(torn.strip())
+        self._offset += sum(len(line) + 1 for line in lines)
+        self.unreadable = self._invalid + bool(torn.strip())
         return self
 
     def _add(self, line: bytes) -> None:
         row = _parsed(line)
         if not is_line(row):
-            self._bad += bool(line.strip())
+            self._invalid += bool(line.strip())
             return
         self.rows.append(row)
         for step, fields in measured([row]):
@@ -61,12 +60,12 @@ class History:
 
     @property
     def stamp(self) -> tuple[object, ...]:
-        """What is another one once `read` has found anything new."""
-        return self._file, self._place, self.unreadable
+        """An identity of the lines read so far: it changes once `read` finds a new one."""
+        return self._inode, self._offset, self.unreadable
 
     @property
     def fields(self) -> list[str]:
-        """Those that hold numbers, lists of them apart."""
+        """The names of the fields that hold single numbers."""
         return [name for name in self._columns if "/" not in name]
 
     @property
@@ -75,11 +74,11 @@ class History:
         return self.rows[-1]["step"] if self.rows else 0
 
     def series(self, field: str) -> Series:
-        """(step, value) for each row that has the field, or its place "FIELD/1"; None where it is null or not finite."""
+        """(step, value) of each row with the field, or with its list's item "FIELD/1"; None: null or not finite."""
         return self._columns.get(field, ())
 
     def values(self, field: str) -> list[float]:
-        """The field's values where it has any, in order."""
+        """The finite values of a field, in order."""
         return [value for _, value in self.series(field) if value is not None]
 
     def last(self, field: str) -> float | None:
@@ -87,17 +86,17 @@ class History:
         return next((value for _, value in reversed(self.series(field)) if value is not None), None)
 
     def newest(self, name: str) -> tuple[int, Any] | None:
-        """(step, value) of the last row that has this field, whatever it holds."""
+        """(step, value) of the last row with this field, of any type."""
         return next(((row["step"], row[name]) for row in reversed(self.rows) if name in row), None)
 
     def pace(self, after: int = 0) -> float | None:
-        """The seconds of a step, of the last ones beyond `after` (progress.pace_of); None where too few are known."""
+        """Seconds a step, over the last steps beyond `after` (progress.pace_of); None if too few are known."""
         last = self.rows[-PACE_UNITS:]
         return pace_of([row["time"] for row in last if row["step"] > after and _finite(row.get("time")) is not None])
 
     @property
     def levels(self) -> dict[int, str]:
-        """What was changed, by the first step whose loss measures something else than before."""
+        """The changes of what the loss measures, by the first step after each."""
         return {row["step"]: row[CHANGED] for row in self.rows if CHANGED in row}
 
     def skipped(self) -> list[int]:
@@ -107,16 +106,16 @@ class History:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened after a step. kind: of the start of a process, "resumed"; of --allow, "changed"."""
+    """An event after a step. kind: "resumed" by a further start, "changed" by --allow. text: for people."""
 
     step: int
     kind: str
-    said: str
+    text: str
 
 
 @dataclass(frozen=True)
 class Events:
-    """What happened when. steps: by what they are steps of: samples drawn, adapters kept, updates skipped."""
+    """The events of a run. steps: by kind: samples drawn, adapters kept, updates skipped."""
 
     marks: tuple[Mark, ...] = ()
     steps: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -126,8 +125,7 @@ NOTHING = Events()
 
 
 def read_starts(path: Path) -> list[tuple[int, float]]:
-    """(the step it went on from, Unix time) of each start in a phases.jsonl, but for those that a later one went back
-    behind."""
+    """(last step before it, Unix time) of each start in a phases.jsonl, without starts whose steps a later one undid."""
     starts: list[tuple[int, float]] = []
     for entry in _moments(path):
         step, time = entry["done"], _finite(entry.get("started"))
@@ -139,32 +137,31 @@ def read_starts(path: Path) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Standing:
-    """What the last start told of itself. total: the run's steps. ended: whether it has told its end. why: what ended it
-    before all was done, in a few words. begun: the step it went on from. started: Unix time. None: not told."""
+    """The last start of a run by its phases.jsonl. total: the run's steps. ended: whether its end was logged. reason: of an
+    early end, in a few words, or "". start_step: the last step before it. started: Unix time. None: unknown."""
 
     total: int | None = None
     ended: bool = False
-    why: str = ""
-    begun: int = 0
+    reason: str = ""
+    start_step: int = 0
     started: float | None = None
 
 
 def read_standing(path: Path) -> Standing:
-    """The standing of a run by its phases.jsonl; a missing file tells nothing."""
+    """The standing of a run by its phases.jsonl; all unknown if it is missing."""
     standing = Standing()
     for entry in _moments(path):
         if entry["phase"] == START:
-            total = entry.get("total")
-            known = total if isinstance(total, int) else None
-            standing = Standing(known, begun=entry["done"], started=_finite(entry.get("started")))
+            total, started = entry.get("total"), _finite(entry.get("started"))
+            standing = Standing(total if isinstance(total, int) else None, start_step=entry["done"], started=started)
         else:
-            why = entry.get("why", "")
-            standing = replace(standing, ended=True, why=why if isinstance(why, str) else "")
+            reason = entry.get("why", "")
+            standing = replace(standing, ended=True, reason=reason if isinstance(reason, str) else "")
     return standing
 
 
 def marks_of(starts: Sequence[tuple[int, float]], rows: Sequence[Mapping[str, Any]], changes: Sequence[Mapping[str, Any]]):
-    """Resumed starts, and what --allow changed. changes: what --allow changed, in order."""
+    """The marks of resumed starts, and of changes by --allow. changes: those, in order."""
     ended = {row["step"]: row["time"] for row in rows if is_number(row.get("time"))} if len(starts) > 1 else {}
     marks = []
     for step, time in starts:
@@ -172,8 +169,8 @@ def marks_of(starts: Sequence[tuple[int, float]], rows: Sequence[Mapping[str, An
             pause = f", after a pause of {duration(time - ended[step])}" if time - ended.get(step, math.inf) > 0 else ""
             marks.append(Mark(step, "resumed", f"resumed after step {step:,}{pause}"))
     for change in changes:
-        what = "; ".join(change["what"]).replace(" -> ", " \N{RIGHTWARDS ARROW} ")  # which no line's end cuts in two
-        marks.append(Mark(change["step"], "changed", f"changed after step {change['step']:,}: {what}"))
+        text = "; ".join(change["what"]).replace(" -> ", " \N{RIGHTWARDS ARROW} ")  # no line break cuts it in two
+        marks.append(Mark(change["step"], "changed", f"changed after step {change['step']:,}: {text}"))
     return tuple(marks)
 
 
@@ -189,7 +186,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _moments(path: Path) -> Iterator[dict[str, Any]]:
-    """The sound entries of a phases.jsonl that tell of a start or its end."""
+    """The valid entries of a phases.jsonl on a start or its end."""
     try:
         with open_regular(path) as file:
             lines = file.read().splitlines()
@@ -197,7 +194,7 @@ def _moments(path: Path) -> Iterator[dict[str, Any]]:
         lines = []
     for line in lines:
         if START.encode() not in line and STOP.encode() not in line:
-            continue  # of a long run there are thousands
+            continue  # a long run has thousands of other entries
         entry = _parsed(line)
         if isinstance(entry, dict) and entry.get("phase") in (START, STOP) and isinstance(entry.get("done"), int):
             yield entry

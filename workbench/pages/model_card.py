@@ -1,5 +1,5 @@
-"""README.md beside a run's adapter files: a model card, as the Hugging Face hub shows it. Its header is YAML
-(https://huggingface.co/docs/hub/model-cards). Nothing of it comes from the clock."""
+"""README.md beside a run's adapter files: a model card for the Hugging Face hub. Its header is YAML
+(https://huggingface.co/docs/hub/model-cards). It does not depend on the clock."""
 
 import hashlib
 import json
@@ -20,12 +20,11 @@ from trainer.plan.samples import as_shown
 from workbench.pages.rendering import TEMPLATES, environment
 
 PLACEHOLDER = "BASE_MODEL"
-PICTURE = re.compile(rf"\d+({AVERAGE}|-\d+)?\.png")  # of a run: a sample, or what the model is shown for it
+PICTURE = re.compile(rf"\d+({AVERAGE}|-\d+)?\.png")  # a run's sample, or a reference of one
 
 
-def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str, Path], files: FileGroup) -> str:
-    """Write the card, and the samples that it shows; returns what is to be said about it, or "". written: files by
-    format."""
+def write_card(plan: RunPlan, about: About, layout: Layout, adapters: Mapping[str, Path], files: FileGroup) -> str:
+    """Write the card and its samples; returns a remark for the user, or "". adapters: the files by format."""
     if layout.card.exists() and not is_own(layout.card):
         return f"{layout.card} was written or changed by somebody, and stays as it is; rename it to get the card of this step"
     samples = [file for file in pngs(layout.samples_of(about.step)) if is_sound(file)]
@@ -37,25 +36,26 @@ def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str
     for old in layout.card_images.glob("*.png"):
         if PICTURE.fullmatch(old.name) and old.name not in {*references, *(file.name for file in samples)}:
             files.remove(old)
-    card = text(plan, about, {form: path.relative_to(layout.adapters).as_posix() for form, path in written.items()}, samples)
+    names = {form: path.relative_to(layout.adapters).as_posix() for form, path in adapters.items()}
+    card = text(plan, about, names, samples)
     files.write(layout.card, [f"{card}{_seal(card)}".encode()])
     return ""
 
 
 def _seal(card: str) -> str:
-    """The last line of a card, by which the next start knows whether anybody has changed it."""
+    """The last line of a card: its digest, by which the next start sees whether anybody changed the card."""
     return f"\n<!-- as the training wrote it: {hashlib.sha256(card.encode()).hexdigest()} -->\n"
 
 
 def is_own(card: Path) -> bool:
-    """Whether it is as a run wrote it."""
+    """Whether a card is unchanged since a run wrote it."""
     card_text, mark, _ = card.read_text(errors="replace").rpartition("\n<!-- as the training wrote it: ")
     return bool(mark) and card.read_bytes() == f"{card_text}{_seal(card_text)}".encode()
 
 
 def base_model(plan: RunPlan) -> str | None:
-    """Hub id of the model that the adapter was trained on; None where that is not known: an architecture has many models,
-    and many licences. A repository whose components were replaced is not what was trained on."""
+    """The hub id of the model that the adapter was trained on; None if unknown, as an architecture has many models, and
+    many licences. It is also unknown if components of the repository were replaced."""
     if plan.config.export.base_model:
         return plan.config.export.base_model
     repository = plan.model.source.repository
@@ -63,16 +63,16 @@ def base_model(plan: RunPlan) -> str | None:
 
 
 def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequence[Path]) -> str:
-    """The whole card. files: names by format, the average's by "FORMAT, average". samples: PNGs that tell what was asked."""
-    drawn = {file.name: request_of(file) for file in samples}
+    """The whole card. files: names by format, the average's by "FORMAT, average". samples: PNGs that hold their request."""
+    requests = {file.name: request_of(file) for file in samples}
     objective = plan.model.objective
     card = environment(TEMPLATES, yaml=yaml_text, code=code, cell=_cell, number=_number).get_template("card.md")
     return card.render(
         plan=plan,
         about=about,
         files=files,
-        drawn=drawn,
-        widgets={name: asked for name, asked in drawn.items() if AVERAGE not in name and at_full_strength(asked)},
+        requests=requests,
+        widgets={name: one for name, one in requests.items() if AVERAGE not in name and at_full_strength(one)},
         export=plan.config.export,
         base=base_model(plan),
         placeholder=PLACEHOLDER,
@@ -85,7 +85,7 @@ def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequenc
             for target in plan.model.targets
             if target.component not in plan.model.family.adapters.peft
         ),
-        apart={
+        encoders={
             form.removeprefix("peft "): name for form, name in files.items() if form.startswith("peft ") and ", " not in form
         },
         arguments=_arguments(plan, about),
@@ -96,7 +96,7 @@ def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequenc
 
 
 def yaml_text(value: str) -> str:
-    """A text as YAML reads it, whatever is in it: a JSON string is one of YAML."""
+    """Any text as a YAML string: JSON strings are YAML strings."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -107,30 +107,31 @@ def code(value: str) -> str:
     return f"{fence}{value}{fence}" if len(fence) == 1 else f"{fence} {value} {fence}"
 
 
-def _cell(asked: Mapping[str, Any], key: str) -> str:
-    return code(asked[key]).replace("|", chr(92) + "|") if asked.get(key) else ""
+def _cell(request: Mapping[str, Any], key: str) -> str:
+    return code(request[key]).replace("|", chr(92) + "|") if request.get(key) else ""
 
 
-def _number(asked: Mapping[str, Any], key: str) -> str:
-    return f"{asked[key]:g}" if key in asked else ""
+def _number(request: Mapping[str, Any], key: str) -> str:
+    return f"{request[key]:g}" if key in request else ""
 
 
 def _arguments(plan: RunPlan, about: About) -> list[str]:
-    """What a pipeline takes to draw the first sample at full strength, in Python."""
+    """The arguments of a pipeline, in Python, that draw the first sample at full strength."""
     index, request = next(((at, one) for at, one in enumerate(plan.data.requests) if one.strength == 1), (0, None))
     images, variant = plan.model.family.images, plan.model.source.variant.name
     is_edit = not images.negative_text or bool(images.modular) or variant == plan.model.family.variants.editing
-    named = "prompt=" if is_edit else ""  # a picture may be its first argument
+    keyword = "prompt=" if is_edit else ""  # the first argument may be a picture
+    output = ['output="images"'] if images.modular else []
     if request is None:
-        return [named + repr(about.trigger_phrase or "a photo"), *(['output="images"'] if images.modular else [])]
-    # The negative is given where it is empty, too: a pipeline may take none for something else than the empty text.
+        return [keyword + repr(about.trigger_phrase or "a photo"), *output]
+    # An empty negative is given, too: a pipeline may treat a missing one as something else than the empty text.
     negative = f"negative_prompt={request.negative!r}"
     if not images.negative_text:
         negative = f"negative_prompt_embeds=pipe.encode_prompt({request.negative!r})[0]"
-    arguments = ", ".join(f'load_image("images/{_shown(index, number)}")' for number, _ in enumerate(request.images))
+    arguments = ", ".join(f'load_image("images/{_reference_name(index, number)}")' for number, _ in enumerate(request.images))
     return [
         *([f"image=[{arguments}]"] if arguments else []),
-        named + repr(request.prompt),
+        keyword + repr(request.prompt),
         negative,
         f"width={request.width}",
         f"height={request.height}",
@@ -138,18 +139,18 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
         *([] if request.guidance is None or images.modular else [f"guidance_scale={request.guidance}"]),
         *(f"{name}={value!r}" for name, value in images.arguments(variant, request).items()),
         f'generator=torch.Generator("cpu").manual_seed({request.seed})',
-        *(['output="images"'] if images.modular else []),
+        *output,
     ]
 
 
 def _references(plan: RunPlan) -> Iterator[tuple[str, Image.Image]]:
-    """(name in the card's folder, picture) of what the model is shown for the samples."""
+    """(name in the card's folder, picture) of each reference of the samples."""
     for index, request in enumerate(plan.data.requests):
         for number, image in enumerate(request.images):
-            yield _shown(index, number), as_shown(image, plan.model.family.images, len(request.images))
+            yield _reference_name(index, number), as_shown(image, plan.model.family.images, len(request.images))
 
 
-def _shown(index: int, number: int) -> str:
+def _reference_name(index: int, number: int) -> str:
     return f"{index:02d}-{number + 1:02d}.png"
 
 

@@ -1,4 +1,4 @@
-"""The validation images of a run, ready to embed: one row for what was asked (prompt, size, seed...), one column a step."""
+"""The validation images of a run, ready to embed: a row for each request (prompt, size, seed...), a column for each step."""
 
 import base64
 import json
@@ -14,12 +14,12 @@ from workbench.pages.thumbnails import Picture, Thumbnails
 
 SMALL = 128  # px
 BESIDE, PEEK_PX = 3, 192  # pictures beside the verdict, and their longer side
-MOST_BETWEEN = 3000  # images of a page between the first and the newest ones; of more, some steps are left out
+MOST_BETWEEN = 3000  # images of a page between the first and the newest ones; beyond, some steps are left out
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A picture in the page. link: the file's path from the page. small: so few pixels that each is to be seen."""
+    """A picture in the page. link: the file's path from the page. small: so few pixels that it is drawn without smoothing."""
 
     picture: Picture
     link: str
@@ -28,8 +28,8 @@ class Embedded:
 
 @dataclass
 class Row:
-    """What was asked, and what came of it. detail: all but the prompt, in words. files: by step. images: of these, the ones
-    that the page holds. truth: what it ought to look like. references: what the model is shown for it."""
+    """A request and its images. detail: the request without its prompt, in words. files: by step. images: the images in the
+    page, by step. truth: the expected image. references: images that the model is shown."""
 
     prompt: str
     detail: str
@@ -41,50 +41,50 @@ class Row:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a run. steps: at which any was drawn. rows: in the order of the newest step; earlier prompts come
-    last. unreadable: images that are left out, since they cannot be read."""
+    """The samples of a run. steps: those with a sample. rows: in the order of the newest step; earlier prompts come last.
+    unreadable: count of images that cannot be read and are left out."""
 
     steps: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
     unreadable: int = 0
 
-    def asked(self, *, still: bool) -> list[tuple[int, Row]]:
-        """(place, row) of what was asked for at the newest step, or at earlier ones alone."""
-        return [(place, row) for place, row in enumerate(self.rows) if (self.steps[-1] in row.files) == still]
+    def requests(self, *, current: bool) -> list[tuple[int, Row]]:
+        """(index, row) of the requests of the newest step, or of those at earlier steps alone."""
+        return [(index, row) for index, row in enumerate(self.rows) if (self.steps[-1] in row.files) == current]
 
     @property
     def newest(self) -> list[tuple[Row, Embedded]]:
         """The newest picture of the first few prompts."""
-        drawn = [(row, row.images.get(self.steps[-1])) for row in self.rows]
-        return [(row, image) for row, image in drawn if image is not None][:BESIDE]
+        images = [(row, row.images.get(self.steps[-1])) for row in self.rows]
+        return [(row, image) for row, image in images if image is not None][:BESIDE]
 
 
 def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Callable[[], None] = lambda: None) -> Samples:
     """Read FOLDER/step-00000000/*.png, FOLDER/truth/*.png and FOLDER/references/*.png. thumbnails: from earlier readings. An
-    image belongs to the row of its PNG's text entry "request", whatever its file is called; without that entry, to that of
-    its prompt, else its name, and its size."""
+    image belongs to the row of its PNG's text entry "request", whatever its file is called; without that entry, to the row
+    of its size and its prompt, else its name."""
     thumbnails = thumbnails or Thumbnails()
     files_at = [(file, step) for file in pngs(folder, "*/*.png") if (step := step_of(file.parent.name)) is not None]
     files = []
     rows: dict[tuple[str, int], Row] = {}
-    asked: Counter[tuple[str, int]] = Counter()
-    place: dict[tuple[str, int], tuple[int, str]] = {}
+    counts: Counter[tuple[str, int]] = Counter()
+    order: dict[tuple[str, int], tuple[int, str]] = {}
     for file, step in files_at:
         check()
         if (about := thumbnails.describe(file)) is None:
             continue
         files.append((file, step))
-        what = about.request or f"{about.prompt or file.stem} {about.size}"
-        key = what, asked[what, step]  # what is asked twice has two rows
-        asked[what, step] += 1
+        request = about.request or f"{about.prompt or file.stem} {about.size}"
+        key = request, counts[request, step]  # two equal requests have two rows
+        counts[request, step] += 1
         row = rows.setdefault(key, Row(about.prompt or file.stem, _detail(about.request)))
         row.files[step] = file
-        place[key] = -step, file.stem
-    truths, shown_for = (_by_request(folder, kind, thumbnails) for kind in ("truth", "references"))
+        order[key] = -step, file.stem
+    truths, references = (_by_request(folder, kind, thumbnails) for kind in ("truth", "references"))
     ends = [row.files[step] for row in rows.values() for step in dict.fromkeys((min(row.files), max(row.files)))]
     every = 1 + (len(files) - len(ends)) // MOST_BETWEEN
     between = [file for row in rows.values() for file in [*row.files.values()][1:-1][::-every]]
-    beside = [file for what, _ in rows for known in (truths, shown_for) for file in known.get(plain_request(what), [])]
+    beside = [file for request, _ in rows for part in (truths, references) for file in part.get(plain_request(request), [])]
     pictures = thumbnails.of([*ends, *dict.fromkeys(beside)], between, check)
     broken = {file for file in (*ends, *between) if file not in pictures}  # below a sound head
 
@@ -94,15 +94,15 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
             return None
         return Embedded(pictures[file], file.relative_to(folder.parent).as_posix(), max(about.size) <= SMALL)
 
-    for (what, _), row in rows.items():
+    for (request, _), row in rows.items():
         row.files = {step: file for step, file in row.files.items() if file not in broken}
-        row.images = {step: images for step, file in sorted(row.files.items()) if (images := image(file)) is not None}
-        asked_for = plain_request(what)
-        row.truth = next(map(image, truths.get(asked_for, [])), None)
-        row.references = tuple(each for file in shown_for.get(asked_for, []) if (each := image(file)) is not None)
+        row.images = {step: one for step, file in sorted(row.files.items()) if (one := image(file)) is not None}
+        plain = plain_request(request)
+        row.truth = next(map(image, truths.get(plain, [])), None)
+        row.references = tuple(one for file in references.get(plain, []) if (one := image(file)) is not None)
     steps = tuple(sorted({step for file, step in files if file not in broken}))
-    images = sorted((key for key, row in rows.items() if row.images), key=place.__getitem__)
-    return Samples(steps, tuple(rows[key] for key in images), len(files_at) - len(files) + len(broken))
+    ordered = sorted((key for key, row in rows.items() if row.images), key=order.__getitem__)
+    return Samples(steps, tuple(rows[key] for key in ordered), len(files_at) - len(files) + len(broken))
 
 
 def _by_request(folder: Path, kind: str, thumbnails: Thumbnails) -> dict[str | None, list[Path]]:
@@ -114,7 +114,7 @@ def _by_request(folder: Path, kind: str, thumbnails: Thumbnails) -> dict[str | N
 
 
 def step_name(step: int) -> str:
-    """A step for people: "step 1,000", "before training"."""
+    """The name of a step: "step 1,000", "before training"."""
     return f"step {step:,}" if step else "before training"
 
 
@@ -125,16 +125,16 @@ def peek(uri: str) -> str:
 
 
 def _detail(request: str | None) -> str:
-    """'64 x 64 px, seed 0, 20 steps', and what else was asked for."""
+    """'64 x 64 px, seed 0, 20 steps', and the other fields of the request."""
     try:
-        asked = json.loads(request or "")
-        parts = [f"{asked['width']} x {asked['height']} px", f"seed {asked['seed']}", f"{asked['steps']} steps"]
-        parts += [f"not: {asked['negative']}"] if asked.get("negative") else []
-        parts += [f"guidance {asked['guidance']:g}"] if asked.get("guidance") is not None else []
-        parts += [f"cfg {asked['cfg']:g}"] if asked.get("cfg") is not None else []
-        parts += [f"strength {asked['strength']:g}"] if not at_full_strength(asked) else []
-        parts += [f"shown {', '.join(Path(file).name for file in asked['references'])}"] if asked.get("references") else []
-        parts += [f"average of the weights ({asked['weights']})"] if asked.get("weights") else []
+        fields = json.loads(request or "")
+        parts = [f"{fields['width']} x {fields['height']} px", f"seed {fields['seed']}", f"{fields['steps']} steps"]
+        parts += [f"not: {fields['negative']}"] if fields.get("negative") else []
+        parts += [f"guidance {fields['guidance']:g}"] if fields.get("guidance") is not None else []
+        parts += [f"cfg {fields['cfg']:g}"] if fields.get("cfg") is not None else []
+        parts += [f"strength {fields['strength']:g}"] if not at_full_strength(fields) else []
+        parts += [f"shown {', '.join(Path(file).name for file in fields['references'])}"] if fields.get("references") else []
+        parts += [f"average of the weights ({fields['weights']})"] if fields.get("weights") else []
     except (ValueError, KeyError, TypeError, RecursionError):  # not written by this program
         return ""
     return ", ".join(parts)

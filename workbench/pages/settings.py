@@ -1,4 +1,4 @@
-"""The config of a run for its page: what differs from the defaults first."""
+"""The config of a run for its page: keys that differ from the defaults first."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def changed_keys(path: Path) -> list[tuple[str, Any, Any]]:
-    """(key, value, default) of each key of a resolved config.toml whose value is not the default; None: there is none."""
+    """(key, value, default) of each key of a resolved config.toml whose value is not the default; None: no default."""
     plain = {key: value for key, value in configs.known_keys().items() if isinstance(value, (str, int, float, bool, list))}
     changes: list[tuple[str, Any, Any]] = []
     for key, value in values(path).items():
         whole = configs.whole(key)
         default = plain.get(configs.generic(whole))
         if whole == key:
-            same = default == value and type(default) is type(value)
+            is_default = default == value and type(default) is type(value)
         else:
-            place = int(key.rpartition(".")[2])
-            same = isinstance(default, list) and default[place : place + 1] == [value]
-        if not same:
+            index = int(key.rpartition(".")[2])
+            is_default = isinstance(default, list) and default[index : index + 1] == [value]
+        if not is_default:
             changes.append((key, value, default))
     return changes
 
 
 def configuration(path: Path) -> dict[str, Any] | None:
-    """The keys of a config.toml that differ from their default, those without one, and the text; None without a file."""
+    """The keys of a config.toml that differ from their default, keys without a default, and the text; None without a file."""
     if not path.is_file():
         return None
     changed = changed_keys(path)
@@ -48,7 +48,7 @@ def configuration(path: Path) -> dict[str, Any] | None:
 
 
 def keyed_parts(key: str) -> list[str]:
-    """The pieces of a key that stay on one line of a narrow page."""
+    """The unbreakable pieces of a key on a narrow page."""
     return re.split(r"(?<=[._])(?=\w)", key)
 
 

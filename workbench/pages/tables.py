@@ -1,4 +1,4 @@
-"""Sections of tables, texts and pictures, and how their values are shown."""
+"""Sections of tables, texts and pictures, and the formatting of their values."""
 
 import math
 import re
@@ -9,17 +9,17 @@ from typing import Any
 # "text", or "pictures": each {"jpeg": bytes or None, "title": ..., "lines": [...], "details": [...]}.
 Sections = Mapping[str, Mapping[str, Any]]
 
-# Of a run's data, what says nothing that somebody has to mend.
+# Sections on a run's data that need no action.
 PLAIN = ("In short", "Buckets", "Tokens of captions", "Held out", "Notes", "Left out")
 
 
 def place(title: str) -> str:
-    """A title as the name of a place in the page."""
+    """A title as the id of an element of the page."""
     return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
 def sorted_out(parts: Sections) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(photos, what needs a look, the rest) of the sections about a run's data; what the console said comes last."""
+    """(photos, sections that need a look, the rest) of the sections on a run's data; the console's text comes last."""
     pictured = {title: part for title, part in parts.items() if part.get("pictures")}
     plain = {title: part for title, part in parts.items() if title in PLAIN}
     care = {title: part for title, part in parts.items() if title not in pictured and title not in plain}
@@ -27,13 +27,13 @@ def sorted_out(parts: Sections) -> tuple[dict[str, Any], dict[str, Any], dict[st
 
 
 def number_columns(rows: Sequence[Sequence[Any]]) -> list[int]:
-    """The places of the columns whose cells are all numbers, or missing."""
-    given = [[cell for cell in cells if cell is not None] for cells in zip(*rows, strict=True)]
-    return [place for place, cells in enumerate(given) if cells and all(map(_is_number, cells))]
+    """The indices of the columns whose cells are all numbers, or missing."""
+    columns = [[cell for cell in cells if cell is not None] for cells in zip(*rows, strict=True)]
+    return [index for index, cells in enumerate(columns) if cells and all(map(_is_number, cells))]
 
 
-def shown(value: Any) -> str:
-    """A value in a table, for people."""
+def text(value: Any) -> str:
+    """The text of a table's cell."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Images small enough for a page that holds all of them: encoded once, and remembered."""
+"""Thumbnails, small enough for a page with all of them: encoded once, and cached."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 from trainer.base.digests import Stamp, stamp_of
 from trainer.base.pictures import data_uri, is_sound, reduced, unreadable
 
-EMBED_BYTES = 5 * 2**20  # of all images of a page together, before base64 adds a third
-BYTES_PX = 0.3  # of a JPEG, as photos and drawings have them; noise takes twice as many
+EMBED_BYTES = 5 * 2**20  # all images of a page together, before base64 adds a third
+BYTES_PX = 0.3  # bytes a pixel of a JPEG of photos and drawings; noise takes twice as many
 THREADS = 4
-# The sides in pixels that are tried: of what stands side by side, and of what lies between.
+# Longer sides in pixels, tried in order: of images side by side, and of those on the strip.
 SIDES = ((768, 768), (512, 512), (512, 384), (448, 256), (384, 192), (320, 128), (256, 96), (192, 64), (128, 48))
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image file as it is embedded. side: the longer one that it may have, in pixels; None: the file as it is."""
+    """An image file as embedded. side: limit of its longer side in pixels; None: the file unchanged."""
 
     uri: str
     side: int | None
@@ -28,7 +28,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Description:
-    """What a PNG says of itself: its text entries, and its size in pixels."""
+    """The text entries of a PNG, and its size in pixels."""
 
     prompt: str | None
     request: str | None
@@ -36,14 +36,14 @@ class Description:
 
 
 class Thumbnails:
-    """Thumbnails of files that may change: one is read again when its size, inode, or a time (mtime, ctime) is another."""
+    """Thumbnails of files that may change: a file is read again when its size, inode, mtime or ctime changed."""
 
     def __init__(self) -> None:
-        self._made: dict[Path, tuple[Stamp, Picture | None]] = {}
+        self._pictures: dict[Path, tuple[Stamp, Picture | None]] = {}
         self._described: dict[Path, tuple[Stamp, Description | None]] = {}
 
     def describe(self, file: Path) -> Description | None:
-        """The size and the words of a picture's file; None where it cannot be opened."""
+        """The description of a PNG; None if it cannot be opened."""
         from PIL import Image
 
         about = None
@@ -53,7 +53,7 @@ class Thumbnails:
                 return self._described[file][1]
             with Image.open(file, formats=("PNG",)) as image:
                 about = Description(image.info.get("prompt"), image.info.get("request"), image.size)
-        except FileNotFoundError:  # others have taken it away since
+        except FileNotFoundError:  # another process removed it since
             return None
         except unreadable():
             pass
@@ -61,41 +61,40 @@ class Thumbnails:
         return about
 
     def of(self, large: Sequence[Path], small: Sequence[Path], check: Callable[[], None]) -> dict[Path, Picture]:
-        """The picture of each file that can be decoded. large: those that are looked at first. check: may raise, now and
-        then."""
+        """The picture of each file that can be decoded. large: those side by side. check: called now and then; may raise."""
         sizes = {file: file.stat().st_size for file in (*large, *small)}
         if sum(sizes.values()) <= EMBED_BYTES:
             return self._all(dict.fromkeys(sizes), check)
         for sides in SIDES:
-            each = {file: side for files, side in zip((large, small), sides, strict=True) for file in files}
-            if sum(min(sizes[file], side * side * BYTES_PX) for file, side in each.items()) > EMBED_BYTES:
+            side_of = {file: side for files, side in zip((large, small), sides, strict=True) for file in files}
+            if sum(min(sizes[file], side * side * BYTES_PX) for file, side in side_of.items()) > EMBED_BYTES:
                 continue
-            images = self._all(each, check)
+            images = self._all(side_of, check)
             if sum(len(picture.uri) * 3 // 4 for picture in images.values()) <= EMBED_BYTES:
                 return images
-        return self._all(each, check)
+        return self._all(side_of, check)
 
-    def _all(self, wanted: Mapping[Path, int | None], check: Callable[[], None]) -> dict[Path, Picture]:
-        self._made = {file: made for file, made in self._made.items() if file in wanted}
-        lacking = {file: side for file, side in wanted.items() if not self._is_made(file, side)}
+    def _all(self, side_of: Mapping[Path, int | None], check: Callable[[], None]) -> dict[Path, Picture]:
+        self._pictures = {file: entry for file, entry in self._pictures.items() if file in side_of}
+        missing = {file: side for file, side in side_of.items() if not self._is_cached(file, side)}
         # Pillow computes without Python's lock.
         with ThreadPoolExecutor(THREADS) as pool:
-            for file, made in zip(lacking, pool.map(self._make, lacking, lacking.values()), strict=True):
-                self._made[file] = made
+            for file, entry in zip(missing, pool.map(self._make, missing, missing.values()), strict=True):
+                self._pictures[file] = entry
                 check()
-        return {file: picture for file in wanted if (picture := self._made[file][1]) is not None}
+        return {file: picture for file in side_of if (picture := self._pictures[file][1]) is not None}
 
-    def _is_made(self, file: Path, side: int | None) -> bool:
-        stamp, picture = self._made.get(file, (None, None))
+    def _is_cached(self, file: Path, side: int | None) -> bool:
+        stamp, picture = self._pictures.get(file, (None, None))
         return stamp == stamp_of(file.stat()) and (picture is None or picture.side == side)
 
     def _make(self, file: Path, side: int | None) -> tuple[Stamp, Picture | None]:
         stamp = stamp_of(file.stat())
         if side is None:
             return stamp, Picture(data_uri(file.read_bytes(), "png"), None) if is_sound(file) else None
-        known, picture = self._made.get(file, (None, None))
-        if known == stamp and picture is not None and (picture.side or 0) > side:
-            # A file of full size takes ten times as long.
+        last, picture = self._pictures.get(file, (None, None))
+        if last == stamp and picture is not None and (picture.side or 0) > side:
+            # Reducing the file of full size takes ten times as long.
             data = base64.b64decode(picture.uri.partition(",")[2])
         else:
             data = file.read_bytes()

@@ -1,8 +1,8 @@
-"""The model and its adapter in fp64, written from the formulas, without a kernel or a hand-written backward pass of a run:
+"""The model and its adapter in fp64, from the formulas, without kernels and hand-written backward passes of a run:
 
     y = g * (x W^T + s (x A^T) B^T) + b,   g = m / ||W + s B A||_row with the norm held constant; 1 for a LoRA
 
-The decoded weight is made again in the backward pass, so that no more than one is in memory.
+The decoded weight is recomputed in the backward pass, so that only one is in memory.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from trainer.kernels.dora_torch import TINY
 from trainer.quantization import FrozenLinear
 from trainer.quantization.layers import FrozenLayer
 from trainer.runtime import precision
-from workbench.replay.rounding import SUM_ROUNDOFF, by_row, erring, quietly
+from workbench.replay.rounding import SUM_ROUNDOFF, no_errors, with_error, with_row_errors
 
 
 @contextmanager
 def computing_exactly(components: Components) -> Iterator[None]:
-    """A context in which the loaded model and the adapter in it compute in fp64, with payloads and parameters as they are;
-    then they are as before, bit by bit. A parameter that is changed within it, or given a gradient, has its own again."""
+    """A context in which the loaded model and its adapter compute in fp64, with unchanged payloads and parameters. At its end
+    everything is restored bit by bit, also parameters and gradients that changed within."""
     from trainer.adapters.layers import AdaptedLayer  # it loads PEFT, which takes a second: not to read a config
 
-    with ExitStack() as back:
+    with ExitStack() as restore:
         if components.attention.kinds:  # kernels of 16 bits
             values = components.model.modules[components.family.denoiser].__dict__
-            back.callback(values.__setitem__, "forward", values.pop("forward"))
+            restore.callback(values.__setitem__, "forward", values.pop("forward"))
         for module in components.model.modules.values():
             for layer in [*module.modules()]:
-                back.enter_context(precision.handing_on_fp64(layer))
+                restore.enter_context(precision.handing_on_fp64(layer))
                 if isinstance(layer, (FrozenLayer, AdaptedLayer)):
-                    back.callback(setattr, layer, "__class__", type(layer))
+                    restore.callback(setattr, layer, "__class__", type(layer))
                     layer.__class__ = _frozen(type(layer)) if isinstance(layer, FrozenLayer) else _adapted(type(layer))
                 else:
-                    back.enter_context(precision.widened(layer))
+                    restore.enter_context(precision.widened(layer))
         compute = components.model.compute
-        back.callback(compute.update, dict(compute))
+        restore.callback(compute.update, dict(compute))
         compute.update(dict.fromkeys(compute, torch.float64))
         yield
 
@@ -62,25 +62,25 @@ def _frozen(kind: type) -> type:
 
 @cache
 def _adapted(kind: type) -> type:
-    """A subclass of an adapted layer that computes exactly. It is never stale: it keeps nothing between two forwards."""
+    """A subclass of an adapted layer that computes exactly. It is never stale: it caches nothing between two forwards."""
 
     def forward(self, x: Tensor) -> Tensor:
         name, *_, dropout = self.active()
         base, (a, b, m) = self.get_base_layer(), self.effective(name)
         mask = None
         if self.training and dropout is not None:
-            mask = dropout(torch.ones_like(x, dtype=base.compute_dtype)).double()  # the very mask of the run
+            mask = dropout(torch.ones_like(x, dtype=base.compute_dtype)).double()  # the mask of the run
         rank, alpha = self.r[name], self.lora_alpha[name]
         unscaled = self.kinds[name].unscaled(self.trained(name))
         scaling = 1.0 if unscaled else alpha / (rank**0.5 if self.use_rslora[name] else rank)
-        given = base, scaling, self.current.rows, x.to(torch.float64), mask, a, b, m
-        return checkpoint(_with_adapter, *given, use_reentrant=False)
+        arguments = base, scaling, self.current.rows, x.to(torch.float64), mask, a, b, m
+        return checkpoint(_with_adapter, *arguments, use_reentrant=False)
 
     return type(f"Exact{kind.__name__}", (kind,), {"forward": forward, "stale": False})
 
 
-def exactly(weight: StoredWeight) -> Tensor:
-    """The weight in fp64, [N, K], from the definition of StoredWeight: nothing is shared with the kernels."""
+def decoded(weight: StoredWeight) -> Tensor:
+    """The weight in fp64, [N, K], by the definition of StoredWeight: no code is shared with the kernels."""
     rows, columns = weight.shape
     if weight.bits is None:
         number = weight.codes.double().flatten()
@@ -89,36 +89,36 @@ def exactly(weight: StoredWeight) -> Tensor:
         parts = [(weight.codes.int() >> shift) & mask for shift in range(0, 8, weight.bits)]
         codes = torch.stack(parts, dim=1).flatten()[: rows * columns].long()
         number = codes.double() if weight.levels is None else weight.levels.double()[codes]
-    for given, combine in ((weight.scale, torch.Tensor.mul_), (weight.offset, torch.Tensor.add_)):
-        if given is not None:
-            combine(number, given.double().repeat_interleave(weight.block or columns)[: rows * columns])
+    for factor, combine in ((weight.scale, torch.Tensor.mul_), (weight.offset, torch.Tensor.add_)):
+        if factor is not None:
+            combine(number, factor.double().repeat_interleave(weight.block or columns)[: rows * columns])
     return number.view(rows, columns)
 
 
 def _weight(layer: FrozenLayer) -> Tensor:
-    """W, in its own shape; with the rounding of its conversion where the run converts it."""
+    """W in its own shape; with the rounding error of its conversion if the run converts it."""
     stored = layer.in_use()
-    with quietly():
-        weight = exactly(stored).view(layer.weight_shape)
-    return weight if stored.is_dense(layer.compute_dtype) else erring(weight)
+    with no_errors():
+        weight = decoded(stored).view(layer.weight_shape)
+    return weight if stored.is_dense(layer.compute_dtype) else with_error(weight)
 
 
 def _with_bias(layer: FrozenLayer, y: Tensor) -> Tensor:
     if layer.bias is None:
         return y
-    with quietly():
+    with no_errors():
         bias = layer.broadcast(layer.bias.double())
-    return y + erring(bias)
+    return y + with_error(bias)
 
 
 def _product(layer: FrozenLayer, x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T; where the run multiplies in float8, with the errors of that."""
+    """x W^T; with the errors of float8 if the run multiplies in it."""
     codes = None
     if isinstance(layer, FrozenLinear) and (scaled := layer.scaled_weight(x[..., 0].numel())) is not None:
         codes = scaled.codes.dtype
-        x = by_row(x, codes, backward=False)
+        x = with_row_errors(x, codes, backward=False)
     z = layer.product(x, weight)
-    return z if codes is None else by_row(z, codes, backward=True)
+    return z if codes is None else with_row_errors(z, codes, backward=True)
 
 
 def _plain(layer: FrozenLayer, x: Tensor) -> Tensor:
@@ -128,25 +128,25 @@ def _plain(layer: FrozenLayer, x: Tensor) -> Tensor:
 def _with_adapter(
     base: Any, scaling: float, rows: Tensor | None, x: Tensor, mask: Tensor | None, *trained: Tensor | None
 ) -> Tensor:
-    """The adapted layer's output. trained: A, B and m, which is None of a LoRA. rows: what multiplies those of A."""
+    """The adapted layer's output. trained: A, B and m; m is None for a LoRA. rows: factors of A's rows."""
     a, b, m = trained
     assert a is not None and b is not None
     weight = _weight(base)
     g = None if m is None else _gain(base, weight, scaling, a, b, m)
-    a = erring(a if rows is None else a * rows.view(-1, *[1] * (a.dim() - 1)))
+    a = with_error(a if rows is None else a * rows.view(-1, *[1] * (a.dim() - 1)))
     t = base.product(x if mask is None else x * mask, a)
-    z, sb = _product(base, x, weight), erring(scaling * b)
-    with quietly():
+    z, sb = _product(base, x, weight), with_error(scaling * b)
+    with no_errors():
         y = z + (F.conv2d(t, sb) if t.dim() == 4 and b.dim() == 4 else t @ sb.flatten(1).t())
         if g is not None:
             y = base.broadcast(g) * y
         y = _with_bias(base, y)
-    return erring(y)
+    return with_error(y)
 
 
 def _gain(base: Any, weight: Tensor, scaling: float, a: Tensor, b: Tensor, m: Tensor) -> Tensor:
-    """g = m / c, [N], which the run makes in fp32."""
-    with quietly():
+    """g = m / c, [N], which the run computes in fp32."""
+    with no_errors():
         v_NK = weight.detach().flatten(1) + scaling * (b.flatten(1) @ a.flatten(1)).detach()
         g = m / v_NK.norm(dim=1).clamp_min(TINY)
-    return erring(g, SUM_ROUNDOFF * v_NK.shape[1] ** 0.5)
+    return with_error(g, SUM_ROUNDOFF * v_NK.shape[1] ** 0.5)

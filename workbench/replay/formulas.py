@@ -1,5 +1,5 @@
-"""What a step does beside the model, written again from the papers, without a run's own code: noising, target and loss;
-clipping, AdamW, the average.
+"""A step without its model, implemented from the papers, without a run's own code: noising, target and loss; clipping,
+AdamW, the average.
 
 Sources: DDPM (arXiv 2006.11239), v (2202.00512), rectified flow (2209.03003), pseudo-Huber loss (2403.16728), weights by SNR
 (2303.09556, 2401.11605, 2310.08442, 2204.00227), AdamW with its decay times the rate (1711.05101).
@@ -18,24 +18,24 @@ from torch import Tensor
 from trainer.engine.assembly import TrainState
 from trainer.engine.step import Inputs, Losses, StepResult
 from trainer.objectives import Diffusion, Objective
-from workbench.replay.rounding import quietly
+from workbench.replay.rounding import no_errors
 
-UNIT = 2.0**-24  # of fp32, in which a run updates
-LEAST = 2.0**-126  # below it fp32 has fewer digits
+UNIT = 2.0**-24  # unit roundoff of fp32, the dtype of updates
+LEAST = 2.0**-126  # smallest normal number of fp32
 
 
-def sample_losses(losses: Losses, given: Inputs) -> Tensor:
-    """[B], in the latents' dtype: the model's prediction at the noised latents, and its loss."""
-    objective, batch, photo = losses.objective, given.batch, given.batch.latents
-    with quietly():  # a run has them in fp32, however coarsely it computes
-        at = {name: each.to(photo.dtype).view(-1, 1, 1, 1) for name, each in _at_time(objective, given.time).items()}
+def sample_losses(losses: Losses, inputs: Inputs) -> Tensor:
+    """The loss of each sample, [B] in the latents' dtype: of the model's prediction at the noised latents."""
+    objective, batch, photo, noise = losses.objective, inputs.batch, inputs.batch.latents, inputs.noise
+    with no_errors():  # in a run they are fp32 at every compute dtype
+        at = {name: value.to(photo.dtype).view(-1, 1, 1, 1) for name, value in _at_time(objective, inputs.time).items()}
     signal, sigma, c = at["signal"], at["sigma"], at["threshold"]
-    seen = given.noise if given.perturbation is None else given.noise + given.perturbation
-    conditioning = losses.encode(given.tokens) if batch.conditioning is None else batch.conditioning
-    prediction = losses.predict(signal * photo + sigma * seen, given.time, conditioning, batch)
-    target = given.noise - photo
+    perturbed = noise if inputs.perturbation is None else noise + inputs.perturbation
+    conditioning = losses.encode(inputs.tokens) if batch.conditioning is None else batch.conditioning
+    prediction = losses.predict(signal * photo + sigma * perturbed, inputs.time, conditioning, batch)
+    target = noise - photo
     if isinstance(objective, Diffusion):
-        target = given.noise if objective.prediction == "epsilon" else signal * given.noise - sigma * photo
+        target = noise if objective.prediction == "epsilon" else signal * noise - sigma * photo
     error = (prediction.to(photo.dtype) - target) ** 2
     if objective.loss.loss != "mse":
         error = 2 * error / (1 + (1 + error / c**2) ** 0.5)
@@ -46,7 +46,7 @@ def sample_losses(losses: Losses, given: Inputs) -> Tensor:
 
 
 def _at_time(objective: Objective, time: Tensor) -> dict[str, Tensor]:
-    """fp64 [B] each: signal and sigma, the weight of the loss, and its threshold."""
+    """Signal, sigma, the weight of the loss, and its threshold: fp64 [B] each."""
     t, loss = time.double(), objective.loss
     weight = torch.ones_like(t)
     if isinstance(objective, Diffusion):
@@ -71,9 +71,8 @@ def _at_time(objective: Objective, time: Tensor) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What an update changes, copied. average: empty: none. state: the optimizer's piece. averaged: updates in the
-    average."""
+class Snapshot:
+    """A copy of everything that an update changes. state: the optimizer's. average: may be empty. averaged: its updates."""
 
     parameters: Mapping[str, Tensor]
     state: Mapping[str, Any]
@@ -81,32 +80,32 @@ class Kept:
     averaged: int
 
     @classmethod
-    def of(cls, state: TrainState) -> Kept:
-        """A copy of it as it is now."""
+    def of(cls, state: TrainState) -> Snapshot:
+        """The snapshot of the present state."""
         average = state.average
-        owned = (state.adapter.state_dict(), state.optimizer.state_dict(), average.weights if average else {})
-        copies = ({name: each.clone() if isinstance(each, Tensor) else each for name, each in one.items()} for one in owned)
+        parts = (state.adapter.state_dict(), state.optimizer.state_dict(), average.weights if average else {})
+        copies = ({name: v.clone() if isinstance(v, Tensor) else v for name, v in part.items()} for part in parts)
         return cls(*copies, averaged=average.updates if average else 0)
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update of a run, judged. worst: the largest error as a share of the bound, and its parameter, by kind of number.
-    unjudged: why the optimizer's part was not judged; "" where it was."""
+    """The judgement of an update. worst: (largest error as a share of the bound, its parameter), by kind of number. unjudged:
+    why the optimizer's part was not judged, or ""."""
 
     worst: Mapping[str, tuple[float, str]]
     unjudged: str = ""
 
     @property
     def share(self) -> float:
-        """The largest of all."""
+        """The largest share of all."""
         return max((share for share, _ in self.worst.values()), default=0.0)
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of a run, to be judged. adamw: whether they are AdamW's, without options and limits of norms; of others the
-    average alone is judged. average: its decay. The other fields are the config's."""
+    """Judges the updates of a run. adamw: whether they are AdamW's, without options and limits of norms; else the average
+    alone is judged. average: its decay. The other fields are the config's."""
 
     state: TrainState
     adamw: bool
@@ -116,37 +115,40 @@ class Updates:
     max_grad_norm: float
     average: float
 
-    def judge(self, before: Kept, after: Kept, gradients: Mapping[str, Tensor], step: int, result: StepResult) -> Update:
-        """An update held against the formulas in fp64. gradients: before clipping. The bound of a number is UNIT times the
-        terms of its sum, each as often as fp32 may round it on its way."""
+    def judge(
+        self, before: Snapshot, after: Snapshot, gradients: Mapping[str, Tensor], step: int, result: StepResult
+    ) -> Update:
+        """Compare an update with the formulas in fp64. gradients: before clipping. The bound of a number is UNIT times the
+        terms of its sum, each as often as fp32 may round it."""
         worst: dict[str, tuple[float, str]] = {}
 
-        def hold(what: str, name: str, here: Tensor, exact: Tensor, terms: Tensor) -> None:
-            share = float(((here.double() - exact).abs() / (UNIT * terms + LEAST)).nan_to_num(math.inf).max())
-            worst[what] = max(worst.get(what, (-1.0, "")), (share, name))
+        def compare(kind: str, name: str, value: Tensor, exact: Tensor, terms: Tensor) -> None:
+            share = float(((value.double() - exact).abs() / (UNIT * terms + LEAST)).nan_to_num(math.inf).max())
+            worst[kind] = max(worst.get(kind, (-1.0, "")), (share, name))
 
         param_groups = self.state.optimizer.optimizer.param_groups
         groups = {_memory(group["params"][0]): index for index, group in enumerate(param_groups)}
         for name, parameter in self.state.adapter.named_parameters().items() if self.adamw else ():
             group, start = groups[_memory(parameter)], parameter.storage_offset()
-            then, now = (_flat(kept, name, group, slice(start, start + parameter.numel())) for kept in (before, after))
-            for what, (exact, terms) in self._adamw(then, gradients[name].flatten(), name, step, result, group).items():
-                hold(what, name, now[what], exact, terms)
+            piece = slice(start, start + parameter.numel())
+            old, new = (_flat(snapshot, name, group, piece) for snapshot in (before, after))
+            for kind, (exact, terms) in self._adamw(old, gradients[name].flatten(), name, step, result, group).items():
+                compare(kind, name, new[kind], exact, terms)
         n = after.averaged
         share = 1 - min(self.average, (1 + n) / (10 + n)) if n > before.averaged else 0.0
-        for name, old in before.average.items():
-            a, p = old.double(), after.parameters[name].double()
-            hold("average", name, after.average[name], a + share * (p - a), 4 * (a.abs() + p.abs()))
+        for name, average in before.average.items():
+            a, p = average.double(), after.parameters[name].double()
+            compare("average", name, after.average[name], a + share * (p - a), 4 * (a.abs() + p.abs()))
         if before.average:
-            counts = [torch.tensor(float(each)) for each in (n, before.averaged + result.updated)]
-            hold("average's count", "the average", *counts, torch.zeros(()))
+            counts = [torch.tensor(float(count)) for count in (n, before.averaged + result.updated)]
+            compare("average's count", "the average", *counts, torch.zeros(()))
         return Update(worst, "" if self.adamw else "only AdamW is, without optimizer.options and without adapter.max_norm")
 
     def _adamw(
-        self, then: Mapping[str, Tensor], gradient: Tensor, name: str, step: int, result: StepResult, group: int
+        self, old: Mapping[str, Tensor], gradient: Tensor, name: str, step: int, result: StepResult, group: int
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each kind of number (what it is after the update, the terms of its sum with their roundings), in fp64."""
-        p, m, v, n = (each.double() for each in then.values())
+        """(value after the update, terms of its sum times their roundings) in fp64, by kind of number."""
+        p, m, v, n = (value.double() for value in old.values())
         layer = name.removesuffix(".weight").rpartition(".")[0]
         terms, target = [torch.zeros_like(p)] * 3, self.state.adapter.targets[layer]
         if result.updated and step <= (target.stop_step or step):
@@ -159,15 +161,15 @@ class Updates:
             moved = rate / (1 - b1**n) / ((v / (1 - b2**n)).sqrt() + self.eps)
             p = (1 - rate * decay) * p - moved * m
             terms = [3 * p.abs() + 32 * moved * size, 32 * size, 32 * v]
-        return dict(zip(then, zip((p, m, v, n), (*terms, torch.zeros_like(n)), strict=True), strict=True))
+        return dict(zip(old, zip((p, m, v, n), (*terms, torch.zeros_like(n)), strict=True), strict=True))
 
 
-def _flat(held: Kept, name: str, group: int, piece: slice) -> dict[str, Tensor]:
-    """What AdamW has of a parameter, [N] each; zeros before its first update."""
-    p = held.parameters[name].flatten()
-    moments = [held.state.get(f"group.{group}|{key}") for key in ("exp_avg", "exp_avg_sq")]
-    m, v = (torch.zeros_like(p) if each is None else each[piece] for each in moments)
-    step = held.state.get(f"group.{group}|step", torch.zeros_like(p[0]))
+def _flat(snapshot: Snapshot, name: str, group: int, piece: slice) -> dict[str, Tensor]:
+    """A parameter and AdamW's state of it, [N] each; zeros before its first update."""
+    p = snapshot.parameters[name].flatten()
+    moments = [snapshot.state.get(f"group.{group}|{key}") for key in ("exp_avg", "exp_avg_sq")]
+    m, v = (torch.zeros_like(p) if moment is None else moment[piece] for moment in moments)
+    step = snapshot.state.get(f"group.{group}|step", torch.zeros_like(p[0]))
     return {"weight": p, "first moment": m, "second moment": v, "step": step}
 
 

@@ -1,1 +1,1 @@
-"""What a run will do, in lines for people: its model, adapter, data and length, and what of them looks unintended."""
+"""The summary of a run in text: its model, adapter, data and length, with warnings about likely mistakes."""

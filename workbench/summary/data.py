@@ -1,4 +1,4 @@
-"""The data of a run in lines for people: photos, buckets, batches, captions, and what of them looks unintended."""
+"""The text on a run's data: photos, buckets, batches and captions, with warnings about likely mistakes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ from trainer.plan.data_sources import sources_of
 from trainer.plan.run_plan import DataPlan, Length
 from workbench.summary import prompts
 
-SHOWN = 20  # names in one line
+NAMES = 20  # in one line
 TEXTS = {"prompt", "prompts", "negative", "trigger", "prefix", "suffix"}  # keys, or parts of them
 
 
 def data_account(data: DataPlan) -> Account:
-    """What became of all files, of which photos the crop cuts most away, and how far the others are stretched."""
+    """The account of all files, of the photos that lose most by cropping, and of the others' stretching."""
     least, beyond, stretch = dict[str, float](), dict[str, None](), 0.0
     for example in (*data.examples, *data.held_out):
         photo, (width, height), (across, down) = example.photo, example.bucket, example.photo.size
@@ -36,24 +36,27 @@ def data_account(data: DataPlan) -> Account:
         change = across * height / (down * width)
         stretch = max(stretch, change - 1, 1 / change - 1)
     names = [f"{name}: {share:.0%}" for name, share in sorted(least.items(), key=lambda item: item[1])]
-    why, remedy = "the crop keeps less than half of it", "cut it into several photos, or raise data.max_aspect"
-    account = data.scanned.account + Account([Entry(Heading.WARNING, why, names, len(names), remedy, "photo")] * bool(names))
+    reason, remedy = "the crop keeps less than half of it", "cut it into several photos, or raise data.max_aspect"
+    entry = Entry(Heading.WARNING, reason, names, len(names), remedy, "photo")
+    account = data.scanned.account + Account([entry] * bool(names))
     if beyond:
-        why = f"its shape is beyond data.max_aspect = {data.table.max_aspect:g}, to which it is cropped"
-        account.add(Heading.NOTE, why, list(beyond), noun="photo")
+        reason = f"its shape is beyond data.max_aspect = {data.table.max_aspect:g}, to which it is cropped"
+        account.add(Heading.NOTE, reason, list(beyond), noun="photo")
     if data.table.crop == "none":
-        why = f"nothing is cut (data.crop = 'none'); aspect ratios change by up to {stretch:.1%}"
-        account.add(Heading.NOTE, f"{why}, and by less with a smaller data.bucket_step")
+        reason = f"nothing is cut (data.crop = 'none'); aspect ratios change by up to {stretch:.1%}"
+        account.add(Heading.NOTE, f"{reason}, and by less with a smaller data.bucket_step")
     return account
 
 
 def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = "", reported: bool = False) -> list[str]:
-    """The lines about the data. text: how captions are encoded. reported: a report follows, which counts blank captions."""
+    """The lines on the data. text: how captions are encoded. reported: a report that counts blank captions follows."""
     batch_size, accumulation = data.table.batch_size, config.step.accumulation
     per_step = f"up to {batch_size} images of one shape" if batch_size > 1 else "1 image"
     per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
     per_step += f", in each of {length.processes} processes" if length.processes > 1 else ""
-    counts = ", ".join(f"{buckets.named(each)}: {n}" for each, n in sorted(short_batches.appearances(data.examples).items()))
+    counts = ", ".join(
+        f"{buckets.named(layout)}: {n}" for layout, n in sorted(short_batches.appearances(data.examples).items())
+    )
     subject = [photo for photo in data.photos if not photo.source.regularisation]
     prior = [photo for photo in data.photos if photo.source.regularisation]
     more = f" + {counted(len(prior), 'regularisation image')}{_times(prior)}" if prior else ""
@@ -87,20 +90,20 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
 
 
 def _doubts(config: Config, data: DataPlan, subject: Sequence[Photo]) -> Iterator[str]:
-    """What looks unintended of the photos of the subject, and of the texts that the config gives."""
+    """Warnings about likely mistakes in the photos of the subject, and in the texts of the config."""
     if len(subject) == 1:
         yield "this is one photo alone, and the adapter learns to draw just that picture; 10 to 30 are usual"
     if (table := config.validation).prompts == "captions" and (table.every_steps or table.every_epochs) and not data.requests:
         yield "no samples are drawn: validation.prompts = 'captions', and no photo has a caption; give a list"
     for key, text in configs.flatten(configs.tree(config)).items():
-        if not TEXTS.isdisjoint(key.split(".")) and (lost := invisible(str(text))):
-            yield f"{key} has invisible characters ({lost}), dropped"
+        if not TEXTS.isdisjoint(key.split(".")) and (characters := invisible(str(text))):
+            yield f"{key} has invisible characters ({characters}), dropped"
     texts = [text for r in data.requests for text in (r.prompt, r.negative)]
     yield from prompts.unread(texts, weighted=config.data.weighted_captions)
-    weighed = [each.sample for each in data.examples if any(map(prompts.WEIGHT.search, each.captions))]
-    if weighed and not config.data.weighted_captions:
+    weighted = [example.sample for example in data.examples if any(map(prompts.WEIGHT.search, example.captions))]
+    if weighted and not config.data.weighted_captions:
         rest = "which are trained as words; data.weighted_captions = true reads them for SDXL"
-        yield f"captions with weights as (word:1.2), {rest}: {shortlist(weighed, SHOWN)}"
+        yield f"captions with weights as (word:1.2), {rest}: {shortlist(weighted, NAMES)}"
     yield from prompts.warnings((r.prompt for r in data.requests), data.examples)
 
 
@@ -108,8 +111,8 @@ def _alike_lines(data: DataPlan) -> list[str]:
     """How many photos are near duplicates, and a warning if one of them is held out and another trained on."""
     held_out = {example.photo.sample for example in data.held_out}
     across = [group for group in data.alike if len({photo.sample in held_out for photo in group}) == 2]
-    pairs = {"near duplicates": data.alike, "warning: near duplicates on both sides of data.held_out": across}
-    return [f"  {what}: {_groups(groups)}" for what, groups in pairs.items() if groups]
+    lines = {"near duplicates": data.alike, "warning: near duplicates on both sides of data.held_out": across}
+    return [f"  {title}: {_groups(groups)}" for title, groups in lines.items() if groups]
 
 
 def _groups(groups: Sequence[Sequence[Photo]]) -> str:
@@ -121,41 +124,40 @@ def _groups(groups: Sequence[Sequence[Photo]]) -> str:
 def _short_batches(data: DataPlan) -> str:
     batch_size, examples = data.table.batch_size, data.examples
     count = sampler.batches_per_epoch(examples, batch_size=batch_size)
-    left = short_batches.short(examples, batch_size=batch_size)
-    again = sum(batch_size - size for size in left.values())
+    short = short_batches.short(examples, batch_size=batch_size)
     if data.table.short_batches == "merge":
-        moved = sum(example.merged for example in examples)
-        return f"none of an epoch's {count} batches; merged: {moved} moved to another bucket, {again} more appearances"
-    if not left:
+        moved, added = sum(example.merged for example in examples), sum(batch_size - size for size in short.values())
+        return f"none of an epoch's {count} batches; merged: {moved} moved to another bucket, {added} more appearances"
+    if not short:
         return f"none of an epoch's {count} batches"
-    which = ", ".join(f"{buckets.named(layout)}: {counted(size, 'photo')}" for layout, size in left.items())
-    below, factor = short_batches.would_fill(examples, batch_size=batch_size)
-    remedy = f"data.batch_size = {below}, {factor} x the repeats, or data.short_batches = 'merge'"
-    return f"{len(left)} of an epoch's {count} batches have fewer than {batch_size} photos ({which}); to fill them: {remedy}"
+    sizes = ", ".join(f"{buckets.named(layout)}: {counted(size, 'photo')}" for layout, size in short.items())
+    smaller, factor = short_batches.would_fill(examples, batch_size=batch_size)
+    remedy = f"data.batch_size = {smaller}, {factor} x the repeats, or data.short_batches = 'merge'"
+    return f"{len(short)} of an epoch's {count} batches have fewer than {batch_size} photos ({sizes}); to fill them: {remedy}"
 
 
 def _held_out(config: Config, data: DataPlan) -> list[str]:
     names, lines = list(dict.fromkeys(example.photo.sample for example in data.held_out)), []
     if names:
         photos = f"{len(names)} of {len(data.scanned.photos)} photos"
-        lines = [f"  held out, never trained on: {photos}: {shortlist(names, SHOWN)}"]
+        lines = [f"  held out, never trained on: {photos}: {shortlist(names, NAMES)}"]
     if data.measured:
         counts = " and ".join(f"{len(examples)} {kind.replace('_', '-')}" for kind, examples in data.measured.items())
-        when = f"before the first step, every {config.validation.loss_every_steps} steps and at the end"
-        passing = f"{fixed_draws.forwards(data)} images pass the denoiser"
-        lines.append(f"  loss at fixed draws of {counts} photos: {passing} {when}")
-        none = "warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
-        apart = len(data.measured.get("held_out", ()))
-        warning = too_few(apart) if apart else none
-        if warning:
+        times = f"before the first step, every {config.validation.loss_every_steps} steps and at the end"
+        lines.append(
+            f"  loss at fixed draws of {counts} photos: {fixed_draws.forwards(data)} images pass the denoiser {times}"
+        )
+        missing = "warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
+        count = len(data.measured.get("held_out", ()))
+        if warning := too_few(count) if count else missing:
             lines.append(f"  {warning}")
     return lines
 
 
-def too_few(apart: int) -> str:
-    """The warning for a held-out loss of so few photos; "" where they are enough."""
-    why = "the held-out loss of one photo decides nothing, and that of two or three little; hold out 4 or more"
-    return f"warning: {why}" if apart < fixed_draws.ENOUGH else ""
+def too_few(count: int) -> str:
+    """The warning for a held-out loss of `count` photos; "" if they are enough."""
+    fault = "the held-out loss of one photo decides nothing, and that of two or three little; hold out 4 or more"
+    return f"warning: {fault}" if count < fixed_draws.ENOUGH else ""
 
 
 def _times(photos: Sequence[Photo]) -> str:
@@ -171,8 +173,8 @@ def _weight_lines(data: DataPlan) -> list[str]:
         if source.regularisation or source.loss_weight != 1:
             rows.append(f"loss weight {source.loss_weight:g}" + (", regularisation images" if source.regularisation else ""))
         if weights := Counter(photo.extras.loss_weight for photo in mine if photo.extras.loss_weight != 1):
-            each = ", ".join(f"{weight:g} of {count}" for weight, count in sorted(weights.items()))
-            rows.append(f"loss weights of single photos: {each}")
+            counts = ", ".join(f"{weight:g} of {count}" for weight, count in sorted(weights.items()))
+            rows.append(f"loss weights of single photos: {counts}")
         if source.masks != "none":
             masked = sum(photo.mask is not None for photo in mine)
             rows.append(f"{masked} of {len(mine)} photos with a mask, unmasked parts weigh {source.unmasked_weight:g}")
@@ -184,20 +186,20 @@ def _weight_lines(data: DataPlan) -> list[str]:
 
 
 def _references(examples: Sequence[Example]) -> str:
-    """How many images the model is shown beside each photo, and of which photos they are shrunk or cut for it."""
-    how = next((each.showing for each in examples[0].references), "cut")
-    area, done, bucket = buckets.REFERENCE_AREA, "their edges cut", buckets.reference_bucket
-    if how == "framed":
-        area, done, bucket = buckets.WHOLE_AREA, "framed by their edges, mirrored,", buckets.framed_bucket
-    changes = {
-        f"shrunk to the area of {isqrt(area)} x {isqrt(area)}": lambda each: prod(each.photo.size) > area,
-        f"{done} to sides that the model takes": lambda each: bucket(*each.photo.size, step=1) != each.bucket,
-    }
+    """How many references the model is shown with each photo, and which of them are shrunk or cut for it."""
     text = f"{counted(len(examples[0].references), 'reference')} beside each photo"
-    if how == "stretched":
-        sizes = Counter(each.bucket for example in examples for each in example.references)
+    showing = next((reference.showing for reference in examples[0].references), "cut")
+    if showing == "stretched":
+        sizes = Counter(reference.bucket for example in examples for reference in example.references)
         return text + ", resized to " + ", ".join(f"{w}x{h}: {count}" for (w, h), count in sorted(sizes.items()))
-    for what, is_changed in changes.items():
+    area, action, bucket = buckets.REFERENCE_AREA, "their edges cut", buckets.reference_bucket
+    if showing == "framed":
+        area, action, bucket = buckets.WHOLE_AREA, "framed by their edges, mirrored,", buckets.framed_bucket
+    changes = {
+        f"shrunk to the area of {isqrt(area)} x {isqrt(area)}": lambda one: prod(one.photo.size) > area,
+        f"{action} to sides that the model takes": lambda one: bucket(*one.photo.size, step=1) != one.bucket,
+    }
+    for change, is_changed in changes.items():
         if names := list(dict.fromkeys(e.photo.sample for e in examples if any(map(is_changed, e.references)))):
-            text += f", {what} at {counted(len(names), 'photo')} ({shortlist(names, SHOWN)})"
+            text += f", {change} at {counted(len(names), 'photo')} ({shortlist(names, NAMES)})"
     return text

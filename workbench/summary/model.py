@@ -1,4 +1,4 @@
-"""The account of the model: what is assumed of it, where its parts were found, and which of their files are read."""
+"""The account of the model: assumptions about it, where its parts were found, and which of their files are read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from trainer.models.loading import ModelSource
 
 
 def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
-    """The account of a model that was opened. options: of the config keys that the family reads, by their last names."""
+    """The account of an open model. options: values of the config keys that the family reads, by their last names."""
     account, variant = Account(), source.variant
     if variant.name is not None:
         follows = f": {decides}" if (decides := source.family.variants.effect(variant.name, options)) else ""
@@ -33,14 +33,14 @@ def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
 
 
 def _add_named(account: Account, source: ModelSource, options: Mapping[str, Any]) -> None:
-    """What the name alone says of the model. What is predicted, and what is shown, may be told by a key or a file, too."""
+    """Warn if the model's name contradicts how it is trained, unless a key or a file confirms the kind in its name."""
     family, name = source.family.name, source.place.names[0]
     is_known = source.markers.v_prediction or source.scheduler.get("prediction_type") == "v_prediction"
     is_known = is_known or options.get("prediction", "auto") != "auto"
     is_known = is_known or source.family.variants.editing == source.variant.name
-    for kind, *of_key in kinds.named_kinds(family, name):
-        trained, remedy = of_key or (kinds.TRAINED[family], "train the model that it was made of")
-        if not (of_key and is_known):
+    for kind, *key in kinds.named_kinds(family, name):
+        trained, remedy = key or (kinds.TRAINED[family], "train the model that it was made of")
+        if not (key and is_known):
             reason = f"its name says {kind} ({name}), and it is trained as {trained}"
             account.add(Heading.WARNING, reason, remedy=f"if the name is right, {remedy}")
 
@@ -53,9 +53,9 @@ def _add_parts(account: Account, source: ModelSource) -> None:
             usual = source.family.variants.editing_pipeline
         if usual is not None and pipeline not in ("", usual):
             account.add(Heading.NOTE, f"its pipeline calls itself {pipeline}, and is trained as {usual}")
-    if found := [f"{name}: {place}" for name, place in source.found.items()]:
+    if parts := [f"{name}: {place}" for name, place in source.found.items()]:
         remedy = "model.components.NAME.path gives another"
-        account.add(Heading.NOTE, "found beside the model", found, noun="part", remedy=remedy)
+        account.add(Heading.NOTE, "found beside the model", parts, noun="part", remedy=remedy)
     places = {"scheduler": source.beside("scheduler/scheduler_config.json")}
     places |= {name: source.tokenizer_folder(name) for name in source.family.files.tokenizers}
     places |= {component.name: source.config_file(component.name) for component in source.family.components}

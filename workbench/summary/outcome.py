@@ -1,4 +1,4 @@
-"""What a whole run changed, in tables for people: whether it took, and what differs besides the weights."""
+"""The outcome of a whole run in tables for people: the change of the weights, and other effects."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from trainer import quantization
 from trainer.adapters import export
@@ -26,7 +27,7 @@ from trainer.runtime.precision import COMPUTE_DTYPES
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one start of a run came to. start: what the run began with."""
+    """The outcome of one start of a run. start: the weights that the run began with."""
 
     plan: RunPlan
     components: Components
@@ -35,12 +36,12 @@ class Outcome:
     start: Start
 
     def tables(
-        self, state: TrainState, moved: Mapping[str, BlockChange], written: Mapping[str, Path]
+        self, state: TrainState, moved: Mapping[str, BlockChange], files: Mapping[str, Path]
     ) -> dict[str, dict[str, Any]]:
-        """The sections of a page, by title. moved: the change of each block. written: the adapter files, by format."""
+        """The sections of a page, by title. moved: the change of each block. files: the adapter files, by format."""
         sections: dict[str, dict[str, Any]] = {
             "Did it take?": change_table(moved, drifts=state.adapter.kind.magnitudes),
-            "Effect": {"columns": ["what", "value"], "rows": self.effects(state, written)},
+            "Effect": {"columns": ["what", "value"], "rows": self.effects(state, files)},
         }
         if self.progress.changes:
             changes = [
@@ -56,14 +57,14 @@ class Outcome:
             }
         return sections
 
-    def effects(self, state: TrainState, written: Mapping[str, Path]) -> list[list[Any]]:
-        """What changed besides the weights. written: the adapter files, by format."""
+    def effects(self, state: TrainState, files: Mapping[str, Path]) -> list[list[Any]]:
+        """The rows on samples, files and skipped updates. files: the adapter files, by format."""
         phases, rows = self.context.phases, []
-        for before, after, _ in compared(self.context.layout, self.progress.step):
+        for before, after, _ in sample_triples(self.context.layout, self.progress.step):
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{image_distance(before, after):.3%}"])
         for ending, used in state.weights_for_use().items():
             of_average = ", average" if ending else ""
-            file = written.get(f"diffusers{of_average}")
+            file = files.get(f"diffusers{of_average}")
             if file is None:
                 continue
             with phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
@@ -71,8 +72,8 @@ class Outcome:
                 layers = whole.rounded(dtype := COMPUTE_DTYPES[self.plan.config.export.dtype])
                 if dtype != torch.float32:
                     loss, name = whole.distance(layers)
-                    what = f"export.dtype = {self.plan.config.export.dtype!r} takes of a layer's change{of_average}, at most"
-                    rows.append([what, f"{loss:.3%} ({name})"])
+                    title = f"export.dtype = {self.plan.config.export.dtype!r} takes of a layer's change{of_average}, at most"
+                    rows.append([title, f"{loss:.3%} ({name})"])
                 layers, _ = layers.parted(self.plan.model.family.adapters.peft)
                 live = {name: tensor.make() for name, tensor in export.diffusers_tensors(layers).items()}
                 read = read_back(file, live, phase.advance)
@@ -97,8 +98,8 @@ def change_table(changes: Mapping[str, BlockChange], *, drifts: bool) -> dict[st
 
 
 def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = no_progress) -> str:
-    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference. advance:
-    gets every number of bytes that was read; may raise."""
+    """'equal' if the exported file, read back, holds the live tensors bit for bit; else the first difference. advance:
+    called with the number of bytes just read; may raise."""
     file = TensorFile(path)
     if file.entries.keys() != live.keys():
         return f"keys differ: {sorted(file.entries.keys() ^ live.keys())[0]}"
@@ -108,18 +109,15 @@ def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = n
     return "equal"
 
 
-def compared(layout: Layout, step: int) -> list[tuple[Path, Path, Path | None]]:
-    """(before training, after `step`, the truth where it is known): the files of every sample that was asked for in the same
-    way, with the weights or their average."""
-    first, known = by_request(layout.samples_of(0)), by_request(layout.truths)
-    drawn = [(plain_request(asked), path) for asked, path in by_request(layout.samples_of(step)).items()]
-    return [(first[asked], path, known.get(asked)) for asked, path in drawn if asked in first]
+def sample_triples(layout: Layout, step: int) -> list[tuple[Path, Path, Path | None]]:
+    """(before training, after `step`, the truth if known): the files of each request, with the weights or their average."""
+    first, truths = by_request(layout.samples_of(0)), by_request(layout.truths)
+    after = [(plain_request(request), path) for request, path in by_request(layout.samples_of(step)).items()]
+    return [(first[request], path, truths.get(request)) for request, path in after if request in first]
 
 
 def by_request(folder: Path) -> dict[str, Path]:
-    """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order. Damaged ones are none."""
-    from PIL import Image
-
+    """The sound PNGs of a folder by their request (the PNG's text "request"), in the files' order."""
     files = {}
     for path in filter(is_sound, pngs(folder)):
         with Image.open(path) as image:
@@ -129,8 +127,7 @@ def by_request(folder: Path) -> dict[str, Path]:
 
 
 def image_distance(before: Path, after: Path) -> float:
-    """How far the adapter moved an image: the relative L2 distance of the pixels in [0, 1]."""
-    from PIL import Image
+    """The relative L2 distance of two images' pixels in [0, 1]."""
 
     def pixels(path: Path) -> torch.Tensor:
         image = Image.open(path).convert("RGB")

@@ -1,4 +1,4 @@
-"""Prompts of samples, looked at: those that no caption is like, and those with what other programs read as settings."""
+"""Warnings on the prompts of samples: unlike any caption, or with syntax that other programs read as settings."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ OTHERS = re.compile(
     r"|(?i:\bnegative prompt:|\bsampler:|\bcfg scale:)|\bembedding:\w+"
 )
 WEIGHT = re.compile(r"\([^()]*:[\d.]+\)")
-# Words that do not describe a picture's contents.
+# Words that describe no content of a picture.
 _COMMON = (
     "a an the this that these those of on in at by to for from with without and or but not no as is are was be it its "
     "his her their my your our one two some any very photo photos photograph picture image"
@@ -22,12 +22,12 @@ COMMON = frozenset(_COMMON.split())
 
 
 class _Spaced(dict[int, str]):
-    """By code point, what stands for a character in a text that is split into words."""
+    """A translation table by code point, after which a text splits into words at spaces."""
 
     def __missing__(self, code: int) -> str:
-        each = chr(code)
-        alone = f" {each} " if UNSPACED.match(each) else " "
-        self[code] = each if in_word(each) and each != "_" else alone
+        character = chr(code)
+        spaced = f" {character} " if UNSPACED.match(character) else " "
+        self[code] = character if in_word(character) and character != "_" else spaced
         return self[code]
 
 
@@ -35,13 +35,13 @@ _SPACED = _Spaced()
 
 
 def words(text: str) -> set[str]:
-    """The words in lower case, without COMMON ones."""
+    """The words of a text in lower case, without COMMON ones."""
     return set(folded(text).translate(_SPACED).split()) - COMMON
 
 
 def unread(prompts: Iterable[str], *, weighted: bool = False) -> list[str]:
-    """A line on each prompt with what other programs read as settings. weighted: brackets are read as weights here, too."""
-    by_prompt = {prompt: [each[0].strip() for each in OTHERS.finditer(prompt)] for prompt in dict.fromkeys(prompts)}
+    """A line on each prompt with syntax that other programs read as settings. weighted: brackets are weights here, too."""
+    by_prompt = {prompt: [match[0].strip() for match in OTHERS.finditer(prompt)] for prompt in dict.fromkeys(prompts)}
     if weighted:
         by_prompt = {prompt: [mark for mark in marks if mark[0] not in "([\\"] for prompt, marks in by_prompt.items()}
     return [
@@ -53,20 +53,19 @@ def unread(prompts: Iterable[str], *, weighted: bool = False) -> list[str]:
 
 
 def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:
-    """A line on the prompts that share no word with any variant of a caption, and one on those without a trigger. Captions
-    of regularisation images do not count. A prompt without words gives no warning, nor does a set whose captions have
-    none."""
-    asked = {prompt: words(prompt) for prompt in dict.fromkeys(prompts)}
-    known, common, wanted = False, set(), set().union(*asked.values())
+    """A line on the prompts that share no word with any caption, and one on those without a trigger. Captions of
+    regularisation images do not count. No warning for a prompt without words, or if no caption has any."""
+    words_of = {prompt: words(prompt) for prompt in dict.fromkeys(prompts)}
+    any_words, common, searched = False, set(), set().union(*words_of.values())
     for text in {text for e in examples if not e.photo.source.regularisation for text in e.captions}:
         terms = words(text)
-        known = known or bool(terms)
-        common |= terms & wanted
-        if common == wanted and known:
+        any_words = any_words or bool(terms)
+        common |= terms & searched
+        if common == searched and any_words:
             break
-    strange = [prompt for prompt, terms in asked.items() if known and terms and not terms & common]
+    strange = [prompt for prompt, terms in words_of.items() if any_words and terms and not terms & common]
     names = triggers(examples)
-    without = [p for p in asked if names and p not in strange and not any(holds(p, name) for name in names)]
+    without = [p for p in words_of if names and p not in strange and not any(holds(p, name) for name in names)]
     hardly = "no word with any caption or trigger: the samples will hardly show what is trained"
     perhaps = f"no trigger ({', '.join(names)}): the samples may not show what is trained"
     lines = []

@@ -1,4 +1,4 @@
-"""Where a run's numbers are mirrored to, beside metrics.jsonl: TensorBoard's event files, and Weights & Biases."""
+"""Trackers of a run's numbers, besides metrics.jsonl: TensorBoard's event files, and Weights & Biases."""
 
 import hashlib
 import os
@@ -19,23 +19,21 @@ NOT_NUMBERS = ("step", "time")
 OFFLINE = "WANDB_MODE=offline and send the run later with `wandb sync`; or set logging.wandb = false"
 
 
-def numbers_of(fields: Mapping[str, Any]) -> Numbers:
-    """The numbers in a line of the log by name; those in a list by name and place, counted from 1."""
-    values: dict[str, Any] = {}
-    for key, value in fields.items():
-        values |= {f"{key}/{place}": each for place, each in enumerate(value, 1)} if isinstance(value, list) else {key: value}
-    return {f"train/{k}": v for k, v in values.items() if k not in NOT_NUMBERS and isinstance(v, (int, float))}
-
-
 def by_step(line: Mapping[str, Any]) -> Iterator[tuple[int, Numbers]]:
-    """(step, numbers) of a line; what it has "at_start" is of the step before it."""
+    """(step, numbers by name) of a line of the log; the numbers "at_start" belong to the step before it. Items of a list are
+    named by their index, counted from 1."""
     for step, fields in measured([line]):
-        if numbers := numbers_of(fields):
+        values: dict[str, Any] = {}
+        for key, value in fields.items():
+            values |= (
+                {f"{key}/{index}": item for index, item in enumerate(value, 1)} if isinstance(value, list) else {key: value}
+            )
+        if numbers := {f"train/{k}": v for k, v in values.items() if k not in NOT_NUMBERS and isinstance(v, (int, float))}:
             yield step, numbers
 
 
 class TensorBoard:
-    """Event files. What an earlier start logged of the first line's step, and after it, is hidden."""
+    """Event files. Values that an earlier start logged from the first line's step on are hidden."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,8 +41,8 @@ class TensorBoard:
 
     def add(self, line: Mapping[str, Any]) -> None:
         if self._writer is None:
-            # With the first line: importing it need not delay the first step. Not accelerate's tracker: that one flushes
-            # after every step, which costs a small model two milliseconds of it.
+            # Imported with the first line, so that it does not delay the first step. accelerate's tracker flushes after
+            # every step, which costs a small model two milliseconds of it.
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=line["step"])
@@ -58,13 +56,13 @@ class TensorBoard:
 
 
 def check_trackers(config: Config) -> None:
-    """Raises UserError where `logging.wandb = true` lacks its package."""
+    """Raises UserError if `logging.wandb = true` lacks its package."""
     if config.logging.wandb and find_spec("wandb") is None:
         raise UserError("logging.wandb = true needs the package wandb: run `pip install -e '.[wandb]'`, or set it to false")
 
 
 def sign_in(config: Config) -> None:
-    """Raises UserError where the config asks for Weights & Biases, and it knows nobody here or cannot be reached."""
+    """Raises UserError if the config asks for Weights & Biases, and nobody is logged in here or it cannot be reached."""
     if not config.logging.wandb or os.environ.get("WANDB_MODE", "online") != "online":
         return
     import wandb
@@ -72,20 +70,19 @@ def sign_in(config: Config) -> None:
 
     try:
         wandb.setup(settings=wandb.Settings(silent=True))
-        known, why = wandb.login(prompt=False), "nobody is logged in; run `wandb login`, set WANDB_API_KEY"
+        signed_in, problem = wandb.login(prompt=False), "nobody is logged in; run `wandb login`, set WANDB_API_KEY"
     except Error as error:
-        known, why = False, f"{_first_line(error)}; check the key and the network"
-    if not known:
-        raise UserError(f"logging.wandb = true: Weights & Biases: {why}, or set {OFFLINE}")
+        signed_in, problem = False, f"{_first_line(error)}; check the key and the network"
+    if not signed_in:
+        raise UserError(f"logging.wandb = true: Weights & Biases: {problem}, or set {OFFLINE}")
 
 
 class WeightsAndBiases:
-    """One run there for one run here, however often it is resumed. What a killed start had logged after its last checkpoint
-    appears twice.
+    """One W&B run for one run here, however often it is resumed. Lines that a killed start logged after its last checkpoint
+    appear twice.
 
-    folder: where the library keeps what it sends. about: what makes the run's id: its name, when it first started, and of a
-    fork its folder. say: is told the run's address, and once why nothing more is sent. Raises UserError where the service
-    does not take the run.
+    folder: of the library's files. about: hashed to the W&B run's id: the run's name, its first start, and a fork's folder.
+    say: prints the run's address, and once why nothing more is sent. Raises UserError if the service refuses the run.
     """
 
     def __init__(
@@ -102,12 +99,12 @@ class WeightsAndBiases:
                 resume="allow",
                 dir=str(folder),
                 config=dict(config),
-                # What a run prints stays here, and so does the source of whoever's folder it was started in.
+                # Neither the run's output nor source code of the working directory is sent.
                 settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
             )
         except Error as error:
             raise UserError(f"logging.wandb = true: Weights & Biases: {_first_line(error)}; set {OFFLINE}") from None
-        # Its own counter of steps only grows; a resumed run may go back.
+        # W&B's own step counter only grows; a resumed run may go back.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         if not self._run.offline and self._run.url:
@@ -132,14 +129,14 @@ class WeightsAndBiases:
 
 
 def open_trackers(config: Config, context: RunContext, progress: Progress) -> list[Tracker]:
-    """The programs that the config asks for, in the main process."""
+    """The trackers of the config, in the main process."""
     processes, layout = context.processes, context.layout
     if not processes.is_main:
         return []
     trackers: list[Tracker] = [TensorBoard(layout.tensorboard)] if config.logging.tensorboard else []
     if config.logging.wandb:
         values = config.model_dump(mode="json", exclude_none=True)
-        # A fork has its name and its date from its original.
+        # A fork inherits its name and start date from its original.
         about = (config.run.name, progress.started, *((str(layout.root),) if layout.original.exists() else ()))
         trackers.append(WeightsAndBiases(layout.root, about=about, config=values, say=processes.say))
     return trackers

@@ -22,7 +22,7 @@ from trainer.base.console import printable, write
 from trainer.base.errors import UserError
 from trainer.base.files import open_regular
 from trainer.base.run_layout import Layout
-from workbench.compare.page import Seen, compare, seen
+from workbench.compare.page import RunFiles, compare, read_run
 from workbench.pages.history import History
 from workbench.pages.rendering import policy
 from workbench.pages.thumbnails import Thumbnails
@@ -49,7 +49,7 @@ class Runs:
                 raise UserError(f"{printable(folder)} is no folder; give a run's output_dir, or a folder of such folders")
         self.folders = [folder.resolve() for folder in folders]
         self._readers: dict[Path, tuple[History, Thumbnails]] = {}
-        self._runs: dict[Path, Seen] = {}
+        self._runs: dict[Path, RunFiles] = {}
         self._key: object = None
         self._page = b""
         self._lock = threading.Lock()
@@ -76,13 +76,13 @@ class Runs:
                 self._key, self._page = key, compare(runs, unread, timestamp).encode(errors="replace")
             return self._page
 
-    def runs(self) -> tuple[list[Seen], dict[str, str]]:
+    def runs(self) -> tuple[list[RunFiles], dict[str, str]]:
         """(the runs, the reasons of those that could not be read, by name)."""
         runs, unread = [], {}
         for name, layout in self.layouts().items():
             root = layout.root
             try:
-                run = seen(name, layout, *self._readers.setdefault(root, (History(layout.metrics), Thumbnails())))
+                run = read_run(name, layout, *self._readers.setdefault(root, (History(layout.metrics), Thumbnails())))
             except OSError as error:
                 unread[name] = f"{error.strerror}: {error.filename}"
                 continue

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from trainer.base.files import json_bytes
+from trainer.quantization import formats_of
 from workbench.audit import page as audit_report
 from workbench.audit.storage_cost import Audit, Effect, FormatCost, LayerCost, Predictions
-from workbench.pages.page import render_audit, write_page
+from workbench.pages.rendering import write_page
 
 MIB = 2**20
 
@@ -28,9 +29,9 @@ def found(spared: bool = True) -> Audit:
         LayerCost("in", effect(-0.01, 0.02, first_order=True), None, 4 * MIB),
     )
     cost = FormatCost(
-        name="nf4 (bitsandbytes)", dtype="nf4", backend="bitsandbytes", layers=layers,
-        estimated=effect(0.01, 0.08, first_order=True), whole=effect(0.03, 0.1),
-        spared=effect(0.005, 0.04) if spared else None, exclude=("out.<b>",), remaining=(0.08, 0.02, 0.0), bytes=3 * MIB,
+        format=formats_of("nf4")["bitsandbytes"], layers=layers,
+        estimated=effect(0.01, 0.08, first_order=True), whole=effect(0.03, 0.1), exclude=("out.<b>",),
+        after_exclusion=effect(0.005, 0.04) if spared else None, remaining=(0.08, 0.02, 0.0), bytes=3 * MIB,
     )  # fmt: skip
     base = Predictions((torch.zeros(1), torch.zeros(1)), (0.5, 0.7), (8.0, 12.0))
     return Audit("models/m", "unet", "bf16", "held_out", 1, base, ("mid.*",), (cost,))
@@ -51,7 +52,7 @@ def test_shares_are_of_the_measured_whole_and_paid_in_mib() -> None:
     assert "60.0% of the squared change is gone for 2.0 MiB more, 30 % a MiB" in str(parts)
     estimated = parts["nf4 (bitsandbytes): every layer"]["rows"][1]
     assert estimated[0] == "in" and estimated[2] == "20 %" and estimated[-1] is False
-    assert audit_report.remaining(found()) == {"nf4 (bitsandbytes)": [100 * 0.008**0.5, 100 * 0.002**0.5]}
+    assert audit_report.remaining(found()) == {"nf4 (bitsandbytes)": [(0, 100 * 0.008**0.5), (1, 100 * 0.002**0.5)]}
 
 
 def test_the_band_is_said_to_be_of_these_photos() -> None:
@@ -70,8 +71,7 @@ def test_the_config_keeps_what_it_excluded() -> None:
 
 def test_the_page_escapes_and_the_numbers_are_json(tmp_path: Path) -> None:
     audit = found(spared=False)
-    html = render_audit(name="<m>", parts=audit_report.sections(audit), remaining=audit_report.remaining(audit))
-    write_page(tmp_path / "audit.html", html)
+    write_page(tmp_path / "audit.html", audit_report.html(audit, name="<m>"))
     page = (tmp_path / "audit.html").read_text()
     assert "<m>" not in page and "out.&lt;b&gt;" in page and "over excluded layers 0 to 1" in page
     numbers = json.loads(json_bytes(audit_report.numbers(audit)))["formats"]["nf4 (bitsandbytes)"]

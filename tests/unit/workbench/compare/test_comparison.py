@@ -11,14 +11,13 @@ from typing import Any
 
 from tests.unit.workbench.compare.test_page import run
 from workbench.compare import comparison
-from workbench.compare.comparison import Compared
-from workbench.compare.page import grouped, pairs_of, record
+from workbench.compare.page import group_runs, pairs_of, record
 from workbench.compare.variations import Variation, Variations
 
 
 def test_every_measurement_and_every_difference_has_a_line(tmp_path: Path) -> None:
     runs = [run(tmp_path, name, seed, [0.9, base + seed / 9]) for name, base in (("a", 0.5), ("b", 0.4)) for seed in (1, 2)]
-    pairs = pairs_of(grouped(runs))
+    pairs = pairs_of(group_runs(runs))
     lines = list(csv.DictReader(io.StringIO(comparison._csv(record(runs, pairs)))))
     losses = [
         (line["first"], line["seed"], line["step"], float(line["held_out_loss"])) for line in lines if not line["second"]
@@ -37,12 +36,10 @@ def test_every_measurement_and_every_difference_has_a_line(tmp_path: Path) -> No
     ]
 
 
-def test_a_run_that_two_variants_share_is_there_once(tmp_path: Path, monkeypatch) -> None:
-    seen = run(tmp_path, "a", 1, [0.9, 0.5])
-    monkeypatch.setattr(Compared, "folder", property(lambda self: tmp_path / "a-1"))
-    monkeypatch.setattr(Compared, "seen", lambda self: seen)
-    shared = [Compared(name, 1, None, "") for name in ("a", "b")]
-    length: Any = SimpleNamespace(run=SimpleNamespace(max_steps=9, epochs=None))
-    asked = tuple(Variation(name, seed, (), length) for name in ("a", "b") for seed in (1, 2))
-    comparison.write_page(Variations("base.toml", str(tmp_path), asked), shared)
+def test_a_run_that_two_variants_share_is_there_once(tmp_path: Path) -> None:
+    run(tmp_path, "a", 1, [0.9, 0.5])
+    config: Any = SimpleNamespace(run=SimpleNamespace(max_steps=9, epochs=None, output_dir=str(tmp_path / "a-1")))
+    variations = tuple(Variation(name, seed, (), config) for name in ("a", "b") for seed in (1, 2))
+    shared = [variation for variation in variations if variation.seed == 1]
+    comparison.write_page(Variations("base.toml", str(tmp_path), variations), shared)
     assert len(json.loads((tmp_path / "comparison.json").read_text())["runs"]) == 1

@@ -217,10 +217,10 @@ def test_what_ended_worse_than_it_began_learned_nothing() -> None:
 
 def test_the_step_to_take_is_one_that_is_kept() -> None:
     rows = measured([0.5, 0.4, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.2, 0.1])
-    assert "take step 20; or" in judge(rows, SMALL, kept=[10, 20, 40]).sentence
-    assert "take step 25, the nearest that is kept; or" in judge(rows, SMALL, kept=[5, 25, 40]).sentence
-    assert "no earlier step is kept" in judge(rows, SMALL, kept=[40]).sentence
-    assert judge(rows, SMALL, kept=[40]).step == 20
+    assert "take step 20; or" in judge(rows, SMALL, saved=[10, 20, 40]).sentence
+    assert "take step 25, the nearest that is kept; or" in judge(rows, SMALL, saved=[5, 25, 40]).sentence
+    assert "no earlier step is kept" in judge(rows, SMALL, saved=[40]).sentence
+    assert judge(rows, SMALL, saved=[40]).step == 20
 
 
 def test_after_an_alarm_the_end_decides() -> None:

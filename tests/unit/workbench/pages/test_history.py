@@ -6,14 +6,13 @@ import json
 import re
 from pathlib import Path
 
-from tests.unit.workbench.pages.test_page import read, write_metrics, write_png
+from tests.unit.workbench.pages.test_live import read, write_metrics, write_png
 from trainer import config as configs
 from trainer.base.progress import START, STOP
 from trainer.base.run_layout import Layout
 from workbench.pages import curves, live
 from workbench.pages.history import Events, Mark, Standing, marks_of, read_standing, read_starts
-from workbench.pages.live import LiveReport
-from workbench.pages.page import ReportedRun
+from workbench.pages.live import LiveReport, ReportedRun
 from workbench.pages.rendering import render
 from workbench.pages.settings import changed_keys, configuration
 
@@ -42,8 +41,9 @@ def test_where_the_last_start_stands(tmp_path: Path) -> None:
     assert read_standing(write_phases(path, start(0, 1.0))) == Standing(40, started=1.0)
     assert read_standing(write_phases(path, start(0, 1.0), end)) == Standing(40, ended=True, started=1.0)
     told = write_phases(path, start(0, 1.0), end | {"why": "out of memory"})
-    assert read_standing(told) == Standing(40, ended=True, why="out of memory", started=1.0)
-    assert read_standing(write_phases(path, start(0, 1.0), end, start(20, 2.0, 80))) == Standing(80, begun=20, started=2.0)
+    assert read_standing(told) == Standing(40, ended=True, reason="out of memory", started=1.0)
+    resumed = write_phases(path, start(0, 1.0), end, start(20, 2.0, 80))
+    assert read_standing(resumed) == Standing(80, start_step=20, started=2.0)
 
 
 def test_marks_say_what_happened_and_how_long_nothing_did() -> None:
@@ -54,7 +54,7 @@ def test_marks_say_what_happened_and_how_long_nothing_did() -> None:
         Mark(20, "changed", "changed after step 20: optimizer.lr: 0.002 \N{RIGHTWARDS ARROW} 0.001; "
              "run.seed: 1 \N{RIGHTWARDS ARROW} 2"),
     )  # fmt: skip
-    assert marks_of([(0, 400.0), (1000, 9.0)], rows, [])[0].said == "resumed after step 1,000", "of no known end"
+    assert marks_of([(0, 400.0), (1000, 9.0)], rows, [])[0].text == "resumed after step 1,000", "of no known end"
 
 
 def test_events_stand_on_the_charts() -> None:
@@ -85,7 +85,7 @@ def test_a_page_has_the_events_of_its_run(tmp_path: Path) -> None:
     rails = dict(re.findall(r'aria-label="(samples|kept|skipped): (\d+)"', text))
     assert rails == {"samples": "2", "kept": "2", "skipped": "1"}, "of steps that the chart has"
     assert re.findall(r'<li class="(\w+)">', text) == ["resumed", "changed"] and "after a pause of 30 s" in page.text
-    assert "step 60" not in page.text and report.contents(lambda: None).events.steps["kept"] == [20, 40]
+    assert "step 60" not in page.text and report.contents(lambda: None)["events"].steps["kept"] == [20, 40]
 
 
 def test_a_page_knows_for_how_long_its_run_may_be_silent(tmp_path: Path, monkeypatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import by_photo
 from workbench.pages.history import History
-from workbench.pages.status import Judgement, State, figures, judged
+from workbench.pages.status import Judgement, State, figures, judgement_of
 
 TRAINING, STOPPED, FINISHED = (State(kind, 40) for kind in ("training", "stopped", "finished"))
 JITTER = [0.2, 0.9, 0.1, 0.5]
@@ -40,7 +40,7 @@ def history(tmp_path: Path, steps: int, held_out: dict[int, float | None] | None
 
 
 def told(found: History, state: State, kept: Sequence[int] = ()) -> Judgement:
-    return judged(found, state, kept=kept, levers="optimizer.lr")
+    return judgement_of(found, state, saved_steps=kept, levers="optimizer.lr")
 
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_in_mid_run_a_remedy_would_come_too_early(tmp_path: Path, held_out, at, 
     found = history(tmp_path, 20, held_out, **at)
     assert told(found, TRAINING, [10]) == Judgement("open", title, said, "")
     closed = told(found, FINISHED, [10])
-    assert closed.title != title and closed.said != said
+    assert closed.title != title and closed.text != said
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_in_mid_run_a_remedy_would_come_too_early(tmp_path: Path, held_out, at, 
 def test_the_step_to_take_and_why(tmp_path: Path, held_out, kept, state: State, title: str, best: str) -> None:
     found = told(history(tmp_path, 20, held_out), state, kept)
     assert (found.title, found.best) == (title, best)
-    assert "take step" not in found.said and "kept" not in found.said, "once is enough"
+    assert "take step" not in found.text and "kept" not in found.text, "once is enough"
 
 
 def test_without_held_out_photos_the_samples_tell(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_without_held_out_photos_the_samples_tell(tmp_path: Path) -> None:
 def test_the_tick_says_what_was_measured_and_asks_to_look(tmp_path: Path, at: dict, tone: str) -> None:
     found = told(history(tmp_path, 20, {0: 1.0, 10: 0.5, 20: 0.36}, **at), FINISHED, [20])
     assert (found.tone, found.title) == (tone, "The loss on photos it never saw fell by 64 %, and was still falling.")
-    assert found.said.startswith("From 1 to 0.36 at step 20 (95 % interval of the change -0.6")
-    assert "look at the samples" in found.said
-    assert ("near duplicate" in found.said) == ("held_out_copies" in at)
+    assert found.text.startswith("From 1 to 0.36 at step 20 (95 % interval of the change -0.6")
+    assert "look at the samples" in found.text
+    assert ("near duplicate" in found.text) == ("held_out_copies" in at)
 
 
 @pytest.mark.parametrize("kept, best", [([4, 8, 20], "Before it diverged: step 8 is kept."), ([20, 24], "")])
@@ -132,13 +132,13 @@ def test_no_step_is_praised_that_may_have_diverged_already(tmp_path: Path, kept:
 
 def test_a_value_that_is_not_finite_is_the_verdict(tmp_path: Path) -> None:
     """Beside it nobody wants to read that losses jitter; what had been learned until then still counts."""
-    ended = State("ended", 40, why="a value was not finite", finite=False)
+    ended = State("ended", 40, reason="a value was not finite", finite=False)
     assert told(history(tmp_path, 7, {0: 0.5}), ended) == Judgement("bad", "It met a value that is not finite.", "", "")
     found = told(history(tmp_path, 20, {0: 0.5, 5: 0.4, 10: 0.3}), ended, [10])
-    assert found.title == "It met a value that is not finite." and "fell by 40 %, from 0.5 to 0.3" in found.said
+    assert found.title == "It met a value that is not finite." and "fell by 40 %, from 0.5 to 0.3" in found.text
     assert found.best.startswith("Best: step 10.")
     found = told(history(tmp_path, 32, weight_change={32: None}), ended)
-    assert found.title == "It has diverged." and "no finite number" in found.said
+    assert found.title == "It has diverged." and "no finite number" in found.text
 
 
 @pytest.mark.parametrize("spoilt", [None, math.nan, math.inf])

@@ -11,7 +11,7 @@ from tests.harness import Workbench, built
 from trainer.run.run import Run
 from workbench.replay import judged
 from workbench.replay.exact import computing_exactly
-from workbench.replay.judged import Judge, Made, watched
+from workbench.replay.judged import Judge, RepeatedStep, recording
 
 
 def state_of(run: Run) -> dict[tuple[str, ...], Any]:
@@ -38,12 +38,12 @@ def state_of(run: Run) -> dict[tuple[str, ...], Any]:
 def test_a_step_in_fp64_leaves_the_run_as_it_was(bench: Workbench, monkeypatch, family: str, more: dict[str, Any]) -> None:
     monkeypatch.setattr(judged, "REPETITIONS", 1)
     with built(bench.config(family, precision__compute="bf16", **more)) as run:
-        step = watched(run.step, run.adapter)
+        step = recording(run.step, run.adapter)
         update = next(run.updates())
         occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
         batches = [run.reader[micro_batch] for micro_batch in update]
         start = {name: tensor.clone() for name, tensor in run.adapter.state_dict().items()}
-        made = Made(1, step.run(1, batches, occurrences), start, batches, occurrences, dict(step.seen))
+        made = RepeatedStep(1, step.run(1, batches, occurrences), start, batches, occurrences, dict(step.gradients))
         before = state_of(run)
         with computing_exactly(run.components):
             within = state_of(run)

@@ -19,7 +19,7 @@ from trainer.base.types import Batch, Conditioning, Occurrence, each_tensor
 from trainer.engine.step import Inputs, Losses, StepResult
 from trainer.objectives import Diffusion, Flow, Loss, Noise, Objective, Weighting, base
 from workbench.replay import formulas
-from workbench.replay.formulas import Kept, Update, Updates
+from workbench.replay.formulas import Snapshot, Update, Updates
 from workbench.replay.rounding import rounded_to
 
 LOSSES = [Loss(), *(Loss(kind, 0.2, by) for kind in ("huber", "smooth_l1") for by in ("constant", "exponential", "snr"))]
@@ -157,7 +157,7 @@ class Run:
         """As `Step.run` does it: a gradient, clipping, the groups that are trained still, the average."""
         for parameter in self.named.values():
             parameter.grad.copy_(self.randn(parameter.numel()))
-        before, gradients = Kept.of(self.state), {name: p.grad.clone() for name, p in self.named.items()}
+        before, gradients = Snapshot.of(self.state), {name: p.grad.clone() for name, p in self.named.items()}
         groups = self.optimizer.param_groups
         flat = [parameter for group in groups for parameter in group["params"]]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in flat])
@@ -170,7 +170,7 @@ class Run:
             self.optimizer.param_groups = groups
             self.state.average.update()
         result = StepResult(1.0, float(norm), rates, updated, 1.0)
-        return self.updates.judge(before, Kept.of(self.state), gradients, number, result)
+        return self.updates.judge(before, Snapshot.of(self.state), gradients, number, result)
 
 
 def test_right_updates_are_explained_and_what_stopped_stands_still() -> None:

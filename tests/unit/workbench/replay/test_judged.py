@@ -10,7 +10,7 @@ import torch
 
 from tests.harness import Workbench, built
 from workbench.replay.exact import computing_exactly
-from workbench.replay.judged import Judge, JudgedStep, LayerGradient, Made, Number, _norm_in_fp32, watched
+from workbench.replay.judged import Judge, JudgedStep, LayerGradient, Number, RepeatedStep, _norm_in_fp32, recording
 
 
 def number(logged: float | None, exact: float = 1.0, bound: float = 0.1, *, overflows: bool = False) -> Number:
@@ -44,13 +44,13 @@ def test_a_wrong_gradient_of_one_layer_is_named(bench: Workbench, storage: str, 
     stored = {"transformer": {"dtype": storage}}
     config = bench.config("flux", adapter__type="dora", precision__compute=compute, model__components=stored)
     with built(config) as run:
-        step = watched(run.step, run.adapter)
+        step = recording(run.step, run.adapter)
         update = next(run.updates())
         occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
         batches = [run.reader[micro_batch] for micro_batch in update]
         before = {name: tensor.clone() for name, tensor in run.adapter.state_dict().items()}
         result = step.run(1, batches, occurrences)
-        made = Made(1, result, before, batches, occurrences, dict(step.seen))
+        made = RepeatedStep(1, result, before, batches, occurrences, dict(step.gradients))
         judge = Judge(step.losses, run.adapter, step.training, run.components.plan.storage["transformer"].compute)
         logged = result.loss, result.grad_norm
         with computing_exactly(run.components):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from workbench.replay.rounding import InFp64, by_row, erring, quietly, rounded_to
+from workbench.replay.rounding import InFp64, no_errors, rounded_to, with_error, with_row_errors
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_what_moves_numbers_or_is_quiet_does_not_err() -> None:
     x = drawn(4, 6)
     with rounded_to(torch.bfloat16, generator()):
         moved = torch.cat([x.t().reshape(4, 6), x[1:].clone()])
-        with quietly():
+        with no_errors():
             product = x @ x.t()
     assert torch.equal(moved, torch.cat([x.t().reshape(4, 6), x[1:]])) and torch.equal(product, x @ x.t())
 
@@ -110,22 +110,22 @@ def test_float8_rows_err_by_their_scale() -> None:
         return (value / scale).to(codes).double() * scale
 
     with rounded_to(torch.bfloat16, generator()):
-        found = by_row(x, codes, backward=False)
+        found = with_row_errors(x, codes, backward=False)
         leaf = x.clone().requires_grad_()
-        out = by_row(leaf, codes, backward=True)
-        with quietly():
+        out = with_row_errors(leaf, codes, backward=True)
+        with no_errors():
             assert torch.equal(out, x)
             out.backward(x)
     real, errors = float((rounded(x) - x).norm()), found - x
     assert real / 2 < float(errors.norm()) < 2 * real and real / 2 < float((leaf.grad - x).norm()) < 2 * real
-    assert torch.equal(by_row(x, codes, backward=False), x), "nothing errs outside"
+    assert torch.equal(with_row_errors(x, codes, backward=False), x), "nothing errs outside"
 
 
 def test_the_same_numbers_come_of_the_same_seed() -> None:
     def made(seed: int) -> torch.Tensor:
         with rounded_to(torch.bfloat16, generator(seed)):
-            return erring(drawn(5)) @ drawn(5)
+            return with_error(drawn(5)) @ drawn(5)
 
     assert torch.equal(made(1), made(1)) and not torch.equal(made(1), made(2))
     x = drawn(5)
-    assert erring(x) is x
+    assert with_error(x) is x

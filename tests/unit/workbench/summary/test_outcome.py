@@ -10,7 +10,7 @@ import pytest
 from tests.unit.artifacts.test_sampling import BEAR, SEA, Request, plain
 from trainer.artifacts.sampling import draw_samples, keep_truths
 from trainer.base.run_layout import Layout
-from workbench.summary.outcome import compared, image_distance
+from workbench.summary.outcome import image_distance, sample_triples
 
 
 def test_before_and_after_are_of_the_same_request(tmp_path: Path) -> None:
@@ -24,13 +24,13 @@ def test_before_and_after_are_of_the_same_request(tmp_path: Path) -> None:
     keep_truths((SEA,), (plain(5),), truths)
     keep_truths((BEAR, new), (None, plain(6)), truths)
     assert len(list(truths.iterdir())) == 2, "those of prompts that were asked for earlier stay"
-    found = [(one.name, other.name, truth is not None) for one, other, truth in compared(layout, 9)]
+    found = [(one.name, other.name, truth is not None) for one, other, truth in sample_triples(layout, 9)]
     assert found == [
         ("01.png", "01.png", True), ("01.png", "01_ema.png", True),
         ("00.png", "02.png", False), ("00.png", "02_ema.png", False),
     ]  # fmt: skip
     (before / "00.png").write_bytes(b"damaged")
-    assert [one.name for one, _, _ in compared(layout, 9)] == ["01.png", "01.png"]
+    assert [one.name for one, _, _ in sample_triples(layout, 9)] == ["01.png", "01.png"]
 
 
 def test_how_far_an_image_moved_is_relative_to_the_one_before(tmp_path: Path) -> None:

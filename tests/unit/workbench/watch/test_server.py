@@ -363,7 +363,7 @@ def test_a_page_stays_until_a_run_has_changed(runs: Path, browse, monkeypatch) -
         return lambda *given, **more: (made.append(name), work(*given, **more))[1]
 
     monkeypatch.setattr(watch_server, "compare", counted("page", watch_server.compare))
-    monkeypatch.setattr(compared, "judged", counted("judged", compared.judged))
+    monkeypatch.setattr(compared, "judgement_of", counted("judged", compared.judgement_of))
     browser = browse(runs)
     first = browser.text("/")
     assert browser.text("/") == first and made == ["page", "judged", "judged"]

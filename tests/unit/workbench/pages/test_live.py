@@ -14,11 +14,10 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from trainer.base.run_layout import Layout
-from workbench.pages import curves, history, live, thumbnails
-from workbench.pages.live import LiveReport
-from workbench.pages.page import ReportedRun, render_data
+from workbench.pages import curves, data_report, history, live, thumbnails
+from workbench.pages.live import LiveReport, ReportedRun
 from workbench.pages.samples import read_samples
-from workbench.summary.outcome import compared
+from workbench.summary.outcome import sample_triples
 
 NASTY = '<script>alert("x")</script> & co'
 OUTCOME = {
@@ -143,7 +142,7 @@ def test_a_data_report_opens_with_the_photos_and_ends_with_what_the_console_said
         "Buckets": {"columns": ("size",), "rows": [("64x64",)]},
         "As they are cropped": {"pictures": [picture]},
     }
-    text = render_data(name="bear", data=data)
+    text = data_report.html(name="bear", data=data)
     titles = ["As they are cropped", "Damaged", "Buckets", "In short"]
     assert re.findall(r"<h2>(.*?)</h2>", text) == titles == re.findall(r'<a href="#[\w-]+">(.*?)</a>', text)
     last = re.sub(r">\s+<", "><", text).partition("In short</h2>")[2]
@@ -189,7 +188,7 @@ def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
         ("a bear", "8 x 8 px, seed 1, 20 steps", [(0, "samples/step-00000000/00.png")]),
     ]  # fmt: skip
     before, after = tmp_path / "samples/step-00000000", tmp_path / "samples/step-00000002"
-    assert compared(Layout(tmp_path), 2) == [(before / "01.png", after / "00.png", None)]
+    assert sample_triples(Layout(tmp_path), 2) == [(before / "01.png", after / "00.png", None)]
     text, page = read(write_report(Layout(tmp_path)))
     present, _, gone = page.text.partition("1 prompt of earlier steps, not asked for any more")
     assert present.count("a bear") == 3 and gone.count("a bear") == 1 and "8 x 8 px, seed 2, 20 steps" in present
@@ -223,7 +222,7 @@ def test_the_first_step_of_a_start_is_on_the_page_at_once(tmp_path: Path, monkey
     """However long writing takes. Later ones wait until they cost less than a hundredth of the time."""
     monkeypatch.setattr(live, "SHARE", 0.0)
     for begun in (0, 25):
-        report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40, begun=begun))
+        report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40, start_step=begun))
         with report:
             for step in range(begun, begun + 3):
                 if step:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from trainer.base.run_layout import Layout
-from workbench.pages.charts import smoothed
-from workbench.pages.forked import Fork, forked
+from workbench.pages.charts import Fork, fork_of, smoothed
 from workbench.pages.history import History
 
 CHANGE = "objective.loss: 'mse' -> 'huber'"
@@ -28,13 +27,13 @@ def write(path: Path, loss: float, changed: dict[int, str], mark: str) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def fork_of(folder: Path, ours: tuple[dict[int, str], str], theirs: tuple[dict[int, str], str]) -> Fork:
+def made_fork(folder: Path, ours: tuple[dict[int, str], str], theirs: tuple[dict[int, str], str]) -> Fork:
     """A fork after step 4 whose losses are lower by a half. ours, theirs: (changes by step, mark)."""
     layout = Layout(folder)
     write(layout.metrics, 0.5, *ours)
     write(layout.original, 1.0, *theirs)
     layout.phases.write_text(json.dumps({"phase": "start of the training", "started": 1.0, "done": 4}) + "\n")
-    found = forked(History(layout.metrics).read(), layout)
+    found = fork_of(History(layout.metrics).read(), layout)
     assert found is not None and found.step == 4
     return found
 
@@ -53,9 +52,9 @@ def fork_of(folder: Path, ours: tuple[dict[int, str], str], theirs: tuple[dict[i
     ids=["nothing", "the fork", "later the original", "both, alike", "before", "the held-out loss, too"],
 )  # fmt: skip
 def test_only_losses_that_measure_the_same_are_compared(tmp_path: Path, ours, theirs, said, charts: int) -> None:
-    found = fork_of(tmp_path, ours, theirs)
-    assert len(found.said) == len(said) and len(found.charts) == charts
-    for sentence, part in zip(found.said, said, strict=True):
+    found = made_fork(tmp_path, ours, theirs)
+    assert len(found.sentences) == len(said) and len(found.charts) == charts
+    for sentence, part in zip(found.sentences, said, strict=True):
         assert part in sentence
 
 
