@@ -339,7 +339,7 @@ class Recorded:
             step.losses, parameters, adapter, recorder=lambda: self.guard,
             say=said.append,
         )  # fmt: skip
-        self.graphs._look_at_parameters = lambda: None  # they have no addresses here
+        self.graphs._check_addresses = lambda: None  # they have no addresses here
         with patch.object(graphs, "WARM_UP", 1):
             self.graphs(self.batches[0], self.occurrences, self.share)
 

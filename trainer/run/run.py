@@ -30,7 +30,7 @@ from trainer.data.batches import loader, sampler
 from trainer.engine.assembly import TrainState, build_adapter, build_step, load_trained
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode, report_captions
-from trainer.engine.graphs import beside
+from trainer.engine.graphs import retrying
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.engine.policies import NonFinite
 from trainer.engine.step import Step
@@ -196,7 +196,7 @@ def build_state(
     start.apply(adapter, norms, components.processes.say)
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = begun.saved.state("config") if begun.saved is not None and allowed.changed else None
-    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=then)
+    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, saved_config=then)
     if adapter.kind.magnitudes:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)
@@ -211,7 +211,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
     config, artifacts, go_on, page = run.plan.config, run.artifacts(), "go on with --resume_from auto", run.attached.page
     held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating)
     held_out.changed = noted(run.progress.changes, FIXED_LOSS)
-    held_out.errors = beside(run.step.graphs, held_out.errors)
+    held_out.errors = retrying(run.step.graphs, held_out.errors)
 
     def change(at: Position) -> Fields:
         with run.state.evaluating():
@@ -229,7 +229,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
     moved = Job(
         name="the change of the weights was measured",
         due=change_due,
-        run=beside(run.step.graphs, change),
+        run=retrying(run.step.graphs, change),
         remedy=run.step.too_large,
         fields=("weight_change",),
     )
@@ -239,7 +239,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
     samples = Job(
         name="samples were drawn",
         due=lambda at: bool(run.plan.data.requests) and at.due(drawn, ends=True),
-        run=beside(run.step.graphs, artifacts.draw_samples),
+        run=retrying(run.step.graphs, artifacts.draw_samples),
         remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with {undrawn}",
     )
     exported = Job(

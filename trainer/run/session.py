@@ -32,7 +32,7 @@ from trainer.data.memo import Memo
 from trainer.data.sources import Scanned
 from trainer.engine.components import Components
 from trainer.engine.encoding import conditionings
-from trainer.engine.graphs import beside
+from trainer.engine.graphs import retrying
 from trainer.objectives import OwnLoss
 from trainer.plan.requirements import refuse_unread, refuse_unread_by_model
 from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, resolve
@@ -257,7 +257,7 @@ class Session:
         components.load(plan.model.family.vae)
         with torch.no_grad(), state.evaluating(), state.adapter.at_strength(asked.strength), components.without_below():
             conditioning = conditionings(components, [asked.prompt, asked.negative])
-            draw = beside(self.run.step.graphs, components.family.images.draw)
+            draw = retrying(self.run.step.graphs, components.family.images.draw)
             return draw(components.model, asked, conditioning(asked.prompt), conditioning(asked.negative))
 
     def export(self, path: str | Path) -> list[Path]:

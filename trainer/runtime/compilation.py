@@ -112,7 +112,7 @@ class Compiler:
         self._own = tempfile.TemporaryDirectory(prefix="compiled-")
         os.environ[FOLDER] = self._own.name
 
-    def told(self) -> dict[str, float]:
+    def log_fields(self) -> dict[str, float]:
         """The log's entry: how many programs the step made. They are named in a line."""
         made, self.made = self.made, Counter()
         if made:
