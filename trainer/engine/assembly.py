@@ -108,9 +108,7 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
         adapter.share_inputs(name, family.memory.shared_inputs.get(name, ()))
     # Norms of a streamed block are made as it passes by.
     adapter.refresh_before(adapted | components.streamed_blocks(adapted))
-    components.attention.give(
-        modules[family.denoiser], family.memory.attention, components.model.device, components.kernels
-    )
+    components.attention.give(modules[family.denoiser], family.memory.attention, components.model.device, components.kernels)
     blocks = find_blocks(modules[family.denoiser], family.memory.blocks)
     compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.memory.compiled)}
     every, unread = config.memory.gradient_checkpointing, family.memory.unread_beside(adapter.layers, half=plan.scales_loss)
@@ -239,7 +237,8 @@ def _losses(config: Config, components: Components, adapter: Adapter, draws: Dra
 
 
 def _regrouping(config: Config, saved: Mapping[str, Any], adapter: Adapter, encoders: Sequence[str]) -> optim.Regrouping:
-    """The map from the saved config's parameter groups to this one's, as rates of rules and of the optimizer make the groups."""
+    """The map from the saved config's parameter groups to this one's, as rates of rules and of the optimizer make the
+    groups."""
     rules = [Rule(**rule) for rule in saved["adapter"]["rules"]]
     return optim.Regrouping(
         saved=list(adapter.groups(Rates.read(saved["optimizer"], encoders), rules).values()),

@@ -19,11 +19,12 @@ from torch import Tensor
 from trainer.adapters import Adapter
 from trainer.base.errors import is_out_of_memory
 from trainer.base.types import Batch, Occurrence, each_tensor
-from trainer.engine.step import Inputs, Losses, backward
+from trainer.engine.step import Inputs, Losses, Replays, backward
 from trainer.kernels.scratch import own_buffers
 from trainer.runtime.compilation import programs_complete
 
-# Eager micro-batches of a shape before one is recorded: in them libraries choose kernels, allocate workspaces, and fill caches.
+# Eager micro-batches of a shape before one is recorded: in them libraries choose kernels, allocate workspaces, and fill
+# caches.
 WARM_UP = 3
 
 T, P = TypeVar("T"), ParamSpec("P")
@@ -57,8 +58,8 @@ class CudaGraphs:
     def record(self, region: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """(the graph's replay, its output). Raises what the region raises, as torch.OutOfMemoryError if memory runs out."""
         graph = torch.cuda.CUDAGraph()
-        # Own buffers: the shared ones grow, and a graph would write to their old addresses. Thread-local: the loader's and the
-        # checkpoint's threads go on meanwhile.
+        # Own buffers: the shared ones grow, and a graph would write to their old addresses. Thread-local: the loader's and
+        # the checkpoint's threads go on meanwhile.
         recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         try:
             with own_buffers(), recording:
@@ -194,7 +195,7 @@ class Graphs:
             self.let_go()
 
 
-def retrying(graphs: Graphs | None, work: Callable[P, T]) -> Callable[P, T]:
+def retrying(graphs: Replays | None, work: Callable[P, T]) -> Callable[P, T]:
     """The work; if it runs out of memory while graphs hold some, these are freed and it runs again."""
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:

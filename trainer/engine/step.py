@@ -114,9 +114,9 @@ class StepResult:
     """The outcome of an update.
 
     loss: per-sample mean over the global batch; None if a sample's is not finite. grad_norm: before clipping; None if there
-    is none or it overflowed. lr: of each parameter group, as used. updated: whether the parameters changed. refused: names the
-    samples whose non-finite values no lower loss scale would mend; "" if there are none. bad_latents: whether latents alone
-    were not finite, which no update changes. log_fields: further entries of the log.
+    is none or it overflowed. lr: of each parameter group, as used. updated: whether the parameters changed. refused: names
+    the samples whose non-finite values no lower loss scale would mend; "" if there are none. bad_latents: whether latents
+    alone were not finite, which no update changes. log_fields: further entries of the log.
     """
 
     loss: float | None
@@ -142,8 +142,8 @@ _LATENTS, _LOSS = 1, 2
 
 
 class Replays(Protocol):
-    """`backward` of (micro-batch, occurrences of its update, share) by CUDA graphs (graphs.py). recorded: the graphs that hold
-    memory. `let_go` and `give_up` free it; after `give_up` all micro-batches are eager."""
+    """`backward` of (micro-batch, occurrences of its update, share) by CUDA graphs (graphs.py). recorded: the graphs that
+    hold memory. `let_go` and `give_up` free it; after `give_up` all micro-batches are eager."""
 
     recorded: Mapping[str, Any]
     let_go: Callable[[], None]
@@ -161,8 +161,8 @@ class Step:
     with the step if parameters changed; returns entries of the log. sum: sums tensors over the processes, in place. training:
     (step, micro-batch of this process) -> a context with the adapter's dropouts. attention: a context that selects the
     denoiser's attention, for the backward pass. too_large: what to change if memory runs out. begin: called before the first
-    micro-batch of an update. graphs: replaces `losses` and `backward`; None: eager. If memory runs out beside them, the update
-    is repeated without.
+    micro-batch of an update. graphs: replaces `losses` and `backward`; None: eager. If memory runs out beside them, the
+    update is repeated without.
     """
 
     losses: Callable[[Batch, Sequence[Occurrence]], torch.Tensor]
@@ -201,13 +201,13 @@ class Step:
             raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}\n{self.too_large}".rstrip())
         if refused:
             return StepResult(None, None, lr, False, scale, refused, _LATENTS in flags and _LOSS not in flags)
-        finite, log_fields = math.isfinite(grad_norm), {}
+        finite, log_fields = math.isfinite(grad_norm), dict[str, Any]()
         if finite:
             if self.max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
             self._update(step)
             self.schedule.step()
-            log_fields = self.after_update(step)
+            log_fields |= self.after_update(step)
         elif not self.scaler.is_enabled() or scale <= 1:
             refused = f"the gradient is not finite (samples {', '.join(sorted({printable(o.sample) for o in occurrences}))})"
         if self.scaler.is_enabled():
