@@ -1,11 +1,11 @@
-"""The noise of a sample, and what of it the model sees. Each draw is a pure function of (seed, purpose, key), on the CPU.
+"""The noise of a sample, and the noise that the model sees. Each draw is a pure function of (seed, purpose, key), on the CPU.
 
 noise_offset (Guttenberg 2023, "Diffusion with Offset Noise"): noise + offset * z, one standard normal z for each channel.
 multi-resolution noise (Whitaker 2023, "Multi-Resolution Noise for Diffusion Model Training", as sd-scripts has it):
   noise + sum over i of discount^i * (noise of size / r_i^i, scaled up bilinearly), r_i uniform in (2, 4), i = 0, 1, ...
-  until a side has one latent; divided by its standard deviation. That is of the sample here: a batch changes no sample.
-Both are noise like any other: the target is made of it.
-input_perturbation (Ning et al. 2023, arXiv 2301.11706): the model sees noise + gamma * z; the target stays that of the noise.
+  until a side has one latent; divided by its standard deviation, here each sample's own: a batch changes no sample.
+Both change the noise itself, and so the target.
+input_perturbation (Ning et al. 2023, arXiv 2301.11706): the model sees noise + gamma * z; the target keeps the noise alone.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Key = Sequence[int | str]
 
 @dataclass(frozen=True)
 class Noise:
-    """Fields as in the config; 0 is off."""
+    """Noise by the config's fields; 0 is off."""
 
     noise_offset: float = 0.0
     multires_noise_iterations: int = 0
@@ -30,7 +30,7 @@ class Noise:
     input_perturbation: float = 0.0
 
     def draw(self, shape: Sequence[int], seed: int, key: Key) -> Tensor:
-        """fp32 [C, H, W]: the noise of one sample."""
+        """The noise of one sample, fp32 [C, H, W]."""
         noise = draws.normal(tuple(shape), seed, "noise", *key)
         if self.multires_noise_iterations:
             noise = self._multires(noise, seed, key)
@@ -52,14 +52,14 @@ class Noise:
         return noise / noise.std()
 
     def perturbation(self, shape: Sequence[int], seed: int, keys: Sequence[Key]) -> Tensor | None:
-        """fp32 [B, C, H, W], of samples with these keys: added to the noise that the model sees. None: nothing is."""
+        """Added to the noise that the model sees, for samples with these keys: fp32 [B, C, H, W], or None for nothing."""
         if not self.input_perturbation:
             return None
-        more = [draws.normal(tuple(shape), seed, "input_perturbation", *key) for key in keys]
-        return self.input_perturbation * torch.stack(more)
+        normal = [draws.normal(tuple(shape), seed, "input_perturbation", *key) for key in keys]
+        return self.input_perturbation * torch.stack(normal)
 
     def describe(self) -> str:
-        """What is done to the noise, in words; begins with a comma, "" where nothing is."""
+        """The changes of the noise in words, after a comma; "" for none."""
         text = f", noise offset {self.noise_offset:g}" if self.noise_offset else ""
         if self.multires_noise_iterations:
             text += f", multi-resolution noise ({self.multires_noise_iterations} levels, {self.multires_noise_discount:g})"

@@ -33,7 +33,7 @@ from trainer.data.sources import Scanned
 from trainer.engine.components import Components
 from trainer.engine.encoding import conditionings
 from trainer.engine.graphs import retrying
-from trainer.objectives import OwnLoss
+from trainer.objectives import CustomLoss
 from trainer.plan.requirements import refuse_unread, refuse_unread_by_model
 from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, resolve
 from trainer.plan.samples import requests_of
@@ -198,7 +198,7 @@ class Session:
             if self.config.step.graphs is True:
                 raise UserError("step.graphs = true records the objective's own loss; leave it out beside a loss of your own")
             run.step.graphs = None
-            objective = replace(run.step.losses.objective, loss=OwnLoss(own=self.errors))  # type: ignore[attr-defined]
+            objective = replace(run.step.losses.objective, loss=CustomLoss(function=self.errors))  # type: ignore[attr-defined]
             run.step.losses = replace(run.step.losses, objective=objective)  # type: ignore[type-var]
             run.context.processes.say("the steps train on the caller's loss; the held-out loss is objective.loss")
         loop = make_loop(run, signals, self.jobs)
