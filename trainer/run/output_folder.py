@@ -56,7 +56,7 @@ def opened(run: Run) -> Iterator[None]:
             )
         for moved in store.set_aside(layout.checkpoints, after=step):
             processes.say(f"warning: a later checkpoint is set aside as {moved}; delete it when you need no way back")
-        metrics.cut(layout.metrics, step)
+        metrics.truncate(layout.metrics, step)
         # Of steps that a killed start made after its last checkpoint, perhaps with other prompts: they are made again.
         for folder in layout.samples.glob("*"):
             own_step = step_of(folder.name)
