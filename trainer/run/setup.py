@@ -238,7 +238,7 @@ def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], N
     tokens = max(sum(plan.model.family.images.image_tokens(height, width) for width, height in layout) for layout in layouts)
     chosen = choose(asked, device, dtype, sizes := cache(lambda: head_sizes(source.build(denoiser))), tokens)
     if device.type != "cpu" or asked != "auto":
-        taken = f"; the largest photo takes {chosen.taken(device, dtype, sizes(), tokens)}" if asked == "auto" else ""
+        taken = f"; the largest photo takes {chosen.selected(device, dtype, sizes(), tokens)}" if asked == "auto" else ""
         say(f"attention: {chosen} (step.attention = {asked!r}{taken}{'; ' if chosen.note else ''}{chosen.note})")
     return chosen
 
