@@ -287,7 +287,7 @@ def test_one_that_was_away_for_long_may_have_been_replaced_over_another_store(pa
     (view, signals), _ = pair
     with view.attending(signals):
         assert not view.replaced
-        view._heartbeat._given -= LOST_AFTER
+        view._heartbeat._last_sign -= LOST_AFTER
         assert view.replaced
 
 
