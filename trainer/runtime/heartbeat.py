@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STATUS = 143  # exit status of a process that ends because another one is lost
-WATCHING = "watching the others"  # name of the thread; it outlives the run only if a process is lost
+WATCHING = "watching the others"  # name of a thread that outlives the run only if a process is lost
 MOST_SECONDS = 2.0  # between two heartbeats
 OVER = "over"  # the last heartbeat of a process that has finished
 REPLACED = "replaced"  # store key that tells a start's processes of a later start
