@@ -35,7 +35,7 @@ class Gathers(Copies):
 
     def wait(self, arrived: Any) -> None:
         if self.peers is not None:
-            self.peers.gathered(arrived)
+            self.peers.finish_gather(arrived)
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Sharder(Streamer):
     def start(self, block: Streamed, into: Tensor) -> Any:
         number = block.place + 1
         # Of a round that another process won, the buffer takes the block: it is free, and nothing need be found for it.
-        while self.peers is not None and (other := self.peers.wanted(number)) != number:
+        while self.peers is not None and (other := self.peers.largest_request(number)) != number:
             self.transfers.wait(super().start(self.streamed[other - 1], into))
         return super().start(block, into)
 
@@ -125,7 +125,7 @@ class Sharder(Streamer):
     def lend(self) -> bool:
         """Take part in a round without wanting a block. Returns whether any process wanted one."""
         assert self.peers is not None
-        number = self.peers.wanted(0)
+        number = self.peers.largest_request(0)
         if number:
             self.leave()
             self.copy(self.streamed[number - 1], super().start)

@@ -76,7 +76,7 @@ class Peer:
         while self.lend is not None and self.lend():
             pass
 
-    def wanted(self, number: int) -> int:
+    def largest_request(self, number: int) -> int:
         return max(self.table.exchange(self.rank, number))
 
     def gather(self, into: Tensor, part: Tensor) -> Callable[[], object]:
@@ -86,10 +86,10 @@ class Peer:
         work = lambda: into.copy_(torch.cat(parts))  # noqa: E731
         self.under_way.append(work)
         if not self.late:
-            self.gathered(work)
+            self.finish_gather(work)
         return work
 
-    def gathered(self, work: Callable[[], object]) -> None:
+    def finish_gather(self, work: Callable[[], object]) -> None:
         if work in self.under_way:
             at = self.under_way.index(work)
             for each in (work, *self.under_way[:at]):
