@@ -147,7 +147,7 @@ def test_the_host_waits_for_no_copy_of_a_streamed_block(folder: Path) -> None:
         streamer = run.components.streamers[run.plan.model.family.denoiser]
         before = streamer.copies
         assert {slot.device for slot in streamer.slots} == {run.device}
-        assert {block.kept.device.type for block in streamer.streamed.values()} == {"cpu"}
+        assert {block.master.device.type for block in streamer.streamed.values()} == {"cpu"}
         update(run, (1024, 1024))
         assert streamer.copies - before == 2 * (len(streamer.streamed) - 2)
 
@@ -184,7 +184,7 @@ def test_a_step_over_a_streamed_base_takes_what_was_foretold(folder: Path, monke
         def watched(place: int, way: int) -> None:
             block = streamer.streamed[place]
             # The first resnets of SDXL are not on the way back: no gradient goes there.
-            assert streamer.held[block.slot] is block or not entered, f"block {place} is not there yet"
+            assert streamer.in_slot[block.slot] is block or not entered, f"block {place} is not there yet"
             entered.append(place)
             enter(place, way)
 

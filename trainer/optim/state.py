@@ -15,7 +15,7 @@ from trainer.optim.libraries import MIN_8BIT_SIZE, paged
 from trainer.optim.parameters import ALIGNMENT, padded
 from trainer.optim.table import OPTIMIZERS, OptimizerKind
 
-Values = dict[str, Any]  # of a parameter or a group, by key
+StateValues = dict[str, Any]  # of a parameter or a group, by key
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,17 @@ class Regrouping:
     current: Sequence[Sequence[str]]
     sizes: Mapping[str, int]
 
-    def __call__(self, state: Mapping[str, Values], entry: OptimizerKind) -> dict[str, Values]:
+    def __call__(self, state: Mapping[str, StateValues], entry: OptimizerKind) -> dict[str, StateValues]:
         """The state for this run's groups. state: the checkpoint's; both by owner, as OptimizerState names them.
 
         No bit is computed: blocks of 8-bit states never span two parameters. Raises UserError if groups that become one keep
         their state in two formats, or differ in values of the whole group.
         """
         result = dict(state)
-        by_name, groups = dict[str, Values](), dict[str, Values]()  # each parameter's values; those of its saved group
+        by_name, groups = (
+            dict[str, StateValues](),
+            dict[str, StateValues](),
+        )  # each parameter's values; those of its saved group
         for index, names in enumerate(self.saved):
             group = {f"param_groups|{key}": value for key, value in result.pop(f"param_groups.{index}", {}).items()}
             if entry.flat:
@@ -78,7 +81,7 @@ def _split(value: Any, sizes: Sequence[int], name: str) -> list[torch.Tensor]:
     return list(value.split([count * each for count in blocks]))
 
 
-def _require_one_kind(parts: Sequence[tuple[Values, Values]]) -> None:
+def _require_one_kind(parts: Sequence[tuple[StateValues, StateValues]]) -> None:
     """Raises UserError unless all parts, (a parameter's values, its saved group's values), can be joined."""
     first, group = parts[0]
     for other, other_group in parts[1:]:
@@ -91,7 +94,7 @@ def _require_one_kind(parts: Sequence[tuple[Values, Values]]) -> None:
             )
 
 
-def _equal(one: Values, other: Values) -> bool:
+def _equal(one: StateValues, other: StateValues) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
         for key, value in one.items()
@@ -122,7 +125,7 @@ class OptimizerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the state. Raises UserError if it belongs to other parameters, or another optimizer, than this run's."""
-        by_name: dict[str, Values] = {}
+        by_name: dict[str, StateValues] = {}
         for key, value in state.items():
             name, _, state_key = key.rpartition("|")
             by_name.setdefault(name, {})[state_key] = value
@@ -186,7 +189,7 @@ class OptimizerState:
             for place, parameter in enumerate(group["params"])
         }
 
-    def _groups(self) -> dict[str, Values]:
+    def _groups(self) -> dict[str, StateValues]:
         return {
             f"param_groups.{index}": {key: group[key] for key in self.entry.group_keys}
             for index, group in enumerate(self.optimizer.param_groups)
@@ -232,7 +235,7 @@ def weights_for_use(
     return weights
 
 
-def _check(saved: Values, layouts: Sequence[Mapping[str, str]], name: str, requirement: str) -> None:
+def _check(saved: StateValues, layouts: Sequence[Mapping[str, str]], name: str, requirement: str) -> None:
     kinds = _kinds(saved)
     if kinds not in layouts:
         listed = ", ".join(f"{key} {kind}" for key, kind in sorted(kinds.items())) or "nothing"
@@ -243,7 +246,7 @@ def _kinds(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: kind(value) for key, value in values.items()}
 
 
-def _to(saved: Values, device: torch.device) -> Values:
+def _to(saved: StateValues, device: torch.device) -> StateValues:
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in saved.items()}
 
 

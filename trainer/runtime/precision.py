@@ -86,45 +86,17 @@ def keep_activations(module: nn.Module, compute: torch.dtype) -> None:
             if child.weight is not None:
                 child.__class__ = _cast_norm(type(child))
         elif compute != torch.float32 and any(p.is_floating_point() for p in child.parameters(recurse=False)):
-            child.register_forward_hook(_OutputCast(compute))
+            child.register_forward_hook(OutputCast(compute))
 
 
 @dataclass
-class _OutputCast:
+class OutputCast:
     """A forward hook that casts a module's output."""
 
     compute: torch.dtype
 
     def __call__(self, child: nn.Module, args, output):
         return output.to(self.compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
-
-
-@contextmanager
-def widened(module: nn.Module) -> Iterator[None]:
-    """A context in which the module's own floating-point parameters and buffers are fp64, without gradients."""
-    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    before = [(each, each.data, each.grad) for each in tensors if each.is_floating_point()]
-    for each, _, _ in before:
-        each.data, each.grad = each.data.double(), None
-    try:
-        yield
-    finally:
-        for each, data, gradient in before:
-            each.grad = None  # of the other dtype
-            each.data, each.grad = data, gradient
-
-
-@contextmanager
-def handing_on_fp64(module: nn.Module) -> Iterator[None]:
-    """A context in which the module returns fp64 in place of the compute dtype of `keep_activations`."""
-    before = [(hook, hook.compute) for hook in module._forward_hooks.values() if isinstance(hook, _OutputCast)]
-    for hook, _ in before:
-        hook.compute = torch.float64
-    try:
-        yield
-    finally:
-        for hook, compute in before:
-            hook.compute = compute
 
 
 @cache

@@ -292,7 +292,7 @@ class Forecaster:
             return
         self.masters[name] = streamer.host
         elsewhere = {id(tensor) for tensor in streamer.at_home()}
-        rest = [block.kept for block in streamer.streamed.values()] if self.on_cpu or not streamer.host else []
+        rest = [block.master for block in streamer.streamed.values()] if self.on_cpu or not streamer.host else []
         yield from (tensor for tensor in (*_tensors(module), *streamer.slots, *rest) if id(tensor) not in elsewhere)
 
     def streaming(self) -> Streaming | None:
