@@ -103,8 +103,7 @@ class Components:
         in_file = held_as(self.source, name)
         if in_file and not storage.format.quantised:
             self.processes.say(f"{name}: held as {in_file[0]} in the model's file, widened to {storage.format.name}")
-        stored = quantization.stored_as(module)
-        if stored is not None:
+        if (stored := quantization.stored_as(module)) is not None:
             self.storage[name] = stored
             self.processes.say(f"{name}: {stored}")
         if storage.scaled_matmul:

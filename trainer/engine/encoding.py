@@ -179,8 +179,7 @@ def prompts_of(plan: RunPlan) -> list[str]:
 
 
 def _keep_limit(processes: Processes, cache: Cache, limit: str) -> None:
-    """Delete unused entries above the limit once all processes have filled the cache, as each did meanwhile. limit:
-    data.cache_limit."""
+    """Delete unused entries above data.cache_limit once all processes have filled the cache, as each did meanwhile."""
     processes.wait(obey=True)
     if processes.is_main:
         cache.keep_limit()

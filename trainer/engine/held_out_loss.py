@@ -7,7 +7,7 @@ objectives. It depends on the adapter alone, and changes nothing in the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -125,12 +125,7 @@ class HeldOutLoss:
 
     def measure(self) -> Fields:
         """Fields of the log; none if another process failed. This process's own error is raised once the others know."""
-        owners = [
-            (kind, example.photo.sha256[:16])
-            for kind, examples in self.measured.items()
-            for example in examples
-            for _ in range(draws_of(len(examples)))
-        ]
+        owners = [(kind, example.photo.sha256[:16]) for kind, example, numbers in self._draws() for _ in numbers]
         losses = torch.zeros(len(owners), dtype=torch.float32, device=self.processes.device)
         work, failed = self._share(), 1
         try:
@@ -155,16 +150,20 @@ class HeldOutLoss:
         counts = {COUNT: photos, COPIES: self.copies} if photos else {}
         return {PHOTOS: self.mark} | counts | _fields(owners, losses.tolist())
 
+    def _draws(self) -> Iterator[tuple[str, Example, range]]:
+        """(kind, example, numbers of its draws) of all measured examples."""
+        for kind, examples in self.measured.items():
+            for example in examples:
+                yield kind, example, range(draws_of(len(examples)))
+
     def _share(self) -> list[tuple[Example, range, int]]:
         """(example, numbers of its draws, index of the first in all losses) of this process. Any number of processes has the
         same pieces."""
         work, place = [], 0
-        for examples in self.measured.values():
-            for example in examples:
-                numbers = range(draws_of(len(examples)))
-                pieces = (numbers[first : first + self.at_once] for first in numbers[:: self.at_once])
-                work += [(example, piece, place + piece.start) for piece in pieces]
-                place += len(numbers)
+        for _, example, numbers in self._draws():
+            pieces = (numbers[first : first + self.at_once] for first in numbers[:: self.at_once])
+            work += [(example, piece, place + piece.start) for piece in pieces]
+            place += len(numbers)
         return work[self.processes.rank :: self.processes.count]
 
     def _errors(self, example: Example, numbers: Sequence[int]) -> torch.Tensor:

@@ -188,7 +188,7 @@ class Step:
         are not finite leave parameters, optimizer and schedule unchanged, in all processes alike. So does a lack of memory in
         any: then OutOfMemory is raised in all."""
         sums, exhausted = self._backward(step, batches, occurrences)
-        # Whatever happened here: a process that stopped on its own would leave the others waiting.
+        # In any case: a process that stopped on its own would leave the others waiting.
         self.sum(sums, *(parameter.grad for parameter in self.parameters))
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
