@@ -2,7 +2,6 @@
 
 x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, integer t in [0, T).
   epsilon: target = noise.   v (Salimans and Ho 2022, arXiv 2202.00512): target = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0.
-Zero terminal SNR (Lin et al. 2023, arXiv 2305.08891): sqrt(abar) shifted and scaled so that abar_{T-1} = 0.
 """
 
 import math
@@ -15,12 +14,9 @@ from torch import Tensor
 
 from trainer.base.errors import UserError
 from trainer.objectives.base import AtTime, Objective, by_sample
+from trainer.objectives.noise import noise_schedule
 from trainer.objectives.times import Times
 from trainer.objectives.weighting import Weighting
-
-# The keys of a diffusers scheduler config that determine its noise schedule.
-BETAS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule")
-MOST_STEPS = 1_000_000  # a thousand times those of every known model
 
 
 @dataclass(frozen=True)
@@ -125,40 +121,3 @@ class Diffusion(Objective):
     def describe(self) -> str:
         terminal = ", zero terminal SNR" if self.zero_terminal_snr else ""
         return f"{self.prediction}-prediction, {self.times.describe()}{terminal}{self.weighting.describe()}{self.extras()}"
-
-
-def noise_schedule(scheduler: Mapping[str, Any], *, published: Mapping[str, Any], zero_terminal_snr: bool) -> Tensor:
-    """abar, float64 [T], of a diffusers scheduler config (beta_schedule "scaled_linear" or "linear"). published: the
-    published model's values of BETAS, for messages. Raises UserError for another schedule."""
-    # No defaults: diffusers' classes disagree with models, and with one another, so a default would be neither what the model
-    # was trained with nor what another program samples with.
-    absent = [key for key in BETAS if scheduler.get(key) is None]
-    if absent or scheduler.get("trained_betas") is not None:
-        problem = f"has no {' and no '.join(absent)}" if absent else "has trained_betas, which are not supported"
-        raise UserError(
-            f"the model's scheduler_config.json {problem}: give {', '.join(BETAS)}; the published model's are "
-            + ", ".join(repr(published[key]) for key in BETAS)
-        )
-    steps, start, end, schedule = (scheduler[key] for key in BETAS)
-    if not (type(steps) is int and 1 <= steps <= MOST_STEPS):
-        raise _refusal("num_train_timesteps", steps, f"a whole number from 1 to {MOST_STEPS:,} is needed", published)
-    for key, beta in (("beta_start", start), ("beta_end", end)):
-        if not (type(beta) in (int, float) and 0 < beta < 1):
-            raise _refusal(key, beta, "a number between 0 and 1 is needed", published)
-    if schedule == "scaled_linear":
-        betas = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64).square()
-    elif schedule == "linear":
-        betas = torch.linspace(start, end, steps, dtype=torch.float64)
-    else:
-        raise UserError(f"the scheduler's beta_schedule = {schedule!r} is not supported; use scaled_linear or linear")
-    alphas_cumprod = (1 - betas).cumprod(0)
-    if zero_terminal_snr:
-        root = alphas_cumprod.sqrt()
-        alphas_cumprod = ((root - root[-1]) * root[0] / (root[0] - root[-1])).square()
-    return alphas_cumprod
-
-
-def _refusal(key: str, value: Any, rule: str, published: Mapping[str, Any]) -> UserError:
-    return UserError(
-        f"the model's scheduler_config.json has {key} = {value!r:.80}: {rule}; the published model has {published[key]}"
-    )

@@ -57,12 +57,12 @@ class Position:
 class Job:
     """One activity of a run.
 
-    name: completes "out of memory while ...": "samples were drawn". due: the same in all processes. run: does the work;
-    returns fields for the step's line of the log, or None. remedy: what to change if memory runs out. shared: whether every
-    process takes part, and none waits. Otherwise the main process runs it, and the others wait. fields: names of its fields.
-    A job with fields runs before the step's line is written, others after its checkpoint. mark: identifies the data that it
-    measures, and stands in the line; None if that data cannot change. at_once: it coordinates the processes itself, so its
-    errors are no ending to agree on. Every process runs it.
+    name: completes "out of memory while ...": "samples were drawn". due: the same in all processes.
+    run: does the work; returns fields for the step's line of the log, or None. remedy: what to change if memory runs out.
+    shared: whether every process takes part, and none waits. Otherwise the main process runs it, and the others wait.
+    fields: names of its fields. A job with fields runs before the step's line is written, others after its checkpoint.
+    mark: identifies the data that it measures, and stands in the line; None if that data cannot change.
+    at_once: it coordinates the processes itself, so its errors are no ending to agree on. Every process runs it.
     """
 
     name: str
