@@ -19,11 +19,10 @@ class Descent:
     """The curve of the rate after the warm-up.
 
     curve: (n, length, **keys of `reads`) -> from 1 (the base rate) to 0 (the rate at the end), after n of `length` updates,
-    0 <= n <= length. source: the formula's. reads: keys of the config's table.
+    0 <= n <= length. reads: keys of the config's table.
     """
 
     curve: Callable[..., float]
-    source: str
     reads: tuple[str, ...] = ("end",)
 
 
@@ -46,22 +45,18 @@ def _wsd(n: int, length: int, decay: int) -> float:
     return min(1.0, float(length - n) / float(decay)) if decay else 1.0
 
 
+# p: the share of the descent that is over.
 SCHEDULES = {
-    "constant": Descent(lambda n, length: 1.0, "the base rate", ()),
-    "linear": Descent(_linear, "a line (diffusers, get_linear_schedule_with_warmup)"),
-    "cosine": Descent(_cosine, "half a cosine wave (Loshchilov and Hutter, SGDR, 2017, eq. 5, without restarts)"),
-    "cosine_restarts": Descent(
-        _cosine, "`cycles` half waves of equal length (SGDR, eq. 5, T_mult = 1)", ("end", "cycles")
-    ),
-    "polynomial": Descent(
-        lambda n, length, power: _linear(n, length) ** power,
-        "(1 - p)^`power` (diffusers, get_polynomial_decay_schedule_with_warmup)", ("end", "power"),
-    ),
-    "rex": Descent(_rex, "(1 - p) / (1/2 + (1 - p) / 2) (Chen et al., REX, 2021)"),
-    "wsd": Descent(
-        _wsd, "the base rate, then a line over `decay` (Hu et al., MiniCPM, 2024; Hägele et al., 2024)", ("end", "decay")
-    ),
-}  # fmt: skip
+    "constant": Descent(lambda n, length: 1.0, ()),
+    "linear": Descent(_linear),  # diffusers, get_linear_schedule_with_warmup
+    "cosine": Descent(_cosine),  # half a wave (Loshchilov and Hutter, SGDR, 2017, eq. 5, without restarts)
+    "cosine_restarts": Descent(_cosine, ("end", "cycles")),  # half waves of equal length (SGDR, eq. 5, T_mult = 1)
+    # (1 - p)^power (diffusers, get_polynomial_decay_schedule_with_warmup)
+    "polynomial": Descent(lambda n, length, power: _linear(n, length) ** power, ("end", "power")),
+    "rex": Descent(_rex),  # (1 - p) / (1/2 + (1 - p) / 2) (Chen et al., REX, 2021)
+    # The base rate, then a line over `decay` (Hu et al., MiniCPM, 2024; Hägele et al., 2024)
+    "wsd": Descent(_wsd, ("end", "decay")),
+}
 
 
 def build_schedule(
