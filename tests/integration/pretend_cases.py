@@ -129,7 +129,7 @@ def test_a_run_from_its_first_photo_to_a_sample(folder: Path, size: str, family:
     ) as run:
         told, latents = run.encode_prompts(["a plush bear"]), run.encode_images(1024, 1024, 1)
         assert latents.shape == run.batch(((1024, 1024),), told, 1).latents.shape
-        run.components.let_go(run.plan.model.family.text_encoders)
+        run.components.unload(run.plan.model.family.text_encoders)
         update(run, (1024, 1024), (832, 1216))
         image = run.sample(run.plan.data.requests[0], told, told)
         assert image.shape == (1, 3, 1024, 1024) and image.device == run.device
@@ -179,7 +179,7 @@ def test_a_step_over_a_streamed_base_takes_what_was_foretold(folder: Path, monke
         update(run, (1024, 1024))  # the optimizer has its state from here on
         streamer = run.components.streamers[run.plan.model.family.denoiser]
         batches, entered, enter = micro_batches(run, (1024, 1024)), [], streamer.enter
-        run.components.let_go([*run.plan.model.family.text_encoders, run.plan.model.family.vae])
+        run.components.unload([*run.plan.model.family.text_encoders, run.plan.model.family.vae])
 
         def watched(place: int, way: int) -> None:
             block = streamer.streamed[place]

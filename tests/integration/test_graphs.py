@@ -160,6 +160,6 @@ def test_the_last_pictures_get_the_memory_of_the_graphs(finished: bool) -> None:
     artifacts = SimpleNamespace(
         finish=lambda: done.append("pictures"), leave_files=lambda: done.append("files"), leave_report=lambda: None
     )
-    step = SimpleNamespace(graphs=SimpleNamespace(let_go=lambda: done.append("let go")))
+    step = SimpleNamespace(graphs=SimpleNamespace(clear=lambda: done.append("let go")))
     close(SimpleNamespace(step=step, artifacts=lambda: artifacts), SimpleNamespace(), finished=finished)  # type: ignore[arg-type]
     assert done == ["let go", "pictures" if finished else "files"]

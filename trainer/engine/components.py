@@ -155,7 +155,7 @@ class Components:
             library=quantization.library(self.plan.storage[name].format),
         )
 
-    def let_go(self, names: Collection[str]) -> None:
+    def unload(self, names: Collection[str]) -> None:
         """Free these components; a later use loads them again."""
         for streamer in [self.streamers.pop(name) for name in names if name in self.streamers]:
             streamer.close()
@@ -198,7 +198,7 @@ class Components:
         try:
             yield encode
         finally:
-            self.let_go([name])
+            self.unload([name])
 
     @torch.no_grad()
     def encode_prompts(self, texts: list[str]) -> Conditioning:

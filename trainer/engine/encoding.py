@@ -86,7 +86,7 @@ def encode(
         totals = processes.total(*counts) if isinstance(cache, Cache) else counts
         masks = f", {totals[2]} masks" if encodings.masks else ""
         processes.say(f"cache: {totals[0]} latents{masks} and {totals[1]} texts encoded, the rest was there")
-        components.let_go(() if plan.data.requests else (family.vae,))
+        components.unload(() if plan.data.requests else (family.vae,))
     if isinstance(cache, Cache) and cache.limit is not None:
         _keep_limit(components.processes, cache, plan.data.table.cache_limit)
     return Reader(

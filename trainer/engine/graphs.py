@@ -123,7 +123,7 @@ class Graphs:
         """The graphs that hold memory, by the shapes of their inputs."""
         return self.pool.recorded
 
-    def let_go(self) -> None:
+    def clear(self) -> None:
         """Free the memory of all graphs; they are recorded again."""
         # In a new pool: tensors that the layers still hold keep the old one alive.
         self.pool = Pool(self.new_recorder())
@@ -133,7 +133,7 @@ class Graphs:
         sizes = len(self.recorded)
         self.say(f"step.graphs: {reason} ({sizes} sizes are recorded); the steps go on without, in the same bytes")
         self.off = True
-        self.let_go()
+        self.clear()
 
     def begin(self) -> None:
         """Start an update: the parameters may have changed."""
@@ -192,7 +192,7 @@ class Graphs:
         addresses = [(each.data_ptr(), each.grad.data_ptr(), each.requires_grad) for each in self.parameters]
         if addresses != self.addresses:
             self.addresses = addresses
-            self.let_go()
+            self.clear()
 
 
 def retrying(graphs: Replays | None, work: Callable[P, T]) -> Callable[P, T]:
@@ -204,7 +204,7 @@ def retrying(graphs: Replays | None, work: Callable[P, T]) -> Callable[P, T]:
         except (RuntimeError, MemoryError) as error:
             if graphs is None or not graphs.recorded or not is_out_of_memory(error):
                 raise
-        graphs.let_go()
+        graphs.clear()
         return work(*args, **kwargs)
 
     return wrapped

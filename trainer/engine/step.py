@@ -143,10 +143,10 @@ _LATENTS, _LOSS = 1, 2
 
 class Replays(Protocol):
     """`backward` of (micro-batch, occurrences of its update, share) by CUDA graphs (graphs.py). recorded: the graphs that
-    hold memory. `let_go` and `give_up` free it; after `give_up` all micro-batches are eager."""
+    hold memory. `clear` and `give_up` free it; after `give_up` all micro-batches are eager."""
 
     recorded: Mapping[str, Any]
-    let_go: Callable[[], None]
+    clear: Callable[[], None]
     give_up: Callable[[str], None]
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence], share: torch.Tensor, /) -> torch.Tensor: ...

@@ -322,7 +322,7 @@ def close(run: Run, signals: Signals, *, finished: bool) -> None:
     """Leave what a whole run leaves for people, or what one does that stops before its end."""
     signals.promise = "stopping; the last step is saved"
     if run.step.graphs is not None:
-        run.step.graphs.let_go()  # pictures may need the memory
+        run.step.graphs.clear()  # pictures may need the memory
     try:
         artifacts = run.artifacts()
         if finished:

@@ -152,7 +152,7 @@ class Bench:
         try:
             return storage_cost.predict(self.held_out(components), components, what)
         finally:
-            components.let_go([storage.name])
+            components.unload([storage.name])
 
     def quantised(self, storage: Storage) -> Formats:
         """The layers that a storage quantises. Reads no weight."""
@@ -189,7 +189,7 @@ def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phase
             single[-1][name] = storage_cost.measured(base, losses)
     shapes = {name: layer.weight_shape for name, layer in denoiser.named_modules() if isinstance(layer, FrozenLayer)}
     del denoiser, held_out
-    components.let_go([run.model.family.denoiser])
+    components.unload([run.model.family.denoiser])
     costs = []
     for storage, formats, own, each in zip(plan.stored, layers, terms, single, strict=True):
         payloads = {name: format.empty_payload(shapes[name], "meta").values() for name, format in formats.items()}

@@ -143,7 +143,7 @@ class Unread(Components):
 
         return wrapped
 
-    def let_go(self, names: Collection[str]) -> None:
+    def unload(self, names: Collection[str]) -> None:
         """Delete the tensors of components: collecting the modules' reference cycles would take longer than the rest."""
         for name in names:
             if name in self.streamers:
