@@ -237,8 +237,7 @@ def _losses(config: Config, components: Components, adapter: Adapter, draws: Dra
 
 
 def _regrouping(config: Config, saved: Mapping[str, Any], adapter: Adapter, encoders: Sequence[str]) -> optim.Regrouping:
-    """The map from the saved config's parameter groups to this one's, as rates of rules and of the optimizer make the
-    groups."""
+    """The map from the saved config's parameter groups to this one's: rates of rules and of the optimizer make the groups."""
     rules = [Rule(**rule) for rule in saved["adapter"]["rules"]]
     return optim.Regrouping(
         saved=list(adapter.groups(Rates.read(saved["optimizer"], encoders), rules).values()),

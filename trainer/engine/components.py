@@ -46,8 +46,7 @@ def without_modules(source: ModelSource, options: Mapping[str, Any], tokenizers:
 
 
 class Components:
-    """The model's components, each loaded at its first use. plan: of a model whose files are on this machine. digests:
-    theirs.
+    """The model's components, each loaded at its first use. plan: of a model with its files here. digests: theirs.
 
     model: the argument of the family's functions. storage: the format of each component that was quantised here. streamers:
     by component, of those in memory whose blocks are streamed. frozen_adapter: the one below the trained adapter, or None.

@@ -200,8 +200,7 @@ def prompt_conditioning(components: Components, reader: Reader, text: str) -> Co
 
 
 def conditionings(components: Components, texts: list[str]) -> Callable[[str], Conditioning]:
-    """A function from a text to its conditioning: encoded now, one encoder after another, or live if an encoder is
-    adapted."""
+    """A function text -> conditioning: encoded now, one encoder after another, or live if an encoder is adapted."""
     plan, family = components.plan, components.family
     if not plan.cache_text:
         return lambda text: family.encode_prompts(components.model, [text])
@@ -211,8 +210,7 @@ def conditionings(components: Components, texts: list[str]) -> Callable[[str], C
 
 
 def report_captions(data: DataPlan, family: Family, model: Model) -> captions.CaptionReport:
-    """A report of missing, empty and overlong captions. Raises UserError if data.strict_captions refuses one. model: with its
-    tokenizers."""
+    """A report of missing, empty and overlong captions. Raises UserError for the last under data.strict_captions."""
     texts = list(dict.fromkeys(text for example in (*data.examples, *data.held_out) for text in example.captions))
     counted = {
         family.files.tokenizers[name]: captions.Tokens(limit, dict(zip(texts, counts, strict=True)))

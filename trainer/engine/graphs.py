@@ -23,8 +23,7 @@ from trainer.engine.step import Inputs, Losses, Replays, backward
 from trainer.kernels.scratch import own_buffers
 from trainer.runtime.compilation import programs_complete
 
-# Eager micro-batches of a shape before one is recorded: in them libraries choose kernels, allocate workspaces, and fill
-# caches.
+# Eager micro-batches of a shape before its graph: in them libraries choose kernels, allocate workspaces, and fill caches.
 WARM_UP = 3
 
 T, P = TypeVar("T"), ParamSpec("P")

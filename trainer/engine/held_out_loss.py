@@ -157,8 +157,8 @@ class HeldOutLoss:
                 yield kind, example, range(draws_of(len(examples)))
 
     def _share(self) -> list[tuple[Example, range, int]]:
-        """(example, numbers of its draws, index of the first in all losses) of this process. Any number of processes has the
-        same pieces."""
+        """(example, numbers of its draws, index of the first in all losses) of this process; pieces are cut alike for any
+        count."""
         work, place = [], 0
         for _, example, numbers in self._draws():
             pieces = (numbers[first : first + self.at_once] for first in numbers[:: self.at_once])

@@ -18,8 +18,7 @@ class NonFinite:
     say: Callable[[str], None]
 
     def entry(self, name: str) -> None:
-        """Handle an encoded photo or caption that is not finite: raises NonFiniteError, or warns that its updates are
-        skipped."""
+        """Handle a non-finite encoded photo or caption: raises NonFiniteError, or warns that its updates are skipped."""
         if self.policy == "stop":
             raise NonFiniteError(
                 f"{name} are not finite; do one of these:\n"

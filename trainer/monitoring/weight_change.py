@@ -72,8 +72,7 @@ def largest(numbers: Iterable[float]) -> float:
 
 
 def render(sections: Mapping[str, Mapping[str, Any]], columns: int) -> str:
-    """The sections as plain text in lines of at most `columns` characters: aligned tables, or sentences if that is too
-    wide."""
+    """The sections as plain text in lines of at most `columns` characters: aligned tables, or sentences if too wide."""
     lines = []
     for title, section in sections.items():
         table = [[str(cell) for cell in row] for row in (section["columns"], *section["rows"])]

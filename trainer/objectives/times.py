@@ -34,8 +34,8 @@ QUARTILES = torch.tensor([0.25, 0.75], dtype=torch.float64)
 
 
 def stratified(u: Tensor, keys: Sequence[Key], update: Sequence[Key], seed: int) -> Tensor:
-    """float64 [B]: u, the uniform draws [B] of samples with these keys, moved into the N equal strata of (0, 1), one for each
-    sample of the update.
+    """Uniform draws u [B] of samples with these keys, moved into N equal strata of (0, 1), one for each of the update's
+    samples.
 
     update: the keys of its N samples, in any order. A sample's stratum is the rank of its draw "stratum" among theirs: every
     assignment is equally likely, so each result is uniform. u is the place inside the stratum.
@@ -50,8 +50,7 @@ def stratified(u: Tensor, keys: Sequence[Key], update: Sequence[Key], seed: int)
 
 @dataclass(frozen=True)
 class Times:
-    """A distribution of times by the config's fields. t_range: shares of the way to noise, of the times that the model
-    sees."""
+    """A distribution of times by the config's fields. t_range: shares of the way to noise, as the model sees times."""
 
     timesteps: str = "uniform"
     logit_mean: float = 0.0

@@ -19,8 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Formula:
-    """A weighting's formula. photo_weight: (weighting, SNR float64 [B]) -> W. words: its description. gamma: the default, as
-    in the paper."""
+    """A weighting's formula. photo_weight: (weighting, SNR float64 [B]) -> W. words: describe it. gamma: the default."""
 
     photo_weight: Callable[["Weighting", Tensor], Tensor]
     words: str
@@ -56,8 +55,7 @@ class Weighting:
         return (FORMULAS[self.name].gamma or 1.0) if self.min_snr_gamma is None else self.min_snr_gamma
 
     def weight(self, snr: Tensor, prediction: Literal["epsilon", "v"]) -> Tensor:
-        """The weights, fp32 [B], from SNR float64 [B], for any name but "none". At zero SNR, where only v is defined, the
-        limit: 0."""
+        """The weights, fp32 [B], of SNR float64 [B], for any name but "none". At zero SNR, which only v has, the limit: 0."""
         photo_weight = FORMULAS[self.name].photo_weight(self, snr)
         return (photo_weight / (snr if prediction == "epsilon" else snr + 1)).float()
 

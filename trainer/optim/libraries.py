@@ -66,8 +66,7 @@ def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.opti
 
 
 def counting(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of pytorch-optimizer, not batched over a group on a CPU: that would hold temporaries of the whole
-    group."""
+    """An optimizer of pytorch-optimizer, not batched over a group on a CPU: temporaries would be as large as the group."""
     optimizer = library(groups, foreach=groups[0]["params"][0].device.type != "cpu", **keys)
     for group in optimizer.param_groups:
         group.setdefault("step", 0)

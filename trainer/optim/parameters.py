@@ -16,8 +16,7 @@ def padded(elements: int) -> int:
 def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """One fp32 parameter; the given ones become its slices, and so do their gradients, which start at zero.
 
-    An adapter is hundreds of small tensors. A flat one takes one kernel each for the update, the norm, the clipping and the
-    reduction over processes.
+    An adapter is hundreds of small tensors; a flat one takes one kernel each for update, norm, clipping and reduction.
     """
     sizes = [padded(parameter.numel()) for parameter in parameters]
     flat = nn.Parameter(torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device))

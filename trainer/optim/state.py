@@ -114,8 +114,7 @@ class OptimizerState:
         self._constants = self._other_keys()
 
     def state_dict(self) -> dict[str, Any]:
-        """The flat state. Raises ValueError if a group changed in a key that the table does not name: a resume would lose
-        it."""
+        """The flat state. Raises ValueError if a group changed in a key that the table does not name: it would be lost."""
         for before, after in zip(self._constants, self._other_keys(), strict=True):
             changed = sorted({key for key, _ in before.items() ^ after.items()})
             if changed:

@@ -57,8 +57,7 @@ class Attention:
         return ", ".join(self.kinds) or OWN
 
     def used(self) -> AbstractContextManager[Any]:
-        """A context in which all attention of the process uses these kernels. For a whole pass: entering costs a dozen calls
-        into torch."""
+        """A context, for a whole pass, in which all attention uses these kernels. To enter costs a dozen calls into torch."""
         kernels = [KERNELS[kind] for kind in self.kinds]
         return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
 

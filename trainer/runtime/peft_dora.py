@@ -20,8 +20,7 @@ DENSE = {torch.float64, *(format.dtype for format in FORMATS.values() if not for
 
 
 class Frozen(NamedTuple):
-    """A base layer for our kernels, with PEFT's weight, not a copy. key: identifies its tensors. w_sq: ||W||^2. z_rows: for
-    `Part`."""
+    """A base layer for our kernels, with PEFT's own weight. key: names its tensors. w_sq: ||W||^2. z_rows: for `Part`."""
 
     key: tuple
     base: BaseLayer
@@ -111,8 +110,7 @@ class Accelerated:
 
 def accelerate_peft_dora(model: nn.Module) -> Accelerated:
     """Have the DoRA layers of a PEFT model compute with our kernels, in place. A second call adds layers that are new since.
-    Raises UserError for a model without DoRA, and, before anything is changed, for DoRA layers that our kernels do not
-    suit."""
+    Raises UserError for a model without DoRA, and, before any change, for DoRA layers that our kernels do not compute."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     doras = {name: layer for name, layer in layers.items() if layer.lora_magnitude_vector}
     if not doras:

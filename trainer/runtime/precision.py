@@ -28,12 +28,10 @@ GROWTH_INTERVAL = 2000  # updates without an overflow, after which the loss scal
 
 
 def prepare_device(device: torch.device, compute: set[str]) -> None:
-    """Turn off TF32 and sums in 16 bits, and refuse a compute dtype that the device would only emulate. A CPU has all (fp16
-    slowly)."""
+    """Turn off TF32 and sums in 16 bits; refuse a compute dtype that the device would only emulate. A CPU has all."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
-    # Else cuBLAS sums the parts of a product that it splits along K in 16 bits: on an H100 dB was off by 30 times the bound
-    # of a sum in fp32.
+    # Else cuBLAS sums the parts of a product split along K in 16 bits: on an H100 dB was off by 30 times the bound in fp32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     # With cuDNN's attention, torch's first choice on Hopper, the gradients of Flux were not finite in bf16, and at full size

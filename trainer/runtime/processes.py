@@ -35,8 +35,7 @@ SCHEME = "trainer"  # of the URL by which accelerate gets our store
 class Processes:
     """This process and its peers. All processes call the methods, except `check`, in the same order.
 
-    store: of this start alone; unused by a single process. lost_after: seconds without a heartbeat. quiet: print warnings
-    alone.
+    store: of this start alone; None for one process. lost_after: seconds without a heartbeat. quiet: print only warnings.
     """
 
     def __init__(
@@ -82,8 +81,7 @@ class Processes:
     # --- values that must agree -----------------------------------------------------------------------------------------
 
     def differences(self, table: Mapping[str, str]) -> dict[str, list[str | None]]:
-        """The keys whose values differ between processes: key -> each process's value, or None. Raises what `check`
-        raises."""
+        """The keys whose values differ between processes: key -> each's value, or None. Raises what `check` raises."""
         text = json.dumps(table, sort_keys=True)
         if self._store is None or len({*self.exchange(hashlib.sha256(text.encode()).hexdigest())}) == 1:
             return {}
@@ -258,8 +256,7 @@ class Processes:
                 raise PeerStopped(f"process {failure['rank']} could not go on; its message says why", failure["status"])
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
-        """Wait until the store has all keys, even if their process has failed since. Another process's progress is a sign of
-        life of this one."""
+        """Wait until the store has all keys, even if their process failed since. Others' progress is a sign of life here."""
         pause, work = 0.001, 0
         while not self._has(keys):
             try:
@@ -307,8 +304,7 @@ class Processes:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """A context of store calls. Raises PeerStopped if the store ended with its process, the main one without a
-        launcher."""
+        """A context of store calls. Raises PeerStopped if the store ended with its process (the main one if not launched)."""
         try:
             yield
         except torch.distributed.DistError as error:

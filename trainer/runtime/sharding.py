@@ -110,8 +110,7 @@ class Sharder(Streamer):
         super().copy(block, start)
 
     def payloads(self, block: Streamed) -> list[dict[str, Tensor]]:
-        """The payload of each layer of a block, gathered out of turn, and cached until the next one or until a block is
-        entered."""
+        """Each layer's payload in a block, gathered out of turn; cached until the next call, or until a block is entered."""
         if self.last is None or self.last[0] is not block:
             self.last = None
             into = torch.empty(self.slots[0].shape, dtype=torch.uint8, device=self.device)
