@@ -210,7 +210,7 @@ def conditionings(components: Components, texts: list[str]) -> Callable[[str], C
 
 
 def report_captions(data: DataPlan, family: Family, model: Model) -> captions.CaptionReport:
-    """A report of missing, empty and overlong captions. Raises UserError for the last under data.strict_captions."""
+    """A report of missing, empty and overlong captions. Raises UserError for overlong ones if data.strict_captions is set."""
     texts = list(dict.fromkeys(text for example in (*data.examples, *data.held_out) for text in example.captions))
     counted = {
         family.files.tokenizers[name]: captions.Tokens(limit, dict(zip(texts, counts, strict=True)))

@@ -45,7 +45,7 @@ class Position:
         return self.step == self.last
 
     def due(self, every: int | Every, *, ends: bool = False) -> bool:
-        """Whether a job of a period (steps, or an Every; 0 is never) is due. ends: also before the first and after all steps."""
+        """Whether a job of a period (steps or an Every; 0: never) is due. ends: also before the first and after the last step."""
         every = Every(every) if isinstance(every, int) else every
         if ends and self.step in (0, self.last):
             return every.every > 0
