@@ -45,7 +45,7 @@ class Position:
         return self.step == self.last
 
     def due(self, every: int | Every, *, ends: bool = False) -> bool:
-        """Whether a job of a period (steps or an Every; 0: never) is due. ends: also before the first and after the last step."""
+        """Whether a job is due here. every: a period in steps, or an Every. ends: also before the first and after all steps."""
         every = Every(every) if isinstance(every, int) else every
         if ends and self.step in (0, self.last):
             return every.every > 0
