@@ -45,7 +45,7 @@ class Position:
         return self.step == self.last
 
     def due(self, every: int | Every, *, ends: bool = False) -> bool:
-        """Whether a job is due. every: a period in steps, or an Every. ends: also before the first step and after the last."""
+        """Whether a job is due. every: a period in steps, or an Every. ends: also before the first step and after all."""
         every = Every(every) if isinstance(every, int) else every
         if ends and self.step in (0, self.last):
             return every.every > 0
