@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trainer.base.tensorfile import size_text
 from trainer.quantization import FrozenLayer, Home, Payload, copy_payload
 
-# Directions: a forward pass with a backward pass after it, which starts at the last blocks; that; forward passes in a cycle.
+# Directions: a forward pass before a backward pass, which starts at the last blocks; the latter; forward passes in a cycle.
 FORWARD, BACK, ROUND = 1, -1, 0
 SLOTS = 2
 ALIGNMENT = 256  # bytes: of each tensor in a flat buffer, as in torch's own allocators
