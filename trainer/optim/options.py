@@ -41,7 +41,7 @@ def options_of(name: str) -> dict[str, inspect.Parameter]:
 
 def check(name: str, *, betas: Sequence[float] | None, eps: float | None, options: Mapping[str, Any]) -> None:
     """Raises UserError for a keyword that the library does not have, and for a value that it refuses. Imports the library
-    unless nothing is set. betas, eps: None if not set."""
+    unless nothing is set. betas, eps: None if the optimizer has none."""
     entry = optimizer_named(name)
     if betas is not None and len(betas) != len(entry.betas or ()):
         defaults = list(entry.betas or ())
