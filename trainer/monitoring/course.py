@@ -96,7 +96,7 @@ class Course:
         if step == 1:
             self.first_rate = rate
         start = row.get("at_start", {})
-        # Not finite before a step: the fault of a photo or the model, not of the training. It tells nothing later.
+        # A loss that is not finite before a step is the fault of a photo or the model, not of the training.
         self.unusable |= {(start.get(PHOTOS), field) for field in FIXED if field in start and not is_finite(start[field])}
         self._add_held_out(start)
         warning = self.measured(step, row)
