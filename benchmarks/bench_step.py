@@ -224,7 +224,7 @@ class Prepared:
         self.row: dict[str, Any] = {"prepared_s": time.perf_counter() - began, "resident_bytes": resident}
         self.row["attention"] = str(given["attention"])  # the order of kinds: each call takes the first that can take it
         tokens = source.family.images.image_tokens(cell.pixels, cell.pixels)
-        self.row["attention_taken"] = given["attention"].taken(device, torch.bfloat16, sizes(), tokens)
+        self.row["attention_taken"] = given["attention"].selected(device, torch.bfloat16, sizes(), tokens)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = allocated(device)

@@ -65,9 +65,9 @@ def run(folder: Path, rate: float, *, steps: int, samples: bool = False, setting
     course, losses, norms = Course(), [1.0], [1.0]
     for row in read_lines(out / "metrics.jsonl"):
         course.add(row)
-        if course.now and course.first:
-            losses.append(course.now[0] / course.first[0])
-            norms.append(course.now[1] / course.first[1])
+        if course.latest and course.first:
+            losses.append(course.latest[0] / course.first[0])
+            norms.append(course.latest[1] / course.first[1])
     said = done.stdout + done.stderr
     moved = [float(text) / 100 for text in re.findall(r"^  unet\.\S* +\d+ +([\d.]+)%", said, re.MULTILINE)]
     images = [float(text) / 100 for text in re.findall(r"^  sample .* moved by .*?([\d.]+)%", said, re.MULTILINE)]

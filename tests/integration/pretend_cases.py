@@ -129,7 +129,7 @@ def test_a_run_from_its_first_photo_to_a_sample(folder: Path, size: str, family:
     ) as run:
         told, latents = run.encode_prompts(["a plush bear"]), run.encode_images(1024, 1024, 1)
         assert latents.shape == run.batch(((1024, 1024),), told, 1).latents.shape
-        run.components.let_go(run.plan.model.family.text_encoders)
+        run.components.unload(run.plan.model.family.text_encoders)
         update(run, (1024, 1024), (832, 1216))
         image = run.sample(run.plan.data.requests[0], told, told)
         assert image.shape == (1, 3, 1024, 1024) and image.device == run.device
@@ -147,7 +147,7 @@ def test_the_host_waits_for_no_copy_of_a_streamed_block(folder: Path) -> None:
         streamer = run.components.streamers[run.plan.model.family.denoiser]
         before = streamer.copies
         assert {slot.device for slot in streamer.slots} == {run.device}
-        assert {block.kept.device.type for block in streamer.streamed.values()} == {"cpu"}
+        assert {block.master.device.type for block in streamer.streamed.values()} == {"cpu"}
         update(run, (1024, 1024))
         assert streamer.copies - before == 2 * (len(streamer.streamed) - 2)
 
@@ -179,12 +179,12 @@ def test_a_step_over_a_streamed_base_takes_what_was_foretold(folder: Path, monke
         update(run, (1024, 1024))  # the optimizer has its state from here on
         streamer = run.components.streamers[run.plan.model.family.denoiser]
         batches, entered, enter = micro_batches(run, (1024, 1024)), [], streamer.enter
-        run.components.let_go([*run.plan.model.family.text_encoders, run.plan.model.family.vae])
+        run.components.unload([*run.plan.model.family.text_encoders, run.plan.model.family.vae])
 
         def watched(place: int, way: int) -> None:
             block = streamer.streamed[place]
             # The first resnets of SDXL are not on the way back: no gradient goes there.
-            assert streamer.held[block.slot] is block or not entered, f"block {place} is not there yet"
+            assert streamer.in_slot[block.slot] is block or not entered, f"block {place} is not there yet"
             entered.append(place)
             enter(place, way)
 
@@ -339,7 +339,7 @@ class Recorded:
             step.losses, parameters, adapter, recorder=lambda: self.guard,
             say=said.append,
         )  # fmt: skip
-        self.graphs._look_at_parameters = lambda: None  # they have no addresses here
+        self.graphs._check_addresses = lambda: None  # they have no addresses here
         with patch.object(graphs, "WARM_UP", 1):
             self.graphs(self.batches[0], self.occurrences, self.share)
 

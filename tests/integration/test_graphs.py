@@ -140,8 +140,8 @@ def test_compiled_blocks_are_recorded_once_their_programs_are_made(
             done = [take_step(run, step, update) for step, update in zip(range(1, 5), run.updates(), strict=False)]
             assert running.replayed and len(running.ran) == 2 and len(graphs.recorded) == 1
             weights = {name: tensor.clone() for name, tensor in run.adapter.state_dict().items()}
-            made = [result.told.get("compiled", 0) for result in done]
-            seen[compiled] = [replace(result, told={}) for result in done], weights, running.ran[1]
+            made = [result.log_fields.get("compiled", 0) for result in done]
+            seen[compiled] = [replace(result, log_fields={}) for result in done], weights, running.ran[1]
     (eager, before, ran), (compiled, after, program) = seen.values()
     assert compiled == eager and all(torch.equal(after[name], before[name]) for name in before)
     assert made[0] > 0 and not any(made[1:]), "in the first micro-batch, which warms up"
@@ -160,6 +160,6 @@ def test_the_last_pictures_get_the_memory_of_the_graphs(finished: bool) -> None:
     artifacts = SimpleNamespace(
         finish=lambda: done.append("pictures"), leave_files=lambda: done.append("files"), leave_report=lambda: None
     )
-    step = SimpleNamespace(graphs=SimpleNamespace(let_go=lambda: done.append("let go")))
+    step = SimpleNamespace(graphs=SimpleNamespace(clear=lambda: done.append("let go")))
     close(SimpleNamespace(step=step, artifacts=lambda: artifacts), SimpleNamespace(), finished=finished)  # type: ignore[arg-type]
     assert done == ["let go", "pictures" if finished else "files"]

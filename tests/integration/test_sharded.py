@@ -119,7 +119,7 @@ def test_what_is_whole_is_loaded_without_the_others(bench: Workbench, monkeypatc
     """As the VAE by the main process alone, for samples, while the others lend: they would take it for its end."""
     with built(bench.config("sdxl", adapter__targets=["*attn1.to_q"])) as run:
         monkeypatch.setattr(run.context.processes, "settle", lambda: pytest.fail("in common"))
-        run.components.let_go(["vae"])
+        run.components.unload(["vae"])
         assert run.components.load("vae") is run.model.modules["vae"]
 
 

@@ -1,5 +1,6 @@
-"""What a step computes with, put together: the loaded parts of the model, the adapter in their layers, optimizer and step."""
+"""Builds what a step computes with: the loaded model, the adapter in its layers, the optimizer, the step itself."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from trainer.base.run_layout import AVERAGE
 from trainer.checkpoint.state import Pieces, Progress
 from trainer.config import Config
 from trainer.engine.components import Components
-from trainer.engine.draw_digest import DrawDigest
 from trainer.engine.graphs import CudaGraphs, Graphs
 from trainer.engine.step import Losses, Step
 from trainer.plan.run_plan import RunPlan
@@ -32,7 +32,7 @@ from trainer.runtime.device import without_graphs
 
 @dataclass(frozen=True)
 class TrainState:
-    """What the steps of a run change. progress: counts them."""
+    """The objects that a run's steps change. progress: its counters."""
 
     adapter: Adapter
     norms: Norms
@@ -41,16 +41,41 @@ class TrainState:
     progress: Progress
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A block in which the adapter has the weights to be used; afterwards it has, bit for bit, those it trains with."""
+        """A context in which the adapter has the weights for use; afterwards, bit for bit, those it trains with."""
         return self.optimizer.evaluating(self.adapter.mark_stale)
 
     def weights_for_use(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """The blocks in which the adapter has weights to be used, by the suffix of what is made in them: "" or "_ema"."""
+        """Contexts in which the adapter has weights for use, by the suffix of files that are made in them: "" or "_ema"."""
         return {"": self.evaluating} | ({AVERAGE: self.average.used} if self.average else {})
 
 
+@dataclass
+class DrawDigest:
+    """A digest of a step's times and noise, for the log (logging.draws): equal in runs that drew the same. It is the sum of
+    the samples' digests, so micro-batches do not change it."""
+
+    enabled: bool
+    value: int = 0
+
+    def begin(self) -> None:
+        """Start an update: a refused one leaves nothing behind."""
+        self.value = 0
+
+    def add(self, time: torch.Tensor, noise: torch.Tensor) -> None:
+        """Add a micro-batch. time: [B]. noise: fp32 [B, C, H, W]. Both on the CPU."""
+        for draws in zip(time.unbind(), noise.unbind(), strict=True) if self.enabled else ():
+            digest = 0
+            for tensor in draws:
+                digest = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), digest)
+            self.value = (self.value + digest) % 2**32
+
+    def log_fields(self) -> dict[str, str]:
+        """The log's entry, in hexadecimal."""
+        return {"draws": f"{self.value:08x}"} if self.enabled else {}
+
+
 def load_trained(plan: RunPlan, components: Components, pieces: Pieces) -> None:
-    """Load what the steps compute with, and pin the bytes of its frozen tensors."""
+    """Load the components that steps compute with, and pin the bytes of their frozen tensors."""
     modules = [(name, components.load(name)) for name in plan.model.in_steps]
     if plan.data.requests:
         components.load(plan.model.family.vae)  # only to draw samples: its bytes decide nothing of a step
@@ -67,32 +92,30 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
         table, bases = config.adapter, (FrozenLinear, FrozenConv2d)
         method = Method(kind_named(table.type, vars(table)), table.rslora, table.dropout)
         adapter = inject(adapted, plan.targets, method=method, bases=bases, seed=config.run.seed, advance=phase.advance)
-    components.put_below(config.adapter.under)
+    components.put_below(table.under)
     for module in modules.values():
         module.eval()
-    held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
-    if adapter.kind.magnitudes and held:
-        peers.say(f"the {adapter.kind.word}'s files are made for {made_for(held)}")
-    beside = {name: components.layer(name) for name in fused_with(adapter.targets, plan.fused)}
-    read = len(beside) if adapter.kind.magnitudes else 0
-    with phases("norms of the layers beside the adapted ones", read, "layer") as phase:
-        norms = pieces.enter("norms", Norms(adapter, beside, held, phase.advance))
+    file_dtypes = {name: storage[0] for name in plan.adapted if (storage := held_as(plan.source, name))}
+    if adapter.kind.magnitudes and file_dtypes:
+        peers.say(f"the {adapter.kind.word}'s files are made for {made_for(file_dtypes)}")
+    neighbours = {name: components.layer(name) for name in fused_with(adapter.targets, plan.fused)}
+    count = len(neighbours) if adapter.kind.magnitudes else 0
+    with phases("norms of the layers beside the adapted ones", count, "layer") as phase:
+        norms = pieces.enter("norms", Norms(adapter, neighbours, file_dtypes, phase.advance))
     pieces.enter("adapter", adapter)
 
     for name in plan.adapted:
         adapter.share_inputs(name, family.memory.shared_inputs.get(name, ()))
-    blocks = find_blocks(modules[family.denoiser], family.memory.blocks)
     # Norms of a streamed block are made as it passes by.
     adapter.refresh_before(adapted | components.streamed_blocks(adapted))
-    unread = family.memory.unread_beside(adapter.layers, half=plan.scales_loss)
-    every = config.memory.gradient_checkpointing
-    attention, device = family.memory.attention, components.model.device
-    components.attention.give(modules[family.denoiser], attention, device, components.kernels)
+    components.attention.give(modules[family.denoiser], family.memory.attention, components.model.device, components.kernels)
+    blocks = find_blocks(modules[family.denoiser], family.memory.blocks)
     compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.memory.compiled)}
+    every, unread = config.memory.gradient_checkpointing, family.memory.unread_beside(adapter.layers, half=plan.scales_loss)
     recomputed = checkpoint_blocks(blocks, every, unread, family.memory.skipped, compiled)
     if recomputed:
-        but = ", but for attention" if every == "selective" else ""
-        peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass{but}")
+        exception = ", but for attention" if every == "selective" else ""
+        peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass{exception}")
     if compiler is not None:
         count = compiler.compile(compiled)
         peers.say(f"step.compile: {count} blocks are compiled when a shape is met first, which takes minutes")
@@ -112,27 +135,26 @@ def build_step(
     pieces: Pieces,
     progress: Progress,
     *,
-    then: Mapping[str, Any] | None,
+    saved_config: Mapping[str, Any] | None,
 ) -> tuple[TrainState, Step]:
-    """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the average as pieces.
+    """(the state that steps change, the step). Enters the optimizer, its schedule, the loss scaler and the average as pieces.
 
-    then: the checkpoint's config, where --allow changed it.
+    saved_config: the checkpoint's, if --allow changed it; else None.
     """
     peers, encoders = components.processes, components.family.text_encoders
     optimizer, schedule = _optimizer(config, adapter, encoders, progress.total_steps)
     scaler = precision.loss_scaler(components.plan.scales_loss, peers.device, initial_scale=config.precision.loss_scale)
-    regrouping = None if then is None else _regrouping(config, then, adapter, encoders)
-    held = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
-    pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None, say=peers.say))
+    regrouping = None if saved_config is None else _regrouping(config, saved_config, adapter, encoders)
+    trained = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
+    pieces.enter("schedule", optim.ScheduleState(schedule, anew=saved_config is not None, say=peers.say))
     pieces.enter("scaler", precision.ScalerState(scaler))
     average = None
     if config.ema.kind == "constant":
         average = pieces.enter("ema", ema.Average(adapter.named_parameters(), config.ema.decay, adapter.mark_stale))
-    state = TrainState(adapter, norms, held, average, progress)
+    state = TrainState(adapter, norms, trained, average, progress)
     norms.used = state.evaluating
     options = config.adapter
     training = adapter.training(config.run.seed, rank_dropout=options.rank_dropout, module_dropout=options.module_dropout)
-
     draws = DrawDigest(config.logging.draws)
 
     def after_update(step: int) -> dict[str, Any]:
@@ -140,7 +162,8 @@ def build_step(
         adapter.mark_stale()
         if average:
             average.update()
-        return fields | draws.told() | held.log_fields() | (components.compiler.told() if components.compiler else {})
+        programs = components.compiler.log_fields() if components.compiler else {}
+        return fields | draws.log_fields() | trained.log_fields() | programs
 
     losses = _losses(config, components, adapter, draws)
     graphs = _graphs(config, losses, adapter, components)
@@ -162,11 +185,11 @@ def build_step(
 
 
 def _graphs(config: Config, losses: Losses, adapter: Adapter, components: Components) -> Graphs | None:
-    """The micro-batches of a run as CUDA graphs; None where they are eager, as in a rehearsal of another machine's run."""
-    peers, without = components.processes, without_graphs(config, components.processes.device)
+    """The CUDA graphs of a run's micro-batches; None if they are eager, as in a rehearsal of another machine's run."""
+    peers, reason = components.processes, without_graphs(config, components.processes.device)
     if config.step.graphs is not False:
-        peers.say(f"step.graphs: {f'off: {without}' if without else 'on: micro-batches are recorded as CUDA graphs'}")
-    if without:
+        peers.say(f"step.graphs: {f'off: {reason}' if reason else 'on: micro-batches are recorded as CUDA graphs'}")
+    if reason:
         return None
     return Graphs(
         losses,
@@ -175,26 +198,25 @@ def _graphs(config: Config, losses: Losses, adapter: Adapter, components: Compon
         recorder=lambda: CudaGraphs(peers.device),
         say=peers.say,
         attention=components.attention.used,
-        needed=config.step.graphs is True,
+        required=config.step.graphs is True,
     )
 
 
 def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total: int) -> tuple[torch.optim.Optimizer, Any]:
-    """(the optimizer of the adapter's parameters, its schedule)."""
-    table, falls = config.optimizer, config.schedule
+    """(the optimizer of the adapter's parameters, its schedule). total: steps of the run."""
+    table, schedule = config.optimizer, config.schedule
     groups = adapter.parameter_groups(Rates.read(table.model_dump(), encoders))
     optimizer = optim.build_optimizer(table.name, groups, betas=table.betas, eps=table.eps, options=table.options)
-    schedule = optim.build_schedule(
-        falls.name,
+    return optimizer, optim.build_schedule(
+        schedule.name,
         optimizer,
         total_steps=total,
-        warmup=optim.steps_of(falls.warmup, total),
-        end=falls.end,
-        cycles=falls.cycles,
-        power=falls.power,
-        decay=optim.steps_of(falls.decay, total),
+        warmup=optim.steps_of(schedule.warmup, total),
+        end=schedule.end,
+        cycles=schedule.cycles,
+        power=schedule.power,
+        decay=optim.steps_of(schedule.decay, total),
     )
-    return optimizer, schedule
 
 
 def _losses(config: Config, components: Components, adapter: Adapter, draws: DrawDigest) -> Losses:
@@ -207,18 +229,18 @@ def _losses(config: Config, components: Components, adapter: Adapter, draws: Dra
         image_tokens=family.images.image_tokens,
         seed=config.run.seed,
         device=components.processes.device,
-        # An update may have many micro-batches: each is a sign of life.
-        drawn=lambda *drawn: (components.phases.sign(), draws.add(*drawn)),
+        # An update may have many micro-batches: each is a heartbeat.
+        on_draw=lambda time, noise: (components.phases.sign(), draws.add(time, noise)),
         preserve=config.objective.preserve,
-        frozen=lambda: adapter.at_strength(0),
+        without_adapter=lambda: adapter.at_strength(0),
     )
 
 
-def _regrouping(config: Config, then: Mapping[str, Any], adapter: Adapter, encoders: Sequence[str]) -> optim.Regrouping:
-    """Where the rates of a rule or of the optimizer changed, so did the groups that they make."""
-    rules = [Rule(**rule) for rule in then["adapter"]["rules"]]
+def _regrouping(config: Config, saved: Mapping[str, Any], adapter: Adapter, encoders: Sequence[str]) -> optim.Regrouping:
+    """The map from the saved config's parameter groups to this one's: rates of rules and of the optimizer make the groups."""
+    rules = [Rule(**rule) for rule in saved["adapter"]["rules"]]
     return optim.Regrouping(
-        then=list(adapter.groups(Rates.read(then["optimizer"], encoders), rules).values()),
-        now=list(adapter.groups(Rates.read(config.optimizer.model_dump(), encoders)).values()),
+        saved=list(adapter.groups(Rates.read(saved["optimizer"], encoders), rules).values()),
+        current=list(adapter.groups(Rates.read(config.optimizer.model_dump(), encoders)).values()),
         sizes={name: parameter.numel() for name, parameter in adapter.named_parameters().items()},
     )

@@ -1,6 +1,6 @@
-"""A frozen adapter below the one that is trained, as if its file had been merged into W: W x + U x + the trained adapter's.
+"""A frozen adapter below the trained one, as if its file had been merged into W: W x + U x + the trained adapter's output.
 
-U = s B A; A and s B lie beside W in the layer's compute dtype. Nobody draws with it, and no file has it.
+U = s B A; A and s B are buffers of W's layer, in its compute dtype. Samples are drawn without it, and no file contains it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ A, SB = "below_a", "below_sb"  # buffers of the frozen layers
 
 
 class FrozenAdapter:
-    """The layers of a LoRA that add to what they have. portable: of the module's layers, by their full names; on the meta
-    device nothing is read of it. Raises UserError for a value that is not finite, and for a grouped convolution."""
+    """A frozen LoRA over a module's layers. portable: its layers by full name; on the meta device none of their values is
+    read. path: its file, for messages. Raises UserError for a value that is not finite, and for a grouped convolution."""
 
     def __init__(self, module: nn.Module, portable: Portable, device: torch.device, path: str | None = None) -> None:
         self.on, key = True, f"adapter.under = {path!r}"
@@ -33,7 +33,7 @@ class FrozenAdapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A block in which the layers give what they give without it."""
+        """A context in which the frozen adapter adds nothing."""
         before, self.on = self.on, False
         try:
             yield
@@ -42,7 +42,7 @@ class FrozenAdapter:
 
     @staticmethod
     def _added(base: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """y + U x, in y's dtype. Differentiable in x and y; of x nothing is saved, as A and B are frozen."""
+        """y + U x, in y's dtype. Differentiable in x and y; x is not saved, as A and B are frozen."""
         a, sb_NR = (base.get_buffer(name).to(y.dtype) for name in (A, SB))
         x = x.to(y.dtype)
         return y + (linear(linear(x, a), sb_NR) if a.dim() == 2 else conv2d(base.product(x, a), sb_NR[:, :, None, None]))
@@ -56,8 +56,8 @@ def _in_compute_dtype(
         shapes = {A: factors.a.shape, SB: (factors.rows, factors.rank)}
         return {buffer: torch.empty(shape, dtype=dtype, device=device) for buffer, shape in shapes.items()}
     wide = torch.promote_types(dtype, torch.float32)
-    made = {A: factors.a.make().to(wide), SB: factors.b.make().flatten(1).to(wide) * factors.scaling}
-    for buffer, tensor in made.items():
+    tensors = {A: factors.a.make().to(wide), SB: factors.b.make().flatten(1).to(wide) * factors.scaling}
+    for buffer, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{key}: {buffer} of {name} is not finite; take another file")
-    return {buffer: tensor.to(device, dtype) for buffer, tensor in made.items()}
+    return {buffer: tensor.to(device, dtype) for buffer, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""The loaded parts of the model: the one place that loads them, encodes with them, and lets them go."""
+"""The model's loaded components: the one place that loads them, encodes with them, and frees them."""
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,8 +32,8 @@ from trainer.runtime.streaming import Streamer
 
 
 def without_modules(source: ModelSource, options: Mapping[str, Any], tokenizers: dict[str, Any] | None = None) -> Model:
-    """The model without a weight or a plan, to be asked how many tokens a caption has. options: the config's choices that
-    the family reads. tokenizers: in place of the source's."""
+    """The model without weights, enough to count a caption's tokens. options: the config's choices that the family reads.
+    tokenizers: replace the source's."""
     return Model(
         modules={},
         configs={component.name: source.config(component.name) for component in source.family.components},
@@ -46,10 +46,10 @@ def without_modules(source: ModelSource, options: Mapping[str, Any], tokenizers:
 
 
 class Components:
-    """The model's components, loaded when they are asked for. plan: its model's files are on this machine. digests: of these.
+    """The model's components, each loaded at its first use. plan: of a model with its files here. digests: theirs.
 
-    model: what the family's functions take. storage: how each component that was quantised here is stored. streamers: by the
-    name of each component in memory whose blocks are streamed. below: the frozen adapter below the trained one.
+    model: the argument of the family's functions. storage: the format of each component that was quantised here. streamers:
+    by component, of those in memory whose blocks are streamed. frozen_adapter: the one below the trained adapter, or None.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Components:
         self.attention, self.compiler = attention, compiler
         self.storage: dict[str, quantization.Stored] = {}
         self.streamers: dict[str, Streamer] = {}
-        self.below: FrozenAdapter | None = None
+        self.frozen_adapter: FrozenAdapter | None = None
         self.model = replace(
             without_modules(plan.source, {"objective": plan.objective, **plan.options}, self.tokenizers()),
             scheduler=plan.source.scheduler,
@@ -81,11 +81,11 @@ class Components:
         return load_tokenizers(self.family, self.source)
 
     def load(self, name: str) -> torch.nn.Module:
-        """The component, read and quantised at its first use."""
+        """The component; its first use reads and quantises it."""
         if name in self.model.modules:
             return self.model.modules[name]
-        storage, held = self.plan.storage[name], self.source.held(name)
-        converted = self._converted(name) if storage.format.quantised and not held else None
+        storage = self.plan.storage[name]
+        converted = self._converted(name) if storage.format.quantised and not self.source.held(name) else None
         module = self.model.modules[name] = self.source.load(
             name,
             swap=partial(self.swap, name),
@@ -98,12 +98,11 @@ class Components:
             self.processes.say(f"{name}: {converted.hits} of {converted.total} converted weights were in model.cache_dir")
             converted.store(module, phases=self.phases)
         if isinstance(self.streamers.get(name), Sharder):
-            self.processes.settle()  # all load it, and the main one may store it whole
+            self.processes.settle()  # all processes load it, and the main one may store all of it
         in_file = held_as(self.source, name)
         if in_file and not storage.format.quantised:
             self.processes.say(f"{name}: held as {in_file[0]} in the model's file, widened to {storage.format.name}")
-        stored = quantization.stored_as(module)
-        if stored is not None:
+        if (stored := quantization.stored_as(module)) is not None:
             self.storage[name] = stored
             self.processes.say(f"{name}: {stored}")
         if storage.scaled_matmul:
@@ -113,8 +112,7 @@ class Components:
         return module
 
     def swap(self, name: str, module: torch.nn.Module) -> Collection[torch.Tensor]:
-        """Freeze a component's layers, and have its blocks streamed as planned. Returns the tensors that stay off the
-        device."""
+        """Freeze a component's layers, and stream its blocks as planned. Returns the tensors that stay off the device."""
         self.plan.storage[name].swap(module, held=self.source.held(name), kernels=self.kernels)
         streamer = self.streamer(name, module)
         if streamer is None:
@@ -123,7 +121,7 @@ class Components:
         return streamer.at_home()
 
     def streamer(self, name: str, module: torch.nn.Module) -> Streamer | None:
-        """What streams the blocks of a component, or shares them out, where the plan says so."""
+        """The Streamer of a component's blocks, or the Sharder that splits them among processes; None unless planned."""
         shared = self.plan.parts > 1 and name == self.family.denoiser
         if not shared and name not in self.plan.resident:
             return None
@@ -134,18 +132,18 @@ class Components:
         return Streamer(blocks, self.plan.resident[name], device)
 
     def streamed_blocks(self, names: Collection[str]) -> dict[str, torch.nn.Module]:
-        """The streamed blocks of these components by full name."""
+        """The streamed blocks of these components, by full name."""
         streamers = {name: self.streamers[name] for name in names if name in self.streamers}
         return {f"{name}.{block}": module for name, each in streamers.items() for block, module in each.blocks.items()}
 
     def enter(self, owner: str) -> None:
-        """Have a streamed block pass by, as before its forward; nothing where that full name is of none."""
+        """Bring a streamed block to the device, as its forward does. owner: a full name; any other name does nothing."""
         name, _, block = owner.partition(".")
         if name in self.streamers and block in self.streamers[name].blocks:
             self.streamers[name].enter_block(block)
 
     def _converted(self, name: str) -> ConvertedWeights | None:
-        """The cache of a component's converted weights, where the config asks for one."""
+        """The cache of a component's converted weights; None unless model.cache_dir is set."""
         folder = self.plan.converted
         if folder is None:
             return None
@@ -156,8 +154,8 @@ class Components:
             library=quantization.library(self.plan.storage[name].format),
         )
 
-    def let_go(self, names: Collection[str]) -> None:
-        """Give their memory back; what is used again is loaded again."""
+    def unload(self, names: Collection[str]) -> None:
+        """Free these components; a later use loads them again."""
         for streamer in [self.streamers.pop(name) for name in names if name in self.streamers]:
             streamer.close()
         if [name for name in names if self.model.modules.pop(name, None) is not None]:
@@ -165,31 +163,31 @@ class Components:
             give_back()
 
     def put_below(self, path: str | None) -> None:
-        """Put the plan's frozen adapter, if there is one, into the denoiser's layers. path: its file's."""
+        """Put the plan's frozen adapter, if any, into the denoiser's layers. path: its file, for messages."""
         if self.plan.under is not None:
             denoiser = self.model.modules[self.family.denoiser]
-            self.below = FrozenAdapter(denoiser, self.plan.under, self.model.device, path)
+            self.frozen_adapter = FrozenAdapter(denoiser, self.plan.under, self.model.device, path)
 
     def without_below(self) -> AbstractContextManager[None]:
-        """A block in which the frozen adapter below, if there is one, is off, as where images are drawn."""
-        return nullcontext() if self.below is None else self.below.off()
+        """A context in which the frozen adapter, if any, is off, as when images are drawn."""
+        return nullcontext() if self.frozen_adapter is None else self.frozen_adapter.off()
 
     def layer(self, name: str) -> BaseLayer:
-        """A frozen layer by its full name ("unet.conv_in"), under its adapter where it has one."""
+        """The frozen layer of a full name ("unet.conv_in"), below its adapter if it has one."""
         component, _, layer = name.partition(".")
         module = self.model.modules[component].get_submodule(layer)
         return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
     @torch.no_grad()
     def encode_images(self, pixels: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
-        """ImagePart.encode, under the VAE. exact: not in TF32, whatever the plan says."""
+        """ImagePart.encode with the VAE. exact: never in TF32, whatever the plan says."""
         self.load(self.family.vae)
         with nullcontext() if exact or not self.plan.storage[self.family.vae].tf32 else precision.in_tf32():
             return self.family.images.encode(self.model, pixels)
 
     @contextmanager
     def text_encoder(self, name: str) -> Iterator[Callable[[list[str]], Mapping[str, torch.Tensor]]]:
-        """A block in which the encoder is in memory, for Family.encode without gradients."""
+        """A context with Family.encode of one encoder, without gradients; the encoder is freed afterwards."""
 
         @torch.no_grad()
         def encode(texts: list[str]) -> Mapping[str, torch.Tensor]:
@@ -199,7 +197,7 @@ class Components:
         try:
             yield encode
         finally:
-            self.let_go([name])
+            self.unload([name])
 
     @torch.no_grad()
     def encode_prompts(self, texts: list[str]) -> Conditioning:
@@ -209,7 +207,7 @@ class Components:
         return self.family.encode_prompts(self.model, texts)
 
     def fingerprint(self, name: str) -> str:
-        """The digest of a component that encodes: of its files, and of all that changes its numbers."""
+        """An encoding component's fingerprint: its files' digest, and all else that changes its numbers."""
         storage = self.plan.storage[name]
         parts = [self.source.fingerprint(name, self.digests.of), storage.format.name, storage.compute, storage.keep]
         if storage.format.quantised:
@@ -219,7 +217,7 @@ class Components:
         return ":".join(map(str, parts))
 
     def text_fingerprint(self) -> str:
-        """The digest of all that captions pass through: the text encoders and the tokenizers."""
+        """The fingerprint of the text encoders and the tokenizers."""
         encoders = [self.fingerprint(name) for name in self.family.text_encoders]
         counted = {name: (counts[0], limit) for name, (counts, limit) in self.family.text.count(self.model, [""]).items()}
         tokenizers = [self.source.tokenizer_fingerprint, str(counted)]

@@ -1,10 +1,10 @@
-"""Photos and captions become latents and conditioning: once, into the cache, before the first step; or when needed."""
+"""Encodes photos and captions to latents and conditioning: into the cache before the first step, or as they are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,9 +26,8 @@ from trainer.runtime import precision
 from trainer.runtime.processes import Processes
 
 
-@dataclass(frozen=True)
-class Encodings:
-    """All that a run takes from its cache, by key: views of photos and of masks, captions, prompts of samples."""
+class Encodings(NamedTuple):
+    """The inputs of all encodings that a run takes from its cache, by key: views of photos, of masks, captions, prompts."""
 
     latents: Mapping[str, tuple[Example, View]]
     masks: Mapping[str, tuple[Example, View]]
@@ -37,7 +36,7 @@ class Encodings:
 
     @staticmethod
     def of(plan: RunPlan, latents: str, texts: str | None) -> Encodings:
-        """The encodings of a run. latents, texts: fingerprints of the encoders; None where captions are encoded live."""
+        """A run's encodings. latents, texts: the encoders' fingerprints; texts None: captions are encoded live."""
         seed = plan.data.seed
         return Encodings(
             fill.latents_wanted(plan.data.encoded, seed=seed, fingerprint=latents),
@@ -46,19 +45,19 @@ class Encodings:
             {} if texts is None else fill.texts_wanted(prompts_of(plan), fingerprint=texts),
         )
 
-    def only(self, mine: Callable[[str], bool]) -> Encodings:
-        """The part of it with keys that are mine."""
-        parts = (self.latents, self.masks, self.captions, self.prompts)
-        return Encodings(*({key: what for key, what in part.items() if mine(key)} for part in parts))
+    def only(self, selected: Callable[[str], bool]) -> Encodings:
+        """The encodings with selected keys."""
+        return Encodings(*({key: value for key, value in part.items() if selected(key)} for part in self))
 
 
 def encode(
     plan: RunPlan, components: Components, cache: Cache | MemoryCache | None, *, on_non_finite: Callable[[str], None]
 ) -> Reader:
-    """Fill the cache; load an encoder only for what is missing, and let it go before the next. Without a cache all stay.
+    """Fill the cache, and return the run's Reader. Encoders are loaded only for missing entries, one at a time; without a
+    cache all of them stay loaded.
 
-    Each process encodes its share into a cache on disk, then what does not lie on its own disk; into memory it encodes all.
-    on_non_finite: told of every photo and caption whose encoding is not finite; where it raises, that is not kept.
+    In a cache on disk each process encodes its share, then what its own disk still lacks; in memory each encodes all.
+    on_non_finite: called for every photo and caption whose encoding is not finite; if it raises, the encoding is not kept.
     """
     family, processes = components.family, components.processes
     encoders = plan.model.before_steps
@@ -68,26 +67,26 @@ def encode(
     if cache is None:
         live = Encoders(encoder_of_images(components), components.encode_prompts)
         tensors = [tensor for name in encoders for tensor in components.load(name).state_dict().values()]
-        held = size_text(sum(tensor.nbytes for tensor in tensors))
-        processes.say(f"cache: none; {', '.join(encoders)} stay in memory ({held}), photos are encoded when they are drawn")
+        size = size_text(sum(tensor.nbytes for tensor in tensors))
+        processes.say(f"cache: none; {', '.join(encoders)} stay in memory ({size}), photos are encoded when they are drawn")
     else:
-        wanted = Encodings.of(plan, latents, texts)
-        # All of it before any is encoded: a limit takes what nobody claims.
-        for part in (wanted.latents, wanted.masks, wanted.captions, wanted.prompts):
+        encodings = Encodings.of(plan, latents, texts)
+        # All entries before any is encoded: data.cache_limit deletes entries that nobody claims.
+        for part in encodings:
             cache.claim(part)
         if isinstance(cache, Cache):
             for line in filter(None, (cache.unprotected, *cache.damaged)):
                 processes.say(f"warning: {line}")
         if isinstance(cache, Cache) and processes.count > 1:
-            made = _fill(wanted.only(processes.takes), plan, components, cache, on_non_finite)
+            counts = _fill(encodings.only(processes.takes), plan, components, cache, on_non_finite)
             processes.wait(obey=True)
-            _fill(wanted.only(lambda key: not processes.takes(key)), plan, components, cache, on_non_finite)
+            _fill(encodings.only(lambda key: not processes.takes(key)), plan, components, cache, on_non_finite)
         else:
-            made = _fill(wanted, plan, components, cache, on_non_finite)
-        counts = processes.total(*made) if isinstance(cache, Cache) else made
-        masks = f", {counts[2]} masks" if wanted.masks else ""
-        processes.say(f"cache: {counts[0]} latents{masks} and {counts[1]} texts encoded, the rest was there")
-        components.let_go(() if plan.data.requests else (family.vae,))
+            counts = _fill(encodings, plan, components, cache, on_non_finite)
+        totals = processes.total(*counts) if isinstance(cache, Cache) else counts
+        masks = f", {totals[2]} masks" if encodings.masks else ""
+        processes.say(f"cache: {totals[0]} latents{masks} and {totals[1]} texts encoded, the rest was there")
+        components.unload(() if plan.data.requests else (family.vae,))
     if isinstance(cache, Cache) and cache.limit is not None:
         _keep_limit(components.processes, cache, plan.data.table.cache_limit)
     return Reader(
@@ -104,21 +103,21 @@ def encode(
 
 
 def _fill(
-    wanted: Encodings, plan: RunPlan, components: Components, cache: Cache | MemoryCache, on_non_finite: Callable[[str], None]
+    items: Encodings, plan: RunPlan, components: Components, cache: Cache | MemoryCache, on_non_finite: Callable[[str], None]
 ) -> tuple[int, int, int]:
-    """How many (latents, texts, masks) were made."""
+    """Encode entries that the cache lacks. Returns how many (latents, texts, masks)."""
     processes, phases, family = components.processes, components.phases, components.family
 
-    def black(what: str) -> None:
-        processes.say(f"warning: {what} are not finite; samples of that prompt will be black")
+    def on_black(name: str) -> None:
+        processes.say(f"warning: {name} are not finite; samples of that prompt will be black")
 
-    encoded = 0
+    texts = 0
     if plan.model.cache_text:
-        # First, so that no text encoder meets the VAE, which stays for samples.
-        encoded = fill.fill_text(
+        # First, so that no text encoder is in memory beside the VAE, which stays for samples.
+        texts = fill.fill_text(
             cache,
-            wanted.captions,
-            wanted.prompts,
+            items.captions,
+            items.prompts,
             encode=partial(
                 one_after_another,
                 encoders={name: partial(components.text_encoder, name) for name in family.text_encoders},
@@ -128,29 +127,30 @@ def _fill(
                 phases=phases,
             ),
             on_non_finite=on_non_finite,
-            on_black=black,
+            on_black=on_black,
             phases=phases,
         )
-    made = fill.fill_latents(
-        cache, wanted.latents, encode=encoder_of_images(components), on_non_finite=on_non_finite, phases=phases
+    latents = fill.fill_latents(
+        cache, items.latents, encode=encoder_of_images(components), on_non_finite=on_non_finite, phases=phases
     )
-    return made, encoded, fill.fill_masks(cache, wanted.masks, side=family.images.latent_side, phases=phases)
+    return latents, texts, fill.fill_masks(cache, items.masks, side=family.images.latent_side, phases=phases)
 
 
 def encoder_of_images(components: Components) -> Callable[[Tensor], Tensor]:
-    """What encodes photos. In TF32 the first is held against fp32, too. Raises UserError where it is off by too much."""
-    off = None
+    """The function that encodes photos. In TF32 it compares its first photo with fp32, and raises UserError if the relative
+    error of the latents is above precision.FAST."""
+    error = None
 
     def encode(pixels: Tensor) -> Tensor:
-        nonlocal off
+        nonlocal error
         latents = components.encode_images(pixels)
-        if off is None and bool(latents.isfinite().all()):
+        if error is None and bool(latents.isfinite().all()):
             exact = components.encode_images(pixels, exact=True)
-            off = float((latents - exact).norm() / exact.norm())
-            components.processes.say(f"vae.encode = 'fast': the first photo's latents are off by {off:.1e}, of their norm")
-            if off > precision.FAST:
+            error = float((latents - exact).norm() / exact.norm())
+            components.processes.say(f"vae.encode = 'fast': the first photo's latents are off by {error:.1e}, of their norm")
+            if error > precision.FAST:
                 raise UserError(
-                    f"vae.encode = 'fast': with this VAE latents are off by {off:.1e}, and at most {precision.FAST:.0e} is "
+                    f"vae.encode = 'fast': with this VAE latents are off by {error:.1e}, and at most {precision.FAST:.0e} is "
                     "allowed; leave it out"
                 )
         return latents
@@ -159,18 +159,18 @@ def encoder_of_images(components: Components) -> Callable[[Tensor], Tensor]:
 
 
 def captions_at_once(plan: RunPlan) -> int:
-    """How many captions may be encoded at once, in the same bytes."""
-    # T5 in fp16 clamps all captions of a batch once one overflows; captions of fewer chunks than others are repeated.
+    """How many captions may be encoded at once without a change of bytes."""
+    # T5 in fp16 clamps all captions of a batch if one overflows; captions with fewer chunks than others are repeated.
     half = precision.needs_scaling(plan.model.storage[name].compute for name in plan.model.family.text_encoders)
     return 1 if plan.data.table.clip_chunks > 1 or half else TOGETHER
 
 
 def captions_of(plan: RunPlan) -> list[str]:
-    """Every caption that is encoded, once for each photo that has it; where something is preserved, without triggers, too."""
-    written = [(caption, example) for example in plan.data.encoded for caption in example.captions]
-    instead = preserve_as(plan.config)
-    without = [] if instead is None else [captions.preserved(caption, example, instead) for caption, example in written]
-    return [*(caption for caption, _ in written), *without]
+    """All captions to encode, one for each photo that has it; with objective.preserve also those without triggers."""
+    pairs = [(caption, example) for example in plan.data.encoded for caption in example.captions]
+    replacement = preserve_as(plan.config)
+    preserved = [] if replacement is None else [captions.preserved(*pair, replacement) for pair in pairs]
+    return [*(caption for caption, _ in pairs), *preserved]
 
 
 def prompts_of(plan: RunPlan) -> list[str]:
@@ -179,7 +179,7 @@ def prompts_of(plan: RunPlan) -> list[str]:
 
 
 def _keep_limit(processes: Processes, cache: Cache, limit: str) -> None:
-    """Once all processes have filled the cache; while they did, each kept the limit, too. limit: data.cache_limit."""
+    """Delete unused entries above data.cache_limit once all processes have filled the cache, as each did meanwhile."""
     processes.wait(obey=True)
     if processes.is_main:
         cache.keep_limit()
@@ -193,24 +193,24 @@ def _keep_limit(processes: Processes, cache: Cache, limit: str) -> None:
 
 
 def prompt_conditioning(components: Components, reader: Reader, text: str) -> Conditioning:
-    """The conditioning of one prompt, on the run's device: from the cache, or encoded live where the captions are."""
+    """The conditioning of one prompt, on the run's device: from the cache, or encoded live if captions are."""
     if reader.text_fingerprint is None:
         return components.family.encode_prompts(components.model, [text])
     return reader.conditioning([text]).to(components.model.device)
 
 
 def conditionings(components: Components, texts: list[str]) -> Callable[[str], Conditioning]:
-    """text -> its conditioning: made now, one encoder after another, or live where an encoder is adapted."""
+    """A function text -> conditioning: encoded now, one encoder after another, or live if an encoder is adapted."""
     plan, family = components.plan, components.family
     if not plan.cache_text:
         return lambda text: family.encode_prompts(components.model, [text])
     encoders = {name: partial(components.text_encoder, name) for name in family.text_encoders}
-    made = dict(one_after_another(list(dict.fromkeys(texts)), encoders, join=family.text.join, phases=components.phases))
-    return lambda text: family.text.collate([made[text]]).to(components.model.device)
+    encoded = dict(one_after_another(list(dict.fromkeys(texts)), encoders, join=family.text.join, phases=components.phases))
+    return lambda text: family.text.collate([encoded[text]]).to(components.model.device)
 
 
 def report_captions(data: DataPlan, family: Family, model: Model) -> captions.CaptionReport:
-    """What is missing, empty or too long. Raises UserError where data.strict_captions refuses one. model: its tokenizers."""
+    """A report of missing, empty and overlong captions. Raises UserError for overlong ones if data.strict_captions is set."""
     texts = list(dict.fromkeys(text for example in (*data.examples, *data.held_out) for text in example.captions))
     counted = {
         family.files.tokenizers[name]: captions.Tokens(limit, dict(zip(texts, counts, strict=True)))

@@ -1,13 +1,13 @@
-"""The loss of photos that are never trained on, beside that of as many that are, at fixed draws of time and noise.
+"""The loss of held-out photos, and of as many trained ones, at fixed draws of time and noise.
 
-It is the plain mean squared error, every time, pixel and photo of equal weight: comparable between runs that weigh or draw in
-other ways. It changes only where the adapter does, and nothing in the run.
+It is the plain mean squared error, with equal weights for every time, pixel and photo: comparable between runs with other
+objectives. It depends on the adapter alone, and changes nothing in the run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -39,8 +39,8 @@ def predictions(components: Components) -> Callable[[Batch, torch.Tensor, torch.
 
     def predict(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         conditioning, time = batch.conditioning or family.encode_prompts(model, batch.captions), objective.time_at(shares)
-        given = _repeated(replace(batch, conditioning=conditioning), len(shares)), noise, time, objective.at(time)
-        batch, noise, time, at = each_tensor(given, lambda tensor: tensor.to(model.device))
+        inputs = _repeated(replace(batch, conditioning=conditioning), len(shares)), noise, time, objective.at(time)
+        batch, noise, time, at = each_tensor(inputs, lambda tensor: tensor.to(model.device))
         prediction = family.images.predict(model, objective.noised(batch.latents, noise, at), time, batch.conditioning, batch)
         return prediction.float(), objective.target(batch.latents, noise, at)
 
@@ -60,18 +60,18 @@ def squared_errors(components: Components) -> Errors:
 
 
 def _repeated(batch: Batch, count: int) -> Batch:
-    """A batch of one photo, so many times."""
-    times = each_tensor(batch, lambda tensor: tensor.repeat(count, *[1] * (tensor.dim() - 1)))
-    return replace(times, occurrences=batch.occurrences * count, captions=batch.captions * count)
+    """A batch of one photo, repeated `count` times."""
+    repeated = each_tensor(batch, lambda tensor: tensor.repeat(count, *[1] * (tensor.dim() - 1)))
+    return replace(repeated, occurrences=batch.occurrences * count, captions=batch.captions * count)
 
 
 @dataclass(kw_only=True)
 class HeldOutLoss:
-    """Measures the loss at its fixed draws, of which each process takes a share.
+    """Measures the loss at its fixed draws; each process computes a share of them.
 
-    measured: examples by kind. seed: of the draws. errors: (batch, shares of time, noise) -> each draw's. copies: how many
-    held-out photos have a near duplicate that is trained on. evaluating: a context in which the adapter has the weights to be
-    used. changed: what --allow changed of how they are measured. name: of the phase.
+    measured: examples by kind. seed: of the draws. at_once: draws in one forward pass. errors: (batch, shares of time, noise)
+    -> each draw's. evaluating: a context in which the adapter has the weights for use. copies: how many held-out photos have
+    a near duplicate that is trained on. changed: settings of the measurement that --allow changed. name: of the phase.
     """
 
     measured: Mapping[str, Sequence[Example]]
@@ -90,13 +90,13 @@ class HeldOutLoss:
     def of(
         plan: RunPlan, components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]
     ) -> HeldOutLoss:
-        """The held-out loss of a run. evaluating: the block in which it is measured."""
-        still = {example.sample: example for examples in plan.data.measured.values() for example in examples}
+        """The held-out loss of a run. evaluating: the context in which it is measured."""
+        examples_of = {example.sample: example for examples in plan.data.measured.values() for example in examples}
         return HeldOutLoss(
             measured=plan.data.measured,
             seed=plan.config.validation.seed,
             at_once=at_once(plan.data) if plan.data.measured else 1,
-            reader=replace(reader, examples=still),
+            reader=replace(reader, examples=examples_of),
             errors=squared_errors(components),
             evaluating=evaluating,
             processes=components.processes,
@@ -106,15 +106,15 @@ class HeldOutLoss:
 
     @property
     def names(self) -> list[str]:
-        """The fields that are always there after a measurement."""
-        return [PHOTOS, *(_loss(kind) for kind in self.measured)]
+        """The fields that every measurement has."""
+        return [PHOTOS, *(f"{kind}_loss" for kind in self.measured)]
 
     @cached_property
     def mark(self) -> str:
-        """The digest of photos, captions and draws, and of what was changed in mid-run of how they are measured."""
+        """The digest of photos, captions and draws, and of changed settings of the measurement."""
         photos = {
             kind: [
-                # The caption that is read, where a trigger or another rule changes it.
+                # captions[0] is what the model reads: a trigger or another rule may change the caption.
                 [e.photo.sha256, *dict.fromkeys((e.photo.caption, e.captions[0])), *(r.photo.sha256 for r in e.references)]
                 for e in examples
             ]
@@ -124,11 +124,10 @@ class HeldOutLoss:
         return sha256(json_bytes({"seed": self.seed, "photos": photos} | changed)).hexdigest()[:16]
 
     def measure(self) -> Fields:
-        """Fields of the log; none where another process failed. Raises what this one met with once the others know."""
-        each = [(kind, examples, example) for kind, examples in self.measured.items() for example in examples]
-        owners = [(kind, example.photo.sha256[:16]) for kind, all, example in each for _ in range(draws_of(len(all)))]
+        """Fields of the log; none if another process failed. This process's own error is raised once the others know."""
+        owners = [(kind, example.photo.sha256[:16]) for kind, example, numbers in self._draws() for _ in numbers]
         losses = torch.zeros(len(owners), dtype=torch.float32, device=self.processes.device)
-        work, cut_off = self._share(), 1
+        work, failed = self._share(), 1
         try:
             with (
                 self.phases(self.name, sum(len(numbers) for _, numbers, _ in work), "draw") as phase,
@@ -136,59 +135,60 @@ class HeldOutLoss:
                 self.evaluating(),
             ):
                 for example, numbers, first in work:
-                    # Each number has its own place, and only one process fills it: the sum over them rounds nothing.
+                    # Only one process fills each element: the sum over processes rounds nothing.
                     losses[first : first + len(numbers)] = self._errors(example, numbers)
                     phase.advance(len(numbers))
-            cut_off = 0
+            failed = 0
         finally:
             give_back()
-            # The others finish theirs, and hear of it here.
-            (cut_off,) = self.processes.largest(cut_off)
-        if cut_off:
+            # The others finish their shares, and learn of the failure here.
+            (failed,) = self.processes.largest(failed)
+        if failed:
             return {}
         self.processes.sum(losses)
         photos = len({example.photo.sample for example in self.measured.get("held_out", ())})
         counts = {COUNT: photos, COPIES: self.copies} if photos else {}
         return {PHOTOS: self.mark} | counts | _fields(owners, losses.tolist())
 
-    def _share(self) -> list[tuple[Example, range, int]]:
-        """(example, numbers of its draws, the place of the first among all) of this process; cut alike for any number."""
-        work, place = [], 0
-        for examples in self.measured.values():
+    def _draws(self) -> Iterator[tuple[str, Example, range]]:
+        """(kind, example, numbers of its draws) of all measured examples."""
+        for kind, examples in self.measured.items():
             for example in examples:
-                numbers = range(draws_of(len(examples)))
-                pieces = (numbers[first : first + self.at_once] for first in numbers[:: self.at_once])
-                work += [(example, piece, place + piece.start) for piece in pieces]
-                place += len(numbers)
+                yield kind, example, range(draws_of(len(examples)))
+
+    def _share(self) -> list[tuple[Example, range, int]]:
+        """(example, numbers of its draws, index of the first in all losses) of this process; pieces are cut alike for any
+        count."""
+        work, place = [], 0
+        for _, example, numbers in self._draws():
+            pieces = (numbers[first : first + self.at_once] for first in numbers[:: self.at_once])
+            work += [(example, piece, place + piece.start) for piece in pieces]
+            place += len(numbers)
         return work[self.processes.rank :: self.processes.count]
 
     def _errors(self, example: Example, numbers: Sequence[int]) -> torch.Tensor:
         batch, sha256 = self.reader[(Occurrence(0, example.sample, 0),)], example.photo.sha256
-        # Draw `number` of a photo lies in quarter `number` modulo 4 of the time.
-        places = [n % QUARTERS + draws.uniform(self.seed, "held_out_time", sha256, n) for n in numbers]
-        shares = torch.tensor(places, dtype=torch.float64) / QUARTERS
+        # Draw n of a photo lies in quarter n modulo 4 of the time.
+        quarters = [n % QUARTERS + draws.uniform(self.seed, "held_out_time", sha256, n) for n in numbers]
+        shares = torch.tensor(quarters, dtype=torch.float64) / QUARTERS
         noise = partial(draws.normal, batch.latents.shape[1:], self.seed, "held_out_noise", sha256)
         return self.errors(batch, shares, torch.stack([noise(number) for number in numbers]))
 
 
-def _loss(kind: str) -> str:
-    return f"{kind}_loss"
-
-
 def _fields(owners: Sequence[tuple[str, str]], errors: Sequence[float]) -> Fields:
-    """Of each kind its loss, its loss in each quarter of time, that of the least noise (time 0) first, and that of each
-    photo, in all its sizes; None where one is not finite. owners: (kind, photo) of each error. The draws of a photo go round
+    """Each kind's loss, its loss in each quarter of time (the least noise, time 0, first), and each photo's, over all its
+    sizes; None for a mean of a value that is not finite. owners: (kind, photo) of each error. A photo's draws cycle through
     the quarters, and each photo has a multiple of four."""
     fields: Fields = {}
     for kind in dict.fromkeys(kind for kind, _ in owners):
-        values = [error for error, (its, _) in zip(errors, owners, strict=True) if its == kind]
-        fields[_loss(kind)] = _mean(values)
+        values, by_photo = list[float](), dict[str, list[float]]()
+        for (owner, photo), error in zip(owners, errors, strict=True):
+            if owner == kind:
+                values.append(error)
+                by_photo.setdefault(photo, []).append(error)
+        fields[f"{kind}_loss"] = _mean(values)
         fields[f"{kind}_quarters"] = [_mean(values[quarter::QUARTERS]) for quarter in range(QUARTERS)]
-        apart: dict[str, list[float]] = {}
-        for (its, photo), error in zip(owners, errors, strict=True):
-            if its == kind:
-                apart.setdefault(photo, []).append(error)
-        fields[BY_PHOTO[_loss(kind)]] = {photo: _mean(each) for photo, each in apart.items()}
+        fields[BY_PHOTO[f"{kind}_loss"]] = {photo: _mean(each) for photo, each in by_photo.items()}
     return fields
 
 

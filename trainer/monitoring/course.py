@@ -1,4 +1,4 @@
-"""How a run goes, line by line: the first step at which a loss, a gradient norm or the weights left their range, and why."""
+"""Follows a run's log: the first step at which a loss, a gradient norm or the weights left their range, and why."""
 
 from __future__ import annotations
 
@@ -9,54 +9,53 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, TypeGuard
 
-# What a block of metrics.jsonl has of each block of the adapter.
+# The field of metrics.jsonl with each adapter block's change.
 BLOCKS = "weight_change_blocks"
 # How many layers have a row whose magnitude is too small beside its bias for its gradient (adapters/dora.py, is_lost).
 LOST = "layers_with_lost_magnitudes"
 
 Line = Mapping[str, Any]  # a line of metrics.jsonl
 
-# A loss or gradient norm is taken over so many images and steps at least: fewer jitter by more than they tell.
+# The least images and steps of a window's mean loss and median gradient norm: fewer are noise.
 IMAGES, STEPS = 32, 3
 # The baseline: the level of so many first images. It stays until the loss measures something else (CHANGED).
 FIRST_IMAGES = 256
-# What is out of all range. Loss: the mean of such a window, in means of the first. Gradient norm: the medians.
+# Out of range: a window's mean loss, and its median gradient norm, as multiples of the baseline's.
 LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
-# ||dW|| / ||W|| of the layer that moved most (weight_change.weight_change): above the first, what it had learnt is drowned;
-# below the second, pictures differ by too little to be seen. Where a held-out loss can decide, or will, this is a note.
+# ||dW|| / ||W|| of the layer that moved most (weight_change.weight_change): above the first, the change drowns the model;
+# below the second, images differ invisibly. If a held-out loss can decide, or will, the first gives only a note.
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # The field that identifies the photos, captions and draws of a held-out loss: another value starts a new curve.
 PHOTOS = "measured_photos"
-# The field of the first step whose loss measures something else than before, by what was changed: its level begins anew.
+# The field of the first step whose loss measures something else; its value says what was changed. It starts a new baseline.
 CHANGED = "loss_changed"
 # How many photos are held out and measured, and how many of them have a near duplicate among those that are trained on.
 COUNT, COPIES = "held_out_photos", "held_out_copies"
-# Each held-out photo's mean, by what its SHA-256 begins with: the draws are the same each time, so the changes are paired.
+# Each photo's mean, by the first digits of its SHA-256: the draws are the same each time, so changes are paired.
 BY_PHOTO = {"held_out_loss": "held_out_by_photo", "trained_loss": "trained_by_photo"}
-# Losses at fixed draws: the field, and whose it is.
+# Losses at fixed draws: the field -> the name of its photos.
 FIXED = {"held_out_loss": "held-out", "trained_loss": "trained"}
 
-# What an update's size depends on, as a user knows it. Groups may have other rates than the first: see `rates`.
+# The key that sets the size of updates, and its name if another group's rate is higher than the first's (`rates`).
 LR = "optimizer.lr"
 HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr, text_encoder_lr or a rule's lr)"
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """What left its range, and at which step. before: the last step whose loss has no part in it. sound: the last step known
-    to be good."""
+    """The step at which a value left its range. text: the value, in words. before: the last step whose loss is no part of it.
+    sound: the last step known to be good."""
 
     step: int
-    what: str
+    text: str
     before: int
     sound: int
 
 
 class Course:
-    """The lines of a run, one after another. spoilt: the alarm of a loss or gradient; far: the alarm of the weights. levers:
-    the keys that make the optimizer's updates larger or smaller.
+    """Follows the lines of a run in order. levers: the keys that make the optimizer's updates larger or smaller.
 
-    The log of a branch begins in mid-run. Then nobody knows how many images its first line is of, nor the first rate.
+    The log of a fork begins in mid-run: then the images of its first line and the first rate are unknown.
     """
 
     def __init__(self, rows: Iterable[Line] = (), levers: str = LR) -> None:
@@ -64,84 +63,82 @@ class Course:
         self.rate, self.rate_step, self.scaled = 0.0, 0, False
         self.first_rate: float | None = None
         self.step, self.updates, self.images = 0, 0, 0
-        self.first: tuple[float, float] | None = None  # loss and gradient norm of the first images
-        self.now: tuple[float, float] | None = None
-        self.spoilt: Alarm | None = None
-        self.far: Alarm | None = None
-        self.not_finite: tuple[int, str] | None = None  # the first step with a value that is none, and which it was
-        self.unusable: set[tuple[object, str]] = set()  # (which photos, field) that was none before any step changed it
-        self._held_out: list[tuple[object, float]] = []  # (which photos, loss)
-        self._mark: object = None  # which photos were measured last
-        self._photos: float | None = None  # and how many
-        self.lost = 0  # layers whose magnitudes were too small when it was said
-        self.sound = 0  # the last step whose weights were seen in range; they are measured seldom
-        self._window: deque[tuple[int, float, float]] = deque()  # the last ones, of _within images
-        self._within = 0
-        self._before: list[tuple[int, float, float]] = []  # the first ones that have left the window, of _told images
-        self._told = 0
+        self.first: tuple[float, float] | None = None  # the baseline: loss and gradient norm
+        self.latest: tuple[float, float] | None = None  # of the latest window
+        self.loss_alarm: Alarm | None = None  # of a loss or gradient
+        self.weight_alarm: Alarm | None = None
+        self.not_finite: tuple[int, str] | None = None  # the first step with a value that is not finite, and the value's name
+        self.unusable: set[tuple[object, str]] = set()  # (PHOTOS, field) not finite before any step could change it
+        self._held_out: list[tuple[object, float]] = []  # (PHOTOS, loss)
+        self._mark: object = None  # PHOTOS of the last measurement
+        self._photos: float | None = None  # their number
+        self._lost_layers = 0  # LOST, as warned of
+        self.sound = 0  # the last step whose weights were measured in range; they are measured rarely
+        self._window: deque[tuple[int, float, float]] = deque()  # (images, loss, norm) of the last steps
+        self._window_images = 0
+        self._baseline: list[tuple[int, float, float]] = []  # of the first steps that have left the window
+        self._baseline_images = 0
         for row in rows:
             self.add(row)
 
     def add(self, row: Line) -> str | None:
-        """A warning or a note where this line is the first out of all range."""
+        """Take the next line. Returns a warning or a note if it is the first out of range, else None."""
         step, images = row["step"], row["images"] - self.images if row["step"] == self.step + 1 else 0
         self.step, self.images = step, row["images"]
         self.updates += not row.get("skipped", False)
         self.scaled = self.scaled or "loss_scale" in row
         if CHANGED in row:
-            self._begin_level()
+            self._start_baseline()
         rate = row.get("highest_lr", row["lr"]) * (row.get("d") or 1.0)
         if rate > self.rate:
             self.rate, self.rate_step = rate, step
             self.rate_of = "the rate it found" if "d" in row else HIGHEST if "highest_lr" in row else LR
         if step == 1:
             self.first_rate = rate
-        self._hear_start(row.get("at_start", {}))
+        start = row.get("at_start", {})
+        # A loss that is not finite before a step is the fault of a photo or the model, not of the training.
+        self.unusable |= {(start.get(PHOTOS), field) for field in FIXED if field in start and not is_finite(start[field])}
+        self._add_held_out(start)
         warning = self.measured(step, row)
-        # A step that is left out has no loss: the loss scaler looks for its scale, or the policy left it out.
+        # A skipped step has no loss: the loss scaler searches for its scale, or the policy skipped it.
         if "loss" in row and not row.get("skipped", False) and not is_finite(row["loss"]):
-            return self._met(step, "the loss of the step is not finite") or warning
-        if what := self._out_of_range(row, images):
-            return self._spoils(step, what, step - len(self._window)) or warning
+            return self._add_non_finite(step, "the loss of the step is not finite") or warning
+        if text := self._out_of_range(row, images):
+            return self._raise_alarm(step, text, step - len(self._window)) or warning
         return warning
 
-    def _begin_level(self) -> None:
-        """Losses and gradient norms before are of another kind: neither a level, nor an alarm that another one could end."""
-        self.first = self.now = None
+    def _start_baseline(self) -> None:
+        """Forget earlier losses and gradient norms, which measure something else, and an alarm from them."""
+        self.first = self.latest = None
         self._window.clear()
-        self._before.clear()
-        self._within = self._told = 0
+        self._baseline.clear()
+        self._window_images = self._baseline_images = 0
         if self.not_finite is None:
-            self.spoilt = None
+            self.loss_alarm = None
 
     def measured(self, step: int, fields: Line) -> str | None:
-        """Take what was measured after a step whose line was there already; returns what `add` returns."""
-        for field, whose in FIXED.items():
+        """Take measurements after a step whose line was added already. Returns the same as `add`."""
+        for field, name in FIXED.items():
             if field in fields and (fields.get(PHOTOS), field) not in self.unusable and not is_finite(fields[field]):
-                return self._met(step, f"the loss of the {whose} photos is not finite")
-        self._hear_held_out(fields)
+                return self._add_non_finite(step, f"the loss of the {name} photos is not finite")
+        self._add_held_out(fields)
         if "weight_change" not in fields:
             return None
         if not is_finite(change := fields["weight_change"]):
-            return self._met(step, "layers changed to no finite number")
+            return self._add_non_finite(step, "layers changed to no finite number")
         if change > TOO_FAR:
-            return self._moves_far(step, change)
+            return self._add_far_change(step, change)
         self.sound = step
-        if not (lost := fields.get(LOST)) or self.lost:
+        if not (count := fields.get(LOST)) or self._lost_layers:
             return None
-        self.lost = lost
-        layers = "1 layer has" if lost == 1 else f"{lost} layers have"
+        self._lost_layers = count
+        layers = "1 layer has" if count == 1 else f"{count} layers have"
         return (
             f"warning: step {step}: {layers} magnitudes that are tiny beside their biases: their gradients err by a tenth "
             "or more, or 0 (docs/dora.md); a lower optimizer.magnitude_lr or precision.compute = 'fp32' avoids it"
         )
 
-    def _hear_start(self, fields: Line) -> None:
-        """What is not finite before a step is no step's doing, but a photo's or the model's. Later it tells nothing."""
-        self.unusable |= {(fields.get(PHOTOS), field) for field in FIXED if field in fields and not is_finite(fields[field])}
-        self._hear_held_out(fields)
-
-    def _hear_held_out(self, fields: Line) -> None:
+    def _add_held_out(self, fields: Line) -> None:
         if "held_out_loss" not in fields:
             return
         self._mark, loss = fields.get(PHOTOS), fields["held_out_loss"]
@@ -150,91 +147,92 @@ class Course:
         if is_finite(loss) and (self._mark, "held_out_loss") not in self.unusable:
             self._held_out.append((self._mark, loss))
 
-    def _met(self, step: int, what: str) -> str | None:
-        """As `_spoils`, of a value that is not finite."""
-        self.not_finite = self.not_finite or (step, what)
-        return self._spoils(step, what, self.sound)
+    def _add_non_finite(self, step: int, text: str) -> str | None:
+        self.not_finite = self.not_finite or (step, text)
+        return self._raise_alarm(step, text, self.sound)
 
-    def _spoils(self, step: int, what: str, sound: int) -> str | None:
-        if self.spoilt is not None:
+    def _raise_alarm(self, step: int, text: str, sound: int) -> str | None:
+        """The warning of a loss or gradient out of range; None after the first."""
+        if self.loss_alarm is not None:
             return None
-        self.spoilt = Alarm(step, what, step - len(self._window), sound)
-        return self._warning(self.spoilt)
+        self.loss_alarm = Alarm(step, text, step - len(self._window), sound)
+        return self._warning(self.loss_alarm)
 
-    def _moves_far(self, step: int, change: float) -> str | None:
-        """As `_spoils`, of weights. Where a held-out loss tells whether that is too far, a note, and none once it falls."""
-        if self.far is not None or (self._held_out_times() or 1) < 1:
+    def _add_far_change(self, step: int, change: float) -> str | None:
+        """The warning of weights out of range; None after the first. If a held-out loss decides whether the change is too
+        large: a note, or None once that loss has fallen."""
+        if self.weight_alarm is not None or (self._held_out_times() or 1) < 1:
             return None
-        what = f"layers changed by up to {change:.0%} of their own weights"
-        self.far = Alarm(step, what, step - len(self._window), self.sound)
-        if self.spoilt is not None:
+        text = f"layers changed by up to {change:.0%} of their own weights"
+        self.weight_alarm = Alarm(step, text, step - len(self._window), self.sound)
+        if self.loss_alarm is not None:
             return None
         if self.weights_tell():
-            return self._warning(self.far)
-        return f"note: step {step}: {what}; whether that is too far, the held-out loss tells"
+            return self._warning(self.weight_alarm)
+        return f"note: step {step}: {text}; whether that is too far, the held-out loss tells"
 
     def _warning(self, alarm: Alarm) -> str:
-        return f"warning: step {alarm.step}: the run is diverging: {alarm.what}; {self.remedy()}"
+        return f"warning: step {alarm.step}: the run is diverging: {alarm.text}; {self.remedy()}"
 
     def _held_out_times(self) -> float | None:
-        """The newest held-out loss, in that of the first measurement on these photos; None where there is none that tells."""
+        """The newest held-out loss as a multiple of the first on the same photos; None without a usable one."""
         losses = [loss for mark, loss in self._held_out if mark == self._mark]
         return None if not losses else losses[-1] / losses[0] if losses[0] else math.inf
 
     def weights_tell(self) -> bool:
-        """Whether a run has diverged whose weights moved too far. Not where a held-out loss decides, or will, unless that
-        rose out of all range, too. Nor where that of one photo, which decides nothing, fell."""
+        """Whether a run whose weights moved too far has diverged. If a held-out loss decides, or will: only if that is out of
+        range, too, or, for a single photo, whose loss decides nothing, if it did not fall."""
         if (times := self._held_out_times()) is None:
             return True
         return times > LOSS_TIMES or (self._photos == 1 and times >= 1)
 
     @property
     def alarm(self) -> Alarm | None:
-        """The first of those that tell that the run has diverged, or had."""
-        alarms = [self.spoilt, self.far if self.weights_tell() else None]
+        """The first alarm that shows that the run has diverged, or had."""
+        alarms = [self.loss_alarm, self.weight_alarm if self.weights_tell() else None]
         return min((alarm for alarm in alarms if alarm), key=lambda alarm: alarm.step, default=None)
 
     def _out_of_range(self, row: Line, images: int) -> str:
         loss, norm = row.get("loss"), row.get("grad_norm")
         if loss is None or norm is None:
-            return ""  # the step is skipped: by the loss scaler, or told by the policy
+            return ""  # the step was skipped, by the loss scaler or the policy
         self._window.append((images, loss, norm))
-        self._within += images
-        while len(self._window) > STEPS and self._within - self._window[0][0] >= IMAGES:
-            left = self._window.popleft()
-            self._within -= left[0]
-            if self._told < FIRST_IMAGES:
-                self._before.append(left)
-                self._told += left[0]
-                if self._told >= IMAGES and len(self._before) >= STEPS:
-                    self.first = _level(self._before)
-        if len(self._window) < STEPS or self._within < IMAGES:
+        self._window_images += images
+        while len(self._window) > STEPS and self._window_images - self._window[0][0] >= IMAGES:
+            oldest = self._window.popleft()
+            self._window_images -= oldest[0]
+            if self._baseline_images < FIRST_IMAGES:
+                self._baseline.append(oldest)
+                self._baseline_images += oldest[0]
+                if self._baseline_images >= IMAGES and len(self._baseline) >= STEPS:
+                    self.first = _level(self._baseline)
+        if len(self._window) < STEPS or self._window_images < IMAGES:
             return ""
-        self.now = _level(self._window)
-        self.first = self.first or self.now
-        named = zip(("loss", "gradient norm"), self.now, self.first, (LOSS_TIMES, GRAD_TIMES), strict=True)
-        for name, now, first, times in named:
-            if now > times * first > 0:
-                grown, steps = f"{now / first:.3g} times", len(self._window)
-                return f"the {name} of the last {steps} steps, {now:.3g}, is {grown} that of the first ones"
+        self.latest = _level(self._window)
+        self.first = self.first or self.latest
+        values = zip(("loss", "gradient norm"), self.latest, self.first, (LOSS_TIMES, GRAD_TIMES), strict=True)
+        for name, latest, first, times in values:
+            if latest > times * first > 0:
+                growth, steps = f"{latest / first:.3g} times", len(self._window)
+                return f"the {name} of the last {steps} steps, {latest:.3g}, is {growth} that of the first ones"
         return ""
 
     def remedy(self) -> str:
-        """The likely cause, in plain words, and what to do."""
-        more = []
+        """The likely cause and its remedy, in words."""
+        others = []
         if self.first_rate == self.rate:
-            more.append("a warm-up (schedule.warmup = 0.05)")
+            others.append("a warm-up (schedule.warmup = 0.05)")
         if self.scaled:
-            more.append("precision.compute = 'bf16' in place of fp16")
-        beside = f"; {' and '.join(more)} may help, too" if more else ""
-        return f"most often the learning rate is {self._too_high()}, a tenth for a start{beside}"
+            others.append("precision.compute = 'bf16' in place of fp16")
+        suffix = f"; {' and '.join(others)} may help, too" if others else ""
+        return f"most often the learning rate is {self._too_high()}, a tenth for a start{suffix}"
 
     def _too_high(self) -> str:
         lower = "a lower one" if self.levers == LR else f"a lower {self.levers}"
         return f"too high ({self.rate_of} was {self.rate:.3g} at step {self.rate_step}); start a new run with {lower}"
 
     def blame(self) -> str:
-        """What the steps before say of the cause of a value that is not finite; "" where there were none."""
+        """The likely cause of a value that is not finite, by the steps before it; "" if there were none."""
         if self.alarm:
             return f"the run has diverged since step {self.alarm.step}: {self.remedy()}"
         if self.updates and self.rate:
@@ -244,7 +242,7 @@ class Course:
 
 
 def rates(lr: Sequence[float]) -> dict[str, float]:
-    """Fields of a step's line, of the rates of all groups: the first, and the highest where that is another."""
+    """Fields of a step's line from the rates of all groups: the first group's, and the highest if that is higher."""
     return {"lr": lr[0]} | ({"highest_lr": max(lr)} if max(lr) > lr[0] else {})
 
 
@@ -254,10 +252,10 @@ def _level(window: Collection[tuple[int, float, float]]) -> tuple[float, float]:
 
 
 def is_finite(value: float | None) -> TypeGuard[float]:
-    """Whether there is a value, and it is finite."""
+    """Whether a value exists and is finite."""
     return value is not None and math.isfinite(value)
 
 
 def moved_by(change: float) -> str:
-    """||dW|| / ||W|| of the layer that moved most, in words that no rounding makes untrue."""
+    """||dW|| / ||W|| of the layer that moved most, in words that stay true when rounded."""
     return "0%" if change == 0 else f"up to {change:.2%}" if change >= 1e-4 else "less than 0.01%"

@@ -1,4 +1,4 @@
-"""Did it take? What the adapter changed, by block, after training."""
+"""How far the adapter changed the model's weights, by block."""
 
 import math
 import re
@@ -15,29 +15,29 @@ from trainer.base.console import wrapped
 from trainer.base.progress import QUIET, Phases
 from trainer.kernels.dora_torch import TINY
 
-# Of the median layer's root mean square: a layer of smaller weights is measured against this share of it. Else a layer that
-# a model's makers left next to zero would speak for the whole run.
+# A layer's ||W|| counts as at least this share of the median layer's root mean square. Else a layer that a model's makers
+# left next to zero would dominate the whole run's change.
 FLOOR = 0.1
 
 
 @dataclass(frozen=True)
 class BlockChange:
-    """The change of one block: how many of its layers are measured, the largest and the median ||dW|| / ||W|| of a layer (of
-    very small weights ||W|| is FLOOR's), the largest drift of a row's magnitude, |m / m_0 - 1| (LoRA: 0), and how many layers
-    have rows whose dm is lost (is_lost in adapters/dora.py)."""
+    """The change of one block. layers: how many are measured. largest, median: of the layers' ||dW|| / ||W|| (see FLOOR).
+    drift: the largest |m / m_0 - 1| of a row's magnitude; 0 for a LoRA. lost_layers: those with rows whose dm is lost
+    (is_lost in adapters/dora.py)."""
 
     layers: int
     largest: float
     median: float
     drift: float
-    lost: int = 0
+    lost_layers: int = 0
 
 
 def weight_change(
     adapter: Adapter, start: Mapping[str, torch.Tensor] | None = None, phases: Phases = QUIET
 ) -> dict[str, BlockChange]:
-    """How far each block of an adapter has moved, by its name. start: the weights that the run started from
-    (Adapter.state_dict); None: it started anew. A layer of zeros is left out, unless its change is not finite."""
+    """The change of each block of an adapter, by the block's name. start: the weights that the run started from
+    (Adapter.state_dict); None: a new adapter's. A layer of zeros is left out, unless its change is not finite."""
     layers: dict[str, tuple[LayerChange, int]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
@@ -53,9 +53,9 @@ def weight_change(
             size = max(norms.size, floor * math.sqrt(numbers), TINY)
             blocks.setdefault(block_of(name), []).append((norms.moved / size, norms.drift, norms.lost > 0))
     changes = {}
-    for block, measured in blocks.items():
-        moves, drifts, lost = zip(*measured, strict=True)
-        changes[block] = BlockChange(len(measured), largest(moves), median(moves), largest(drifts), sum(lost))
+    for block, values in blocks.items():
+        moves, drifts, are_lost = zip(*values, strict=True)
+        changes[block] = BlockChange(len(values), largest(moves), median(moves), largest(drifts), sum(are_lost))
     return changes
 
 
@@ -66,13 +66,13 @@ def block_of(layer: str) -> str:
 
 
 def largest(numbers: Iterable[float]) -> float:
-    """The largest of some numbers, NaN where one of them is that, for `max` would depend on their order; of none 0."""
+    """The largest number; 0 without any. NaN if one is NaN: `max` would depend on the order."""
     numbers = list(numbers)
     return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)
 
 
 def render(sections: Mapping[str, Mapping[str, Any]], columns: int) -> str:
-    """The sections as plain text in lines of at most `columns` characters: aligned, or where that is too wide in words."""
+    """The sections as plain text in lines of at most `columns` characters: aligned tables, or sentences if too wide."""
     lines = []
     for title, section in sections.items():
         table = [[str(cell) for cell in row] for row in (section["columns"], *section["rows"])]

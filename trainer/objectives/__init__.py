@@ -1,21 +1,18 @@
-"""The training objectives, pure: same inputs, same loss. No model, no random state, no config.
+"""The training objectives, pure: same inputs, same loss. No model, no random state, no config. See docs/objectives.md.
 
-For people: docs/objectives.md.
-
-Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1). Times, and all that follows from them (AtTime), are
-made on the CPU: to read them from a device would make the host wait for it. What is made of latents is where these are.
+Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1). Times and their coefficients (AtTime) are made on the
+CPU: to read them from a device would make the host wait for it. Tensors made from latents stay on the latents' device.
 """
 
 from trainer.objectives.base import AtTime, Objective, from_choices
 from trainer.objectives.diffusion import Diffusion
 from trainer.objectives.flow import Flow
-from trainer.objectives.losses import Loss, OwnLoss, sample_losses
+from trainer.objectives.losses import CustomLoss, Loss, sample_losses
 from trainer.objectives.noise import Noise
-from trainer.objectives.strata import stratified
-from trainer.objectives.times import DISTRIBUTIONS, Times
+from trainer.objectives.times import DISTRIBUTIONS, Times, stratified
 from trainer.objectives.weighting import Weighting
 
-# The config keys of what every objective here has. Each has further keys: its own.
+# The config keys of every objective here; each has further keys of its own.
 KEYS = tuple(
     f"objective.{name}"
     for name in (
@@ -25,6 +22,6 @@ KEYS = tuple(
 )  # fmt: skip
 
 __all__ = [
-    "DISTRIBUTIONS", "KEYS", "AtTime", "Diffusion", "Flow", "Loss", "Noise", "Objective", "OwnLoss", "Times", "Weighting",
+    "DISTRIBUTIONS", "KEYS", "AtTime", "CustomLoss", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting",
     "from_choices", "sample_losses", "stratified",
 ]  # fmt: skip

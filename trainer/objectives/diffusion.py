@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.base.errors import UserError
 from trainer.objectives.base import AtTime, Objective, by_sample
-from trainer.objectives.noise_schedule import noise_schedule
+from trainer.objectives.noise import noise_schedule
 from trainer.objectives.times import Times
 from trainer.objectives.weighting import Weighting
 
@@ -41,7 +41,7 @@ class Diffusion(Objective):
 
     @property
     def _range(self) -> tuple[int, int]:
-        """The first and the last timestep: those with t / T in [low, high)."""
+        """The first and the last timestep with t / T in [low, high)."""
         # 0.07 * 100 is a little more than 7.
         low, high = (math.ceil(round(share * len(self.alphas_cumprod), 6)) for share in self.times.t_range)
         return low, high - 1
@@ -61,7 +61,7 @@ class Diffusion(Objective):
         published: Mapping[str, Any],
         **others: Any,
     ) -> Self:
-        """The objective for the noise schedule of a diffusers scheduler config. others: of this class's fields."""
+        """The objective for the noise schedule of a diffusers scheduler config. others: further fields of this class."""
         if zero_terminal_snr and prediction == "epsilon":
             raise UserError(
                 "model.prediction = 'epsilon' is undefined at zero terminal SNR (the last step holds no signal); "

@@ -20,17 +20,17 @@ def _shifted(t: Tensor, s: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Flow(Objective):
-    """Rectified flow: the model predicts noise - latents of (1 - t) latents + t noise. shift: a number, or a function of
-    the number of image tokens, which is the family's."""
+    """Rectified flow: from (1 - t) latents + t noise the model predicts noise - latents. shift: a number, or the family's
+    function of the number of image tokens."""
 
     times: Times = Times("logit_normal")
     shift: float | Callable[[int], float] = 1.0
 
     def __post_init__(self) -> None:
-        more = {} if callable(self.shift) else {"shift": self.shift}
-        for tokens in (256, 4096):  # 256 and 1024 px: the shifts of all usual sizes are between theirs
+        settings = {} if callable(self.shift) else {"shift": self.shift}
+        for tokens in (256, 4096):  # 256 and 1024 px: the shifts of all usual sizes lie between theirs
             s = self._shift(tokens)
-            self.times.check(*self._range(s), partial(_shifted, s=s), **more)
+            self.times.check(*self._range(s), partial(_shifted, s=s), **settings)
 
     def _shift(self, tokens: int) -> float:
         return self.shift(tokens) if callable(self.shift) else self.shift
@@ -40,7 +40,7 @@ class Flow(Objective):
         return (low, high) if self.times.is_whole else (low / (s - (s - 1) * low), min(1.0, high / (s - (s - 1) * high)))
 
     def time(self, u: Tensor, tokens: int) -> Tensor:
-        """float32 [B] in (0, 1), or 1 where fp32 rounds to it: about one uniform time of 30 million."""
+        """float32 [B] in (0, 1), or 1 if fp32 rounds to it: about one uniform time of 30 million."""
         s = self._shift(tokens)
         return _shifted(self.times.draw(u, *self._range(s)), s).float()
 

@@ -7,29 +7,50 @@
   cosmap (the same): t = 1 - 1 / (tan(pi u / 2) + 1), of density 2 / (pi - 2 pi t + 2 pi t^2).
   power: t = u^(1 / power), of density power * t^(power - 1), which is Beta(power, 1): above 1 noise is drawn more often.
 
-A range narrows a distribution to the times in it, and keeps their proportions: u goes to F(low) + u (F(high) - F(low)).
+A range narrows a distribution to the times in it, and keeps their proportions: u becomes F(low) + u (F(high) - F(low)).
+
+Stratified draws are spread evenly over an update, as by the low-discrepancy sampler of Kingma et al. 2021, arXiv 2107.00630,
+but with each sample's own draw inside its stratum, and with the strata dealt out at random: neighbours in the update have
+neither neighbouring nor opposite times.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
+from trainer.base import draws
 from trainer.base.errors import UserError
+from trainer.objectives.noise import Key
 
-# Of all times a distribution must draw so many in the range: what is further out is not one that anybody means.
+# The least share of a distribution's times that a range may contain: a smaller one is a mistake.
 LEAST = 1e-6
-# Their middle half must be this far from the photo and from noise. Beyond it fp32 cannot tell many of them apart.
+# The middle half of the times must be this far from the photo and from noise. Beyond it fp32 cannot tell many of them apart.
 MARGIN = 1e-4
 QUARTILES = torch.tensor([0.25, 0.75], dtype=torch.float64)
 
 
+def stratified(u: Tensor, keys: Sequence[Key], update: Sequence[Key], seed: int) -> Tensor:
+    """Uniform draws u [B] of samples with these keys, moved into N equal strata of (0, 1), one for each of the update's
+    samples.
+
+    update: the keys of its N samples, in any order. A sample's stratum is the rank of its draw "stratum" among theirs: every
+    assignment is equally likely, so each result is uniform. u is the place inside the stratum.
+    """
+    count = len(update)
+    ordered = sorted(map(tuple, update), key=lambda key: (draws.uniform(seed, "stratum", *key), key))
+    ranks = {key: rank for rank, key in enumerate(ordered)}
+    strata = torch.tensor([ranks[tuple(key)] for key in keys], dtype=torch.float64)
+    # Below 1 also if the sum is rounded up.
+    return ((strata + u) / count).clamp_max(1 - 2.0**-53)
+
+
 @dataclass(frozen=True)
 class Times:
-    """Fields as in the config. t_range: shares of the way to noise, of the times that the model sees."""
+    """A distribution of times by the config's fields. t_range: shares of the way to noise, as the model sees times."""
 
     timesteps: str = "uniform"
     logit_mean: float = 0.0
@@ -44,7 +65,7 @@ class Times:
         return tuple(self.t_range) == (0.0, 1.0)
 
     def draw(self, u: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-        """float64 [B], within [low, high]; it rises with u."""
+        """Times float64 [B] within [low, high], rising with u."""
         u = u.double()
         if (low, high) != (0.0, 1.0):
             first, last = self.share_below(low), self.share_below(high)
@@ -52,14 +73,14 @@ class Times:
         return DISTRIBUTIONS[self.timesteps].quantile(self, u)
 
     def share_below(self, t: float) -> float:
-        """The share of times below t, of all that the whole distribution draws."""
+        """The share of the whole distribution's times that are below t."""
         return t if t in (0.0, 1.0) else DISTRIBUTIONS[self.timesteps].share_below(self, t)
 
-    def check(self, low: float, high: float, seen: Callable[[Tensor], Tensor] = lambda t: t, **more: float) -> None:
-        """Raises UserError where the range leaves next to no time, or nearly all times are those of photos or of plain noise.
+    def check(self, low: float, high: float, transform: Callable[[Tensor], Tensor] = lambda t: t, **settings: float) -> None:
+        """Raises UserError if the range leaves next to no times, or nearly all are those of photos or of plain noise.
 
-        low, high: as `draw` gets them. seen: the times that the model sees, of those drawn; it rises. more: what it depends
-        on, by the key; 1 where it changes nothing.
+        low, high: `draw`'s. transform: from drawn times to those that the model sees; it rises. settings: its arguments by
+        config key; 1 changes nothing.
         """
         share = self.share_below(high) - self.share_below(low)
         if share < LEAST:
@@ -67,14 +88,14 @@ class Times:
                 f"objective.t_range = {list(self.t_range)} leaves no timestep: of a million that {self.timesteps} times "
                 f"draw, {1e6 * share:.2g} are in it; widen it, or choose another objective.timesteps"
             )
-        first, last = seen(self.draw(QUARTILES, low, high)).tolist()
+        first, last = transform(self.draw(QUARTILES, low, high)).tolist()
         if first < MARGIN or last > 1 - MARGIN:
-            values = {key: getattr(self, key) for key in DISTRIBUTIONS[self.timesteps].reads} | more
-            usual = {key: getattr(Times, key, 1.0) for key in values}
+            values = {key: getattr(self, key) for key in DISTRIBUTIONS[self.timesteps].reads} | settings
+            defaults = {key: getattr(Times, key, 1.0) for key in values}
             remedies = {
-                f"objective.{key} = {value:g}": f"bring objective.{key} nearer to {usual[key]:g}"
+                f"objective.{key} = {value:g}": f"bring objective.{key} nearer to {defaults[key]:g}"
                 for key, value in values.items()
-                if value != usual[key]
+                if value != defaults[key]
             }
             if not self.is_whole:
                 remedies[f"objective.t_range = {list(self.t_range)}"] = "widen objective.t_range"
@@ -96,7 +117,7 @@ def _mode(times: Times, u: Tensor) -> Tensor:
 
 
 def _share_below_mode(times: Times, t: float) -> float:
-    """By bisection: its function has no inverse in closed form."""
+    """The inverse of `_mode`, by bisection: it has no closed form."""
     low, high = torch.tensor([0.0, 1.0], dtype=torch.float64)
     for _ in range(60):
         middle = (low + high) / 2
@@ -114,7 +135,7 @@ def _share_below_logit_normal(times: Times, t: float) -> float:
 
 @dataclass(frozen=True)
 class Distribution:
-    """A distribution of times. quantile: u -> t. share_below: t -> u, its inverse. reads: the fields that both read."""
+    """A distribution of times. quantile: u -> t. share_below: t -> u, its inverse. reads: the fields of Times for both."""
 
     quantile: Callable[[Times, Tensor], Tensor]
     share_below: Callable[[Times, float], float]

@@ -1,8 +1,8 @@
 """Weights of the loss by the signal-to-noise ratio, for diffusion: SNR = abar / (1 - abar).
 
-A weight W(SNR) of the squared error of x_0 is W / SNR for that of epsilon, and W / (SNR + 1) for that of v: with
-x_t = sqrt(abar) x_0 + sqrt(1 - abar) epsilon, the squared error of epsilon is SNR times that of x_0, and that of v
-(SNR + 1) times (Salimans and Ho 2022, arXiv 2202.00512, appendix D).
+A weight W(SNR) of the squared error of x_0 is W / SNR for that of epsilon, and W / (SNR + 1) for that of v: with x_t =
+sqrt(abar) x_0 + sqrt(1 - abar) epsilon, the squared error of epsilon is SNR times that of x_0, and that of v (SNR + 1) times
+(Salimans and Ho 2022, arXiv 2202.00512, appendix D).
 
   min_snr (Hang et al. 2023, arXiv 2303.09556): W = min(SNR, gamma).
   soft_min_snr (Crowson et al. 2024, arXiv 2401.11605): W = SNR gamma / (SNR + gamma), the same without a corner.
@@ -19,14 +19,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Formula:
-    """W of the chosen weighting and SNR, float64 [B]. words: for people. gamma: the paper's, where none is given."""
+    """A weighting's formula. photo_weight: (weighting, SNR float64 [B]) -> W. words: describe it. gamma: the default."""
 
-    of_photo: Callable[["Weighting", Tensor], Tensor]
+    photo_weight: Callable[["Weighting", Tensor], Tensor]
     words: str
     gamma: float | None = None
 
 
-# By name, beside "none". A new weighting is one entry, and its word in the config's table.
+# By name; "none" has no formula. A new weighting is one entry, and its word in the config's table.
 FORMULAS = {
     "min_snr": Formula(lambda by, snr: snr.clamp_max(by.gamma), "min-SNR gamma {0.gamma:g}", 5.0),
     "soft_min_snr": Formula(lambda by, snr: snr * by.gamma / (snr + by.gamma), "soft min-SNR gamma {0.gamma:g}", 4.0),
@@ -37,7 +37,7 @@ FORMULAS = {
 
 @dataclass(frozen=True)
 class Weighting:
-    """Fields as in the config. min_snr_gamma alone means min_snr."""
+    """A weighting by the config's fields. min_snr_gamma alone means min_snr."""
 
     weighting: str | None = None
     min_snr_gamma: float | None = None
@@ -51,14 +51,14 @@ class Weighting:
 
     @property
     def gamma(self) -> float:
-        """gamma of the two weightings that have one beside p2."""
+        """The gamma of the weighting, for the two that have one besides p2."""
         return (FORMULAS[self.name].gamma or 1.0) if self.min_snr_gamma is None else self.min_snr_gamma
 
     def weight(self, snr: Tensor, prediction: Literal["epsilon", "v"]) -> Tensor:
-        """fp32 [B], of float64 [B], by any name but "none". At zero SNR, where only v is defined, 0: the limit."""
-        of_photo = FORMULAS[self.name].of_photo(self, snr)
-        return (of_photo / (snr if prediction == "epsilon" else snr + 1)).float()
+        """The weights, fp32 [B], of SNR float64 [B], for any name but "none". At zero SNR, which only v has, the limit: 0."""
+        photo_weight = FORMULAS[self.name].photo_weight(self, snr)
+        return (photo_weight / (snr if prediction == "epsilon" else snr + 1)).float()
 
     def describe(self) -> str:
-        """The weighting in words; begins with a comma, "" for none."""
+        """The weighting in words, after a comma; "" for none."""
         return "" if self.name == "none" else f", {FORMULAS[self.name].words.format(self)}"

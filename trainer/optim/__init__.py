@@ -1,8 +1,7 @@
-"""Optimizers and learning-rate schedules, by name; libraries do the work."""
+"""Optimizers and learning-rate schedules, by name; libraries implement them."""
 
-from trainer.optim.regrouping import Regrouping
 from trainer.optim.schedules import SCHEDULES, ScheduleState, build_schedule, steps_of
-from trainer.optim.state import OptimizerState, state_bytes
+from trainer.optim.state import OptimizerState, Regrouping, state_bytes
 from trainer.optim.table import OPTIMIZERS, build_optimizer, in_8_bits, levers
 
 __all__ = [

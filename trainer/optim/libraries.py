@@ -1,4 +1,4 @@
-"""The libraries' optimizers: how each is imported (where it is asked for), how it is made, and what it keeps."""
+"""The libraries' optimizers: how each is imported (lazily), how it is built, and the layout of its state."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,16 @@ from trainer.optim.parameters import ALIGNMENT
 
 MIN_8BIT_SIZE = 4096  # elements: a smaller group keeps its state in fp32, as in bitsandbytes
 Groups = Sequence[Mapping[str, Any]]
-# What is kept for a parameter, by key: a tensor without values, or a number of the kind.
+# A parameter's state by key: a tensor without values, or an example of a number.
 StateLayout = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Finds:
-    """An optimizer that finds its rate, as Prodigy does (arXiv 2306.06101). Options of its library, and a key of its groups.
+    """An optimizer that finds its rate, as Prodigy does (arXiv 2306.06101): options of its library, and a key of its groups.
 
-    lr: what optimizer.lr must lie between. start: where the estimate begins. factor: what multiplies it. guard: whether the
-    schedule's low rates are left out of it. estimate: the key.
+    lr: bounds of optimizer.lr. start: the option with the first estimate. factor: the option that multiplies the estimate.
+    guard: the option that leaves the schedule's low rates out of it. estimate: the key of the groups.
     """
 
     lr: tuple[float, float] = (0.1, 10.0)
@@ -40,16 +40,16 @@ def imported(module: str, name: str) -> Callable[[], type]:
     return lambda: getattr(importlib.import_module(module), name)
 
 
-# --- how they are made: (class, groups, keywords) -> optimizer --------------------------------------------------------
+# --- builders: (class, groups, keywords) -> optimizer -----------------------------------------------------------------
 
 
 def plain(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """The library's optimizer, with these keys and no more."""
+    """The library's optimizer with exactly these keywords."""
     return library(groups, **keys)
 
 
 def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of bitsandbytes, for flat parameters. The state of magnitudes stays fp32, and that of small groups."""
+    """An optimizer of bitsandbytes, for flat parameters. Magnitudes and small groups keep their state in fp32."""
     import bitsandbytes
 
     def bits(group: Mapping[str, Any]) -> int:
@@ -59,14 +59,14 @@ def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.opti
     optimizer = library([{**group, "bits": bits(group)} for group in groups], min_8bit_size=MIN_8BIT_SIZE, **keys)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     for group in optimizer.param_groups:
-        # All are told: it remembers places and ids of parameters that are gone, which come again.
+        # Every group, also of 32 bits: the manager remembers addresses and ids of freed parameters, which are used again.
         manager.override_config(group["params"], "optim_bits", group["bits"])
     manager.register_parameters(optimizer.param_groups)
     return optimizer
 
 
 def counting(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of pytorch-optimizer, not batched over a group on a CPU: it would hold temporaries of all of it."""
+    """An optimizer of pytorch-optimizer, not batched over a group on a CPU: temporaries would be as large as the group."""
     optimizer = library(groups, foreach=groups[0]["params"][0].device.type != "cpu", **keys)
     for group in optimizer.param_groups:
         group.setdefault("step", 0)
@@ -74,7 +74,7 @@ def counting(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim
 
 
 def prodigy(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """pytorch-optimizer's Prodigy, whose numerator is a tensor from the start."""
+    """pytorch-optimizer's Prodigy, with its numerator as a tensor from the start."""
     optimizer = counting(library, groups, keys)
     for group in optimizer.param_groups:
         group["d_numerator"] = torch.zeros(1, device=group["params"][0].device)
@@ -105,13 +105,13 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def muon(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """Muon for the matrices, with torch's AdamW for the magnitudes; its betas and eps are AdamW's."""
+    """Muon for the matrices, torch's AdamW for the magnitudes; betas and eps are AdamW's."""
     adamw = {"betas": (0.9, 0.999), "eps": 1e-8} | {key: keys[key] for key in ("betas", "eps") if key in keys}
     return MuonAdamW(groups, **keys | adamw)
 
 
 def paged(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """bitsandbytes' state, as it was read, in memory that a GPU pages."""
+    """A loaded state of bitsandbytes, in memory that a GPU pages."""
     if not parameter.is_cuda:
         return state
     return {
@@ -120,7 +120,7 @@ def paged(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dic
     }
 
 
-# --- what they keep: (shape, the parameter's group) -> layouts, of which the first is what an update makes ------------
+# --- state: (shape, the parameter's group) -> layouts; an update makes the first --------------------------------------
 
 
 def adamw_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
@@ -130,7 +130,7 @@ def adamw_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout
 
 
 def blockwise_keeps(states: int) -> Callable[[torch.Size, Mapping[str, Any]], list[StateLayout]]:
-    """The layouts of a state with so many moments, in 8 bit and in 32: a state goes on in the format that it was saved in."""
+    """The layouts of a state with `states` moments, in 8 and in 32 bits: a loaded state keeps its format."""
 
     def keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
         codes, scales = like(*shape, dtype=torch.uint8), like(shape.numel() // ALIGNMENT)
@@ -144,7 +144,7 @@ def blockwise_keeps(states: int) -> Callable[[torch.Size, Mapping[str, Any]], li
 
 
 def keeps(*keys: str) -> Callable[[torch.Size, Mapping[str, Any]], list[StateLayout]]:
-    """Tensors like the parameter."""
+    """The layout of tensors shaped like the parameter, one for each key."""
     return lambda shape, group: [{key: like(*shape) for key in keys}]
 
 
@@ -170,5 +170,5 @@ def came_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]
 
 
 def muon_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
-    """The layout of Muon's state, or, of magnitudes, of AdamW's."""
+    """The layout of Muon's state; for magnitudes of AdamW's."""
     return adamw_keeps(shape, group) if group["magnitudes"] else [{"momentum_buffer": like(*shape)}]

@@ -1,4 +1,4 @@
-"""How an optimizer sees an adapter's parameters: as one flat tensor, or as matrices. They share memory."""
+"""Views of an adapter's parameters for its optimizer, which share their memory: one flat tensor, or matrices."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,14 @@ ALIGNMENT = 256  # elements: the block of 8-bit optimizers, so that no block spa
 
 
 def padded(elements: int) -> int:
-    """What a parameter of so many elements takes of a flat one."""
+    """The elements of a flat parameter that a parameter of so many elements occupies: whole blocks."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """One fp32 parameter whose slices the given ones become, gradients included. These are there from the start, zero.
+    """One fp32 parameter; the given ones become its slices, and so do their gradients, which start at zero.
 
-    An adapter is hundreds of small tensors. Flat, they take one kernel each for the update, the norm, the clipping and the
-    reduction over processes.
+    An adapter is hundreds of small tensors; a flat one takes one kernel each for update, norm, clipping and reduction.
     """
     sizes = [padded(parameter.numel()) for parameter in parameters]
     flat = nn.Parameter(torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device))
@@ -30,7 +29,7 @@ def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def matrices(parameters: Sequence[nn.Parameter], *, magnitudes: bool) -> list[nn.Parameter]:
-    """Each of the given ones as [N, K], convolutions [N, C, h, w] with K = C h w; magnitudes as [N]. Gradients are zero."""
+    """Each parameter as [N, K], convolutions [N, C, h, w] with K = C h w; magnitudes as [N]. Gradients start at zero."""
     views = []
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -8,87 +8,82 @@ from typing import Any
 import torch
 
 
-def steps_of(given: int | float, total_steps: int) -> int:
-    """An integer counts steps; a fraction below 1 is a share of total_steps, rounded down."""
+def steps_of(count_or_share: int | float, total_steps: int) -> int:
+    """The steps of an integer, or of a share below 1 of total_steps, rounded down."""
     # 0.29 * 100 is a little less than 29.
-    return given if isinstance(given, int) else int(round(given * total_steps, 6))
+    return count_or_share if isinstance(count_or_share, int) else int(round(count_or_share * total_steps, 6))
 
 
 @dataclass(frozen=True)
 class Descent:
-    """How the rate falls once the warm-up is over.
+    """The curve of the rate after the warm-up.
 
-    left: (done, length, **those of `reads`) -> the share of the way from the base rate (1) to the rate at the end (0), after
-    `done` of `length` updates, 0 <= done <= length. reads: keys of the config's table. source: of the formula.
+    curve: (n, length, **keys of `reads`) -> from 1 (the base rate) to 0 (the rate at the end), after n of `length` updates,
+    0 <= n <= length. reads: keys of the config's table.
     """
 
-    left: Callable[..., float]
-    source: str
+    curve: Callable[..., float]
     reads: tuple[str, ...] = ("end",)
 
 
-def _linear(done: int, length: int) -> float:
-    return max(0.0, float(length - done) / float(max(1, length)))
+def _linear(n: int, length: int) -> float:
+    return max(0.0, float(length - n) / float(max(1, length)))
 
 
-def _cosine(done: int, length: int, cycles: int = 1) -> float:
+def _cosine(n: int, length: int, cycles: int = 1) -> float:
     """`cycles` half waves; each but the first begins with a jump back to the base rate."""
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(cycles) * done / length % 1.0)))) if done < length else 0.0
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(cycles) * n / length % 1.0)))) if n < length else 0.0
 
 
-def _rex(done: int, length: int) -> float:
-    left = _linear(done, length)
-    return left / (0.5 + 0.5 * left)
+def _rex(n: int, length: int) -> float:
+    line = _linear(n, length)
+    return line / (0.5 + 0.5 * line)
 
 
-def _wsd(done: int, length: int, decay: int) -> float:
-    """decay: the last updates, along which the rate falls in a line; of none it does not fall."""
-    return min(1.0, float(length - done) / float(decay)) if decay else 1.0
+def _wsd(n: int, length: int, decay: int) -> float:
+    """A line over the last `decay` updates; with 0 the rate does not fall."""
+    return min(1.0, float(length - n) / float(decay)) if decay else 1.0
 
 
+# p: the share of the descent that is over.
 SCHEDULES = {
-    "constant": Descent(lambda done, length: 1.0, "the base rate", ()),
-    "linear": Descent(_linear, "a line (diffusers, get_linear_schedule_with_warmup)"),
-    "cosine": Descent(_cosine, "half a cosine wave (Loshchilov and Hutter, SGDR, 2017, eq. 5, without restarts)"),
-    "cosine_restarts": Descent(
-        _cosine, "`cycles` half waves of equal length (SGDR, eq. 5, T_mult = 1)", ("end", "cycles")
-    ),
-    "polynomial": Descent(
-        lambda done, length, power: _linear(done, length) ** power,
-        "(1 - p)^`power` (diffusers, get_polynomial_decay_schedule_with_warmup)", ("end", "power"),
-    ),
-    "rex": Descent(_rex, "(1 - p) / (1/2 + (1 - p) / 2) (Chen et al., REX, 2021)"),
-    "wsd": Descent(
-        _wsd, "the base rate, then a line over `decay` (Hu et al., MiniCPM, 2024; Hägele et al., 2024)", ("end", "decay")
-    ),
-}  # fmt: skip
+    "constant": Descent(lambda n, length: 1.0, ()),
+    "linear": Descent(_linear),  # diffusers, get_linear_schedule_with_warmup
+    "cosine": Descent(_cosine),  # half a wave (Loshchilov and Hutter, SGDR, 2017, eq. 5, without restarts)
+    "cosine_restarts": Descent(_cosine, ("end", "cycles")),  # half waves of equal length (SGDR, eq. 5, T_mult = 1)
+    # (1 - p)^power (diffusers, get_polynomial_decay_schedule_with_warmup)
+    "polynomial": Descent(lambda n, length, power: _linear(n, length) ** power, ("end", "power")),
+    "rex": Descent(_rex),  # (1 - p) / (1/2 + (1 - p) / 2) (Chen et al., REX, 2021)
+    # The base rate, then a line over `decay` (Hu et al., MiniCPM, 2024; Hägele et al., 2024)
+    "wsd": Descent(_wsd, ("end", "decay")),
+}
 
 
 def build_schedule(
     name: str, optimizer: torch.optim.Optimizer, *, warmup: int, total_steps: int, end: float = 0.0, **keys: Any
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule of that name, counted in optimizer updates: a line from 0 over `warmup` updates, then its descent.
+    """The schedule `name`, counted in optimizer updates: a line from 0 over `warmup` updates, then its descent.
 
-    end: the rate after total_steps, as a share of the base rate; it stays there. keys: what the descent reads, others too.
+    end: the rate after total_steps, as a share of the base rate; it stays there. keys: the descent's; others are ignored.
     """
     descent = SCHEDULES[name]
-    read = {key: keys[key] for key in descent.reads if key != "end"}
+    arguments = {key: keys[key] for key in descent.reads if key != "end"}
 
-    def share(n: int) -> float:
+    def factor(n: int) -> float:
         n = min(n, total_steps)  # a run that was lengthened stays at the end of its frozen schedule
         if n < warmup:
             return float(n) / float(warmup)
-        left = descent.left(n - warmup, total_steps - warmup, **read)
-        return left + end * (1.0 - left) if "end" in descent.reads else left
+        height = descent.curve(n - warmup, total_steps - warmup, **arguments)
+        return height + end * (1.0 - height) if "end" in descent.reads else height
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 class ScheduleState:
     """A schedule's counters as a piece of the checkpoint; its lambdas are rebuilt from the config.
 
-    anew: the config may have other rates, groups or another schedule than the checkpoint's, and the next step takes them.
-    say: is told the highest rate of the next step where that makes it another.
+    anew: the config's rates, groups and schedule replace the checkpoint's at the next step. say: prints a line if that
+    changes the highest rate of that step.
     """
 
     def __init__(
@@ -102,17 +97,17 @@ class ScheduleState:
         self.base_lrs = list(schedule.base_lrs)  # the config's: Session.lr changes the schedule's own
 
     def rates(self) -> list[float]:
-        """The rates that the config has at the schedule's place, one for each group."""
+        """The config's rates at the schedule's present update, one for each group."""
         by_group = zip(self.base_lrs, self.schedule.lr_lambdas, strict=True)
-        return [float(base * share(self.schedule.last_epoch)) for base, share in by_group]
+        return [float(base * factor(self.schedule.last_epoch)) for base, factor in by_group]
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's place and the config's rates there, one for each group."""
+        """The schedule's counters and the config's rates there, one for each group."""
         rates = self.rates()
         return {"last_epoch": self.schedule.last_epoch, "_step_count": self.schedule._step_count, "_last_lr": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the place back, and set the optimizer's rates. Raises ValueError where these are not one for each group."""
+        """Set the counters and the optimizer's rates. Raises ValueError for wrong ones, or unless each group has one rate."""
         counts, rates = (state["last_epoch"], state["_step_count"]), list(state["_last_lr"])
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
             raise ValueError(f"counters {counts}")
@@ -121,9 +116,9 @@ class ScheduleState:
             raise ValueError(f"rates {rates}")
         self.schedule.last_epoch, self.schedule._step_count = counts
         if self.anew:
-            before, rates = rates, self.rates()
-            if (now := max(rates, default=0.0)) != (then := max(before, default=0.0)):
-                self.say(f"learning rate of the next step: {now:.3g}; it would have been {then:.3g}")
+            saved, rates = rates, self.rates()
+            if (rate := max(rates, default=0.0)) != (saved_rate := max(saved, default=0.0)):
+                self.say(f"learning rate of the next step: {rate:.3g}; it would have been {saved_rate:.3g}")
         self.schedule._last_lr = rates
         for group, rate in zip(self.schedule.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -1,4 +1,4 @@
-"""The table of optimizers. A new one is an entry here, and the functions that it names."""
+"""The table of optimizers. A new optimizer is an entry here, and the functions that it names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,22 +17,22 @@ from trainer.optim.parameters import flatten, matrices
 class OptimizerKind:
     """One entry of the table.
 
-    library: imports the library, and gives its class.
-    layouts: (shape, its group) -> what it keeps for such a parameter: any one of these, the first from the start.
+    library: imports the library, and returns the optimizer's class.
+    layouts: (shape, group) -> layouts that a parameter's state may have; the first update makes the first.
     make: (class, groups, keywords) -> the optimizer. groups: {"params", "lr", "weight_decay", "magnitudes"}, laid out as
     `flat` says.
-    betas, eps: the library's defaults of `optimizer.betas` and `optimizer.eps`; None where it has no such keyword.
-    presets: options that have another default here than in the library. fixed: keywords that are no options.
-    flat: its parameters are one flat tensor for each group; False where it needs shapes: then they are matrices.
-    shared: of a flat parameter's state, what is there once and not for each of its blocks of ALIGNMENT elements.
-    group_keys: what an update changes in its groups and a later one reads, for example Prodigy's "d". Not "lr": the schedule
-    sets it after every update. derived: what it changes there and no later one reads.
-    paged: CUDA may move its state out. apart: betas and eps are of a part that trains the magnitudes alone.
-    cpu_scratch: bytes that an update takes for a moment on a CPU, for each element of its largest parameter.
-    modes: it has train() and eval(), as schedule-free optimizers: gradients are taken at other weights than those that are
-    used. Both change parameters, and no state.
-    finds: how it finds its rate, which optimizer.lr is a factor of, the same for all groups; None: it finds none.
-    schedules: the ones that go with it; None: all.
+    betas, eps: the library's defaults of `optimizer.betas` and `optimizer.eps`; None: it has no such keyword.
+    presets: options with another default here than in the library. fixed: keywords that are no options.
+    flat: each group's parameters are one flat tensor; False: they are matrices, as the optimizer needs shapes.
+    shared: keys of a flat parameter's state with one value, not one for each block of ALIGNMENT elements.
+    group_keys: values of a group that an update changes and a later one reads, as Prodigy's "d"; without "lr", which the
+    schedule sets after every update. derived: values that it changes and no later one reads.
+    paged: CUDA may page its state. betas_of_magnitudes: betas and eps belong to a part that trains magnitudes alone.
+    cpu_scratch: bytes that an update allocates temporarily on a CPU, for each element of its largest parameter.
+    modes: it has train() and eval(), as schedule-free optimizers, whose gradients are taken at other weights than those for
+    use. Both methods change parameters, and no state.
+    finds: how it finds its rate, the same for all groups, of which optimizer.lr is a factor; None: it does not.
+    schedules: the ones that it supports; None: all.
     """
 
     library: Callable[[], type]
@@ -47,7 +47,7 @@ class OptimizerKind:
     group_keys: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     paged: bool = False
-    apart: bool = False
+    betas_of_magnitudes: bool = False
     cpu_scratch: int = 0
     modes: bool = False
     finds: Finds | None = None
@@ -55,7 +55,7 @@ class OptimizerKind:
 
 
 def _blockwise(name: str, states: int, **more: Any) -> OptimizerKind:
-    """bitsandbytes decodes and encodes the whole state on a CPU."""
+    """An optimizer of bitsandbytes with `states` moments. On a CPU an update decodes and encodes the whole state."""
     shared = ("step", *(f"qmap{i + 1}" for i in range(states)))
     library, keeps = imported("bitsandbytes.optim", name), libraries.blockwise_keeps(states)
     return OptimizerKind(library, keeps, libraries.blockwise, shared=shared, **more)
@@ -93,20 +93,20 @@ OPTIMIZERS = {
     # With match_rms_adamw an update of a matrix is as large as AdamW's: one optimizer.lr for both parts (arXiv 2502.16982).
     "muon": OptimizerKind(
         lambda: torch.optim.Muon, libraries.muon_keeps, libraries.muon, flat=False,
-        presets={"adjust_lr_fn": "match_rms_adamw"}, apart=True, cpu_scratch=8,
+        presets={"adjust_lr_fn": "match_rms_adamw"}, betas_of_magnitudes=True, cpu_scratch=8,
     ),
 }  # fmt: skip
 
 
 def optimizer_named(name: str) -> OptimizerKind:
-    """Raises UserError, with the name that was probably meant."""
+    """The table's entry. Raises UserError, with the name that was probably meant, for an unknown one."""
     if name not in OPTIMIZERS:
         raise UserError(f"optimizer.name = {name!r} is not known; {patterns.suggestion(name, OPTIMIZERS)}")
     return OPTIMIZERS[name]
 
 
 def in_8_bits(name: str) -> str | None:
-    """The name of an optimizer whose state has 8 bits in place of 32; None where there is none."""
+    """The name of the optimizer with 8-bit state in place of 32; None if there is none."""
     smaller = f"{name}8bit"
     return smaller if smaller in OPTIMIZERS else None
 
@@ -125,11 +125,8 @@ def build_optimizer(
     eps: float | None = None,
     options: Mapping[str, Any] = {},
 ) -> torch.optim.Optimizer:
-    """The optimizer `name`. groups: as `OptimizerKind.make` takes them, not laid out. betas, eps: None for the library's.
-    options: beyond the presets.
-
-    The parameters get gradients, to be zeroed in place, never set to None.
-    """
+    """The optimizer `name`. groups: as for `OptimizerKind.make`, but not laid out. betas, eps: None: the library's. options:
+    override the presets. The parameters get gradients, which must be zeroed in place, never set to None."""
     entry = optimizer_named(name)
     keys = {**entry.presets, **options, **entry.fixed}
     keys |= {} if betas is None else {"betas": tuple(betas)}

@@ -127,7 +127,7 @@ def unread_beside_others(config: Config) -> dict[str, str]:
 
 def _unread_optimizer(config: Config) -> dict[str, str]:
     table, name = config.optimizer, config.optimizer.name
-    if name not in OPTIMIZERS or not OPTIMIZERS[name].apart or kind_named(config.adapter.type).magnitudes:
+    if name not in OPTIMIZERS or not OPTIMIZERS[name].betas_of_magnitudes or kind_named(config.adapter.type).magnitudes:
         return {}
     # A resolved config has the library's own values.
     changed = [f"optimizer.{key}" for key in ("betas", "eps") if getattr(table, key) != getattr(OPTIMIZERS[name], key)]

@@ -163,7 +163,7 @@ class Loop:
             "grad_norm": result.grad_norm,
             "images": progress.images,
             "skipped": not result.updated,
-            **result.told,
+            **result.log_fields,
             "seconds": round(seconds, 6),
             "images_per_second": round(len(occurrences) / seconds, 3),
             "time": round(time.time(), 3),

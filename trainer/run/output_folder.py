@@ -54,7 +54,7 @@ def open_output(run: Run) -> Iterator[None]:
             )
         for checkpoint in store.set_aside(layout.checkpoints, after=step):
             processes.say(f"warning: a later checkpoint is set aside as {checkpoint}; delete it when you need no way back")
-        metrics.cut(layout.metrics, step)
+        metrics.truncate(layout.metrics, step)
         # Samples that a killed start drew after its last checkpoint, perhaps with other prompts: they are drawn again.
         for folder in layout.samples.glob("*"):
             sample_step = step_of(folder.name)

@@ -29,7 +29,7 @@ from trainer.data.batches import loader, sampler
 from trainer.engine.assembly import TrainState, build_adapter, build_step, load_trained
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode, report_captions
-from trainer.engine.graphs import beside
+from trainer.engine.graphs import retrying
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.engine.policies import NonFinite
 from trainer.engine.step import Step
@@ -196,7 +196,7 @@ def build_state(
     start.apply(adapter, norms, components.processes.say)
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     old_config = beginning.saved.state("config") if beginning.saved is not None and allowed.changed else None
-    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=old_config)
+    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, saved_config=old_config)
     if adapter.kind.magnitudes:  # else the first step would compute them, and a stop would have to wait
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)
@@ -211,7 +211,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
     config, artifacts, go_on, page = run.plan.config, run.artifacts(), "go on with --resume_from auto", run.attached.page
     held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating)
     held_out.changed = change_lines(run.progress.changes, FIXED_LOSS)
-    held_out.errors = beside(run.step.graphs, held_out.errors)
+    held_out.errors = retrying(run.step.graphs, held_out.errors)
 
     def change(at: Position) -> Fields:
         with run.state.evaluating():
@@ -229,7 +229,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
     moved = Job(
         name="the change of the weights was measured",
         due=change_due,
-        run=beside(run.step.graphs, change),
+        run=retrying(run.step.graphs, change),
         remedy=run.step.too_large,
         fields=("weight_change",),
     )
@@ -239,7 +239,7 @@ def jobs_of(run: Run, saves: Saves) -> Sequence[Job]:
     samples = Job(
         name="samples were drawn",
         due=lambda at: bool(run.plan.data.requests) and at.due(draws, ends=True),
-        run=beside(run.step.graphs, artifacts.draw_samples),
+        run=retrying(run.step.graphs, artifacts.draw_samples),
         remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with {undrawn}",
     )
     exported = Job(
@@ -322,7 +322,7 @@ def close(run: Run, signals: Signals, *, finished: bool) -> None:
     """Write the artifacts of a finished run, or of one that stops early."""
     signals.promise = "stopping; the last step is saved"
     if run.step.graphs is not None:
-        run.step.graphs.let_go()  # samples may need the memory
+        run.step.graphs.clear()  # samples may need the memory
     try:
         artifacts = run.artifacts()
         if finished:

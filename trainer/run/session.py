@@ -30,8 +30,8 @@ from trainer.data.memo import Memo
 from trainer.data.sources import Scanned
 from trainer.engine.components import Components
 from trainer.engine.encoding import conditionings
-from trainer.engine.graphs import beside
-from trainer.objectives import OwnLoss
+from trainer.engine.graphs import retrying
+from trainer.objectives import CustomLoss
 from trainer.plan.requirements import refuse_unread, refuse_unread_by_model
 from trainer.plan.run_plan import ModelPlan, RunPlan, make_plan, open_source, resolve
 from trainer.plan.samples import requests_of
@@ -195,7 +195,7 @@ class Session:
             if self.config.step.graphs is True:
                 raise UserError("step.graphs = true records the objective's own loss; leave it out beside a loss of your own")
             run.step.graphs = None
-            objective = replace(run.step.losses.objective, loss=OwnLoss(own=self.errors))  # type: ignore[attr-defined]
+            objective = replace(run.step.losses.objective, loss=CustomLoss(function=self.errors))  # type: ignore[attr-defined]
             run.step.losses = replace(run.step.losses, objective=objective)  # type: ignore[type-var]
             run.context.processes.say("the steps train on the caller's loss; the held-out loss is objective.loss")
         loop = make_loop(run, signals, self.jobs)
@@ -253,7 +253,7 @@ class Session:
         components.load(plan.model.family.vae)
         with torch.no_grad(), state.evaluating(), state.adapter.at_strength(request.strength), components.without_below():
             conditioning = conditionings(components, [request.prompt, request.negative])
-            draw = beside(self.run.step.graphs, components.family.images.draw)
+            draw = retrying(self.run.step.graphs, components.family.images.draw)
             return draw(components.model, request, conditioning(request.prompt), conditioning(request.negative))
 
     def export(self, path: str | Path) -> list[Path]:

@@ -240,7 +240,7 @@ def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], N
     tokens = max(sum(plan.model.family.images.image_tokens(height, width) for width, height in layout) for layout in layouts)
     attention = choose(setting, device, dtype, sizes := cache(lambda: head_sizes(source.build(denoiser))), tokens)
     if device.type != "cpu" or setting != "auto":
-        note = f"; the largest photo takes {attention.taken(device, dtype, sizes(), tokens)}" if setting == "auto" else ""
+        note = f"; the largest photo takes {attention.selected(device, dtype, sizes(), tokens)}" if setting == "auto" else ""
         say(f"attention: {attention} (step.attention = {setting!r}{note}{'; ' if attention.note else ''}{attention.note})")
     return attention
 

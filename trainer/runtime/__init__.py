@@ -1,1 +1,1 @@
-"""Where and in what a run computes: device, processes, precision, attention."""
+"""The computing environment of a run: device, processes, precision, attention, jobs."""

@@ -1,8 +1,8 @@
-"""Which of torch's kernels compute the denoiser's attention (step.attention), and attention over few tokens on a CPU.
+"""Selects torch's kernels for the denoiser's attention (step.attention), and computes attention over few tokens on a CPU.
 
-Text encoders and the VAE have masks, fp32 and wide heads, which not every kernel takes. They, and the denoiser under "auto"
-where cuDNN's is not the faster, have torch's own order: flash, memory-efficient, plain (precision.py leaves cuDNN's out of
-it).
+Text encoders and the VAE have masks, fp32 and wide heads, which not every kernel supports. They, and the denoiser under
+"auto" unless cuDNN's kernel is faster, use torch's own order: flash, memory-efficient, plain (precision.py removes cuDNN's
+from it).
 """
 
 import warnings
@@ -22,9 +22,9 @@ from trainer.base.errors import UserError
 from trainer.base.protocols import Kernels
 from trainer.kernels import dora_torch
 
-# Queries up to which copies in fp32, and attention of these, are faster on a CPU than torch's attention in 16 bits (by up to
-# 8 times, torch 2.13, docs/benchmarks/cpu.md), at every head size, forward and backward. Over many tokens the copies cost
-# memory and, in bf16, more time than they save.
+# Up to so many queries, attention of fp32 copies is faster on a CPU than torch's attention in 16 bits (by up to 8 times,
+# torch 2.13, docs/benchmarks/cpu.md), at every head size, forward and backward. Over many tokens the copies cost memory and,
+# in bf16, more time than they save.
 FEW = 128
 
 KERNELS = {
@@ -33,22 +33,22 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# The order of "auto" on a card of these compute capabilities (Hopper, and Blackwell in data centres), as torch prefers it.
+# The order of "auto" on GPUs of these compute capabilities (Hopper, and Blackwell in data centres), as torch prefers it.
 CUDNN_FIRST, ORDER = (9, 10), ("cudnn", "flash", "efficient", "math")
-# The first cuDNN that is tried. With 9.19 on an H100 the gradients of Flux were not finite, and a step read outside its
-# memory, after which a process can do nothing more on the card.
+# The oldest cuDNN that is tried. With 9.19 on an H100 the gradients of Flux were not finite, and a step read outside its
+# memory, after which a process can do nothing more on the GPU.
 CUDNN = 92000
 
-# (queries, keys) that a kernel is tried with. cuDNN went wrong where half of a tile of 128 is left over.
+# (queries, keys) of a kernel's trial. cuDNN failed if half of a tile of 128 was left over.
 TRIED = ((192, 192), (256, 77))
-# Of a result of 16 bits, relative: four roundings, in the norm.
+# The allowed relative error, in the norm, of a result in 16 bits: four roundings.
 TOLERANCE = 2.0**-6
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What computes the denoiser's attention. kinds: of KERNELS; each call takes the first that can take it, and torch raises
-    RuntimeError where none can; none named: torch's own order. note: why it is not what it could be."""
+    """The kernels for the denoiser's attention. kinds: keys of KERNELS; each call uses the first that supports it, and torch
+    raises RuntimeError if none does; empty: torch's own order. note: why a faster choice is not used."""
 
     kinds: tuple[str, ...] = ()
     note: str = ""
@@ -57,23 +57,22 @@ class Attention:
         return ", ".join(self.kinds) or OWN
 
     def used(self) -> AbstractContextManager[Any]:
-        """A block in which all attention of the process is computed so: for a whole pass, as it takes a dozen calls into
-        torch."""
+        """A context, for a whole pass, in which all attention uses these kernels. To enter costs a dozen calls into torch."""
         kernels = [KERNELS[kind] for kind in self.kinds]
         return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
 
-    def taken(self, device: torch.device, dtype: torch.dtype, sizes: Collection[int], tokens: int) -> str:
-        """What torch takes of these for an image of so many tokens, in training. sizes: of heads."""
+    def selected(self, device: torch.device, dtype: torch.dtype, sizes: Collection[int], tokens: int) -> str:
+        """The kernels that torch selects for an image of so many tokens, in training. sizes: of heads."""
         with self.used():
-            drawn = (_drawn(device, dtype, tokens, tokens, size, 0)[:3] for size in sorted(sizes))
-            chosen = [torch._fused_sdp_choice(*(tensor.requires_grad_() for tensor in each)) for each in drawn]
-        return " and ".join(dict.fromkeys(SDPBackend(each).name.removesuffix("_ATTENTION").lower() for each in chosen))
+            inputs = (_trial_tensors(device, dtype, tokens, tokens, size, 0)[:3] for size in sorted(sizes))
+            kernels = [torch._fused_sdp_choice(*(tensor.requires_grad_() for tensor in each)) for each in inputs]
+        return " and ".join(dict.fromkeys(SDPBackend(each).name.removesuffix("_ATTENTION").lower() for each in kernels))
 
     def give(
         self, denoiser: nn.Module, processor: Callable[..., Any], device: torch.device, kernels: Kernels = dora_torch
     ) -> None:
-        """Have a denoiser on a device compute so. Blocks run again in a backward pass, outside the denoiser's forward: that
-        pass has to be made in `used`. processor: `MemoryPart.attention` of the models."""
+        """Set these kernels for a denoiser on a device. A backward pass must run in `used`: it recomputes blocks outside the
+        denoiser's forward. processor: `MemoryPart.attention` of the models."""
         attend = attention if device.type == "cpu" and not self.kinds else attention_once
         for layer in denoiser.modules():
             if hasattr(layer, "set_processor") and (ours := processor(layer, attend, kernels)) is not None:
@@ -83,69 +82,66 @@ class Attention:
         forward = denoiser.forward
 
         @wraps(forward)
-        def inside(*args: Any, **keys: Any) -> Any:
+        def wrapped(*args: Any, **keys: Any) -> Any:
             with self.used():
                 return forward(*args, **keys)
 
-        denoiser.forward = inside
+        denoiser.forward = wrapped
 
 
-OWN = "torch's own"  # as checkpoints have it, and those mean that say nothing
+OWN = "torch's own"  # as in checkpoints; one without this entry means the same
 TORCHS_OWN = Attention()
 
 
-def planned(asked: str) -> Attention:
-    """`step.attention` where the card is not here."""
-    return TORCHS_OWN if asked == "auto" else Attention((asked,))
+def planned(kind: str) -> Attention:
+    """The kernels of `step.attention` = kind, for a GPU that is not in this machine."""
+    return TORCHS_OWN if kind == "auto" else Attention((kind,))
 
 
 def choose(
-    asked: str, device: torch.device, dtype: torch.dtype, sizes: Callable[[], Collection[int]], tokens: int = 0
+    kind: str, device: torch.device, dtype: torch.dtype, sizes: Callable[[], Collection[int]], tokens: int = 0
 ) -> Attention:
-    """`step.attention` on a device. A kernel is tried before it is taken, for the denoiser's compute dtype, head sizes and
-    tokens.
-
-    Raises UserError for a kind that the device lacks; "auto" takes another order then, and its note says why.
-    """
-    if device.type == "cpu" and asked not in ("auto", "math"):
-        raise UserError(f"step.attention = {asked!r} needs a GPU, and this run is on the CPU; use 'auto' or 'math'")
-    if device.type != "cuda" or asked == "math":
-        return planned(asked)
+    """The kernels of `step.attention` = kind on a device, tried first for the denoiser's compute dtype, head sizes and
+    tokens. Raises UserError for a kind that fails; "auto" then uses another order, and its note says why."""
+    if device.type == "cpu" and kind not in ("auto", "math"):
+        raise UserError(f"step.attention = {kind!r} needs a GPU, and this run is on the CPU; use 'auto' or 'math'")
+    if device.type != "cuda" or kind == "math":
+        return planned(kind)
     name = torch.cuda.get_device_name(device)
-    if asked != "auto":
-        if why := fault(asked, device, dtype, sizes(), tokens):
-            raise UserError(f"step.attention = {asked!r} is not for this model on {name}: {why}; use 'auto'")
-        return Attention((asked,))
+    if kind != "auto":
+        if reason := fault(kind, device, dtype, sizes(), tokens):
+            raise UserError(f"step.attention = {kind!r} is not for this model on {name}: {reason}; use 'auto'")
+        return Attention((kind,))
     if torch.cuda.get_device_capability(device)[0] not in CUDNN_FIRST:
         return TORCHS_OWN
-    why = fault("cudnn", device, dtype, sizes(), tokens)
-    return Attention(note=f"without cuDNN's: {why}") if why else Attention(ORDER)
+    reason = fault("cudnn", device, dtype, sizes(), tokens)
+    return Attention(note=f"without cuDNN's: {reason}") if reason else Attention(ORDER)
 
 
 def head_sizes(denoiser: nn.Module) -> set[int]:
-    """The sizes of its attention layers' heads."""
+    """The head sizes of a denoiser's attention layers."""
     return {layer.inner_dim // layer.heads for layer in denoiser.modules() if hasattr(layer, "set_processor")}
 
 
 def fault(kind: str, device: torch.device, dtype: torch.dtype, sizes: Collection[int], tokens: int = 0) -> str:
-    """Why a kernel does not do for training there, in words; "" where it does: tried forward and backward, without a mask, as
-    no family has one, against plain attention in fp32. sizes: of heads. tokens: of the run's largest image, where plain
-    attention may be too large, and the results have to be finite; 0: not tried."""
+    """Why a kernel is unfit for training on a device, in words; "" if it is fit. The trial: forward and backward, without a
+    mask, as no family has one, against plain attention in fp32. sizes: of heads. tokens: of the run's largest image, whose
+    results must only be finite, as plain attention may be too large there; 0: not tried."""
     if kind == "cudnn" and (version := torch.backends.cudnn.version() or CUDNN) < CUDNN:
         return f"cuDNN {version // 10000}.{version // 100 % 100} was seen to give wrong gradients; install a newer torch"
-    whole = [(tokens, tokens, -120)] if tokens else []
+    largest = [(tokens, tokens, -120)] if tokens else []
     for size in sorted(sizes):
-        for queries, keys, score in [*((*pair, score) for pair in TRIED for score in (0, -120)), *whole]:
-            if why := _fault_at(kind, score, *_drawn(device, dtype, queries, keys, size, score)):
-                return f"{why} (head size {size})"
+        for queries, keys, score in [*((*pair, score) for pair in TRIED for score in (0, -120)), *largest]:
+            if reason := _fault_at(kind, score, *_trial_tensors(device, dtype, queries, keys, size, score)):
+                return f"{reason} (head size {size})"
     return ""
 
 
-def _drawn(
+def _trial_tensors(
     device: torch.device, dtype: torch.dtype, queries: int, keys: int, size: int, score: int
 ) -> tuple[torch.Tensor, ...]:
-    """Query, key, value and the output's gradient, [1, 2, tokens, size], as the denoisers have them in memory. score: about
-    what is added to each. A softmax does not change by it, but exponents may leave fp32."""
+    """Query, key, value and the output's gradient, [1, 2, tokens, size], in the denoisers' memory layout. score: roughly
+    added to each attention score, which leaves a softmax unchanged, but its exponents may leave fp32."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, tokens, 2, size) for tokens in (queries, keys, keys, queries)]
     query, key, value, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -154,7 +150,7 @@ def _drawn(
     return tuple(each.to(device, dtype).transpose(1, 2) for each in (query, key, value, upstream))
 
 
-def _fault_at(kind: str, score: int, *given: torch.Tensor) -> str:
+def _fault_at(kind: str, score: int, *trial: torch.Tensor) -> str:
     def results(kind: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
         *inputs, upstream = (tensor.detach() for tensor in tensors)
         inputs = [tensor.requires_grad_() for tensor in inputs]
@@ -165,30 +161,30 @@ def _fault_at(kind: str, score: int, *given: torch.Tensor) -> str:
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
-            outputs = results(kind, *given)
+            outputs = results(kind, *trial)
         except RuntimeError as error:  # torch has no kernel for it
-            return _why_not(kind, given) or str(error).splitlines()[0]
+            return _torchs_reason(kind, trial) or str(error).splitlines()[0]
     if not all(bool(torch.isfinite(each).all()) for each in outputs):
         return "its results are not finite where those of plain attention are"
     if score:
-        return ""  # it multiplies a sum of next to nothing, which no 16 bits give exactly
-    exact = results("math", *(tensor.float() for tensor in given))
-    off = max(float((mine.float() - true).norm() / true.norm()) for mine, true in zip(outputs, exact, strict=True))
-    return f"its results differ by {off:.2g} from those of plain attention" if off > TOLERANCE else ""
+        return ""  # the large score multiplies sums near 0, which 16 bits do not give exactly
+    exact = results("math", *(tensor.float() for tensor in trial))
+    difference = max(float((mine.float() - true).norm() / true.norm()) for mine, true in zip(outputs, exact, strict=True))
+    return f"its results differ by {difference:.2g} from those of plain attention" if difference > TOLERANCE else ""
 
 
-def _why_not(kind: str, given: tuple[torch.Tensor, ...]) -> str:
-    """What torch says why it has no such kernel; "" where it says nothing."""
-    query, key, value, _ = (tensor.detach().requires_grad_() for tensor in given)
+def _torchs_reason(kind: str, trial: tuple[torch.Tensor, ...]) -> str:
+    """Torch's warning about why it has no such kernel; "" without one."""
+    query, key, value, _ = (tensor.detach().requires_grad_() for tensor in trial)
     can_use = getattr(torch.backends.cuda, f"can_use_{kind}_attention")
-    with Attention((kind,)).used(), warnings.catch_warnings(record=True) as caught:
+    with Attention((kind,)).used(), warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         can_use(torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, False), True)
-    return str(caught[0].message).partition(" (Triggered")[0].rstrip(".") if caught else ""
+    return str(messages[0].message).partition(" (Triggered")[0].rstrip(".") if messages else ""
 
 
 def only_plain() -> bool:
-    """Whether attention is computed by torch's plain kernel just now, which keeps every score for its backward pass."""
+    """Whether attention now uses torch's plain kernel, which saves every score for its backward pass."""
     return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -206,34 +202,34 @@ def attention(
 def attention_once(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **keys: Any
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention of [..., tokens, head size]. In a block that is recomputed but for attention
-    (memory.gradient_checkpointing = "selective") a fused kernel's results are kept; plain ones, and with a mask, are not."""
-    theirs = nn.functional.scaled_dot_product_attention
+    """torch's scaled_dot_product_attention of [..., tokens, head size]. Under memory.gradient_checkpointing = "selective" a
+    block saves a fused kernel's results and does not recompute them; plain ones, and those with a mask, it recomputes."""
+    torchs = nn.functional.scaled_dot_product_attention
     if memory.recomputing():
-        made = memory.saved_value()
-        return theirs(query, key, value, attn_mask, **keys) if made is None else _Attended.apply(query, key, value, *made)
+        saved = memory.saved_value()
+        return torchs(query, key, value, attn_mask, **keys) if saved is None else _Attended.apply(query, key, value, *saved)
     fused = _fused(query, key, value) if memory.is_saving() and attn_mask is None and not keys else None
     if fused is None:
         memory.save_value(None)
-        return theirs(query, key, value, attn_mask, **keys)
-    made = fused.forward(query, key, value)
-    memory.save_value((fused, *made))
-    return made[0]
+        return torchs(query, key, value, attn_mask, **keys)
+    results = fused.forward(query, key, value)
+    memory.save_value((fused, *results))
+    return results[0]
 
 
 class _Fused(NamedTuple):
-    """forward: (query, key, value) -> (the output, what else the backward pass reads). gradients: (the output's gradient,
-    query, key, value, what forward gave) -> the gradients of query, key and value."""
+    """A fused kernel. forward: (query, key, value) -> (output, further values for the backward pass). gradients: (the
+    output's gradient, query, key, value, *forward's results) -> the gradients of query, key and value."""
 
     forward: Callable[..., tuple[Any, ...]]
     gradients: Callable[..., Sequence[torch.Tensor]]
 
 
 def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Fused | None:
-    """The kernel that torch takes for it; None for the plain one, and for heads that torch would pad."""
+    """The kernel that torch selects; None for the plain one, and for head sizes that torch would pad."""
     if query.shape[-1] % 8 or only_plain():
         return None
-    if query.device.type in ("cpu", "meta"):  # as a plan has it, where it stands for a card's (dry_run.py)
+    if query.device.type in ("cpu", "meta"):  # in a plan these stand for a GPU's (dry_run.py)
         return _ON_CPU if query.dim() == 4 else None
     return _ON_CARD.get(torch._fused_sdp_choice(query, key, value))
 
@@ -272,19 +268,19 @@ _ON_CARD = {
 
 
 class _Attended(torch.autograd.Function):
-    """Attention whose output is there already: its backward pass alone."""
+    """Attention with a saved output: its backward pass alone."""
 
     @staticmethod
-    def forward(ctx, query, key, value, fused, out, *made):
-        # Sizes, and places that are None, stand among the tensors.
-        ctx.fused, ctx.others = fused, [torch.Tensor if isinstance(each, torch.Tensor) else each for each in made]
-        ctx.save_for_backward(query, key, value, out, *(each for each in made if isinstance(each, torch.Tensor)))
+    def forward(ctx, query, key, value, fused, out, *others):
+        # Sizes and None stand among the tensors.
+        ctx.fused, ctx.others = fused, [torch.Tensor if isinstance(each, torch.Tensor) else each for each in others]
+        ctx.save_for_backward(query, key, value, out, *(each for each in others if isinstance(each, torch.Tensor)))
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         query, key, value, out, *tensors = ctx.saved_tensors
-        in_turn = iter(tensors)
-        made = [next(in_turn) if each is torch.Tensor else each for each in ctx.others]
-        return *ctx.fused.gradients(dy, query, key, value, out, *made), *[None] * (2 + len(made))
+        remaining = iter(tensors)
+        others = [next(remaining) if each is torch.Tensor else each for each in ctx.others]
+        return *ctx.fused.gradients(dy, query, key, value, out, *others), *[None] * (2 + len(others))

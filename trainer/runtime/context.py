@@ -1,4 +1,4 @@
-"""What everybody in a run needs to speak, to wait and to write."""
+"""The objects for printing, waiting and writing that a run hands to its parts."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True)
 class RunContext:
-    """What everybody needs to speak, wait and write. processes: this process among its equals. phases: announces long
-    pieces of work. layout: where the run's files lie."""
+    """Shared by all parts of a run. processes: this process and its peers. phases: announces long pieces of work. layout: the
+    paths of the run's files."""
 
     processes: Processes
     phases: Phases

@@ -1,4 +1,4 @@
-"""Where a run computes: the device of this process, and the processes beside it."""
+"""The device of this process: chosen, checked and set up; its memory; the other processes of the run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ from trainer.runtime.processes import Processes
 
 
 def check_device(config: Config) -> torch.device:
-    """The device that this process of a run would have, for which torch is set up. config: the resolved one. Raises UserError
-    where this machine lacks what the config asks for."""
+    """The device of this process; sets torch up for it. config: the resolved one. Raises UserError if this machine lacks
+    something that the config requires."""
     if config.run.deterministic:
         precision.be_deterministic()
     if config.run.device == "cuda" and not torch.cuda.is_available():
@@ -36,18 +36,18 @@ def check_device(config: Config) -> torch.device:
 
 
 def without_graphs(config: Config, device: torch.device) -> str:
-    """Why the steps of a run are not replayed as CUDA graphs; "" where they are."""
+    """Why a run's steps are not replayed as CUDA graphs; "" if they are."""
     if config.step.graphs is False:
         return "step.graphs = false"
     if device.type != "cuda":
         return f"they need a CUDA device, this run is on {device}"
-    return next((f"{what}: {why}" for what, why in against_graphs(config)), "")
+    return next((f"{setting}: {reason}" for setting, reason in against_graphs(config)), "")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of the device that a run is planned for. size: bytes. base: what `base_of` gives. device: None where it need
-    not be here. largest: of each number, over the processes."""
+    """The memory of the device that a run is planned for. size: bytes. base: `base_of` the device. device: None if it may be
+    in another machine. largest: the largest of each number over the processes."""
 
     size: int
     base: Callable[[], int] | None
@@ -57,33 +57,33 @@ class Memory:
 
     @staticmethod
     def of(device: torch.device, config: Config) -> "Memory":
-        """What is here."""
+        """The memory of a device of this machine."""
         size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
         return Memory(size, base_of(device), kernels.choose(config.adapter.kernels, device), device)
 
     def everywhere(self, largest: Callable[..., list[int]]) -> "Memory":
-        """The same in all processes: the least memory that one has, and the most that one takes on a CPU when that is first
-        asked, as some may ask more often than others."""
+        """The same memory in all processes: the smallest size, and the largest base on a CPU, agreed on at its first use
+        only, as processes may use it unequally often."""
         base = self.base and cache(lambda base=self.base: largest(base())[0])
         return replace(self, size=-largest(-self.size)[0], base=base, largest=largest)
 
 
 def base_of(device: torch.device) -> Callable[[], int] | None:
-    """What tells how many bytes this process takes, on a CPU; None for an accelerator."""
+    """A function that returns the bytes of this process, for a CPU; None for a GPU."""
     return (lambda: psutil.Process().memory_info().rss) if device.type == "cpu" else None
 
 
-# Where Linux tells the control groups of a process, and their limits.
+# Linux lists a process's control groups, and their limits, here.
 CGROUPS, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def host_memory(cgroups: Path = CGROUPS, root: Path = CGROUP_ROOT) -> int:
-    """Bytes of memory that this process may use: the machine's, or a container's limit where that is less."""
+    """Bytes of memory that this process may use: the machine's, or a container's smaller limit."""
     return min([psutil.virtual_memory().total, *_limits(cgroups, root)])
 
 
 def _limits(cgroups: Path, root: Path) -> Iterator[int]:
-    """Of the control groups that this process is in, and of those around them; version 2 and version 1."""
+    """The limits of this process's control groups and of their parents; version 2 and version 1."""
     for line in cgroups.read_text().splitlines() if cgroups.is_file() else ():
         _, controllers, place = line.split(":", 2)
         if controllers == "":
@@ -92,7 +92,7 @@ def _limits(cgroups: Path, root: Path) -> Iterator[int]:
             top, name = root / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # A container sees its own group at the root, under whatever name it has outside.
+        # A container sees its own group at the root, whatever the group's name outside.
         group = PurePosixPath(place.lstrip("/"))
         for folder in (group, *group.parents):
             file = top / folder / name
@@ -102,5 +102,5 @@ def _limits(cgroups: Path, root: Path) -> Iterator[int]:
 
 
 def start_processes(config: Config, *, quiet: bool = False) -> Processes:
-    """The processes of this run, on the devices that the config asks for. quiet: they say nothing but warnings."""
+    """The processes of this run, on the config's devices. quiet: they print warnings alone."""
     return processes.start(check_device(config), lost_after=config.run.lost_after, quiet=quiet)

@@ -1,4 +1,5 @@
-"""Our DoRA under the layers of a PEFT model: parameters, switches and files stay PEFT's; the math is adapters/dora.py."""
+"""Our DoRA kernels in the layers of a PEFT model: parameters, switches and files stay PEFT's; the math is
+adapters/dora.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ DENSE = {torch.float64, *(format.dtype for format in FORMATS.values() if not for
 
 
 class Frozen(NamedTuple):
-    """A base layer for our kernels, its weight where it lies. key: what it was made of. w_sq: ||W||^2. z_rows: for `Part`."""
+    """A base layer for our kernels, with PEFT's own weight. key: names its tensors. w_sq: ||W||^2. z_rows: for `Part`."""
 
     key: tuple
     base: BaseLayer
@@ -27,7 +28,7 @@ class Frozen(NamedTuple):
     z_rows: Tensor | None
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a copied or pickled model makes its own
+        return type(None), ()  # a copied or unpickled model makes a new one
 
 
 @torch.inference_mode(False)  # the tensors are saved for backward passes later
@@ -44,7 +45,7 @@ def frozen(layer: nn.Linear | nn.Conv2d, compute: torch.dtype, key: tuple) -> Fr
 
 
 def forgetting(name: str) -> Callable[..., Any]:
-    """PEFT's method of that name, before which the frozen base is forgotten: no old weight is kept beside a new one."""
+    """PEFT's method `name`, which first drops the frozen base: no old weight is held beside a new one."""
 
     def method(self, *args: Any, **kwargs: Any) -> Any:
         self.frozen = None
@@ -54,16 +55,16 @@ def forgetting(name: str) -> Callable[..., Any]:
 
 
 class OurDora:
-    """PEFT's layer but for its forward, where one DoRA is active and not merged."""
+    """PEFT's layer with our forward while one DoRA is active and not merged."""
 
     frozen: Frozen | None = None
     merge, unmerge, set_adapter, _apply = map(forgetting, ("merge", "unmerge", "set_adapter", "_apply"))
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The layer's output in the base's dtype, under autocast in autocast's."""
+        """The layer's output in the base's dtype; under autocast in autocast's."""
         names, base, device = active(self), self.get_base_layer(), x.device.type
-        usual = args or kwargs or self.disable_adapters or self.merged or (x.dim() == 3 and isinstance(base, nn.Conv2d))
-        if usual or not any(name in self.lora_magnitude_vector for name in names):
+        by_peft = args or kwargs or self.disable_adapters or self.merged or (x.dim() == 3 and isinstance(base, nn.Conv2d))
+        if by_peft or not any(name in self.lora_magnitude_vector for name in names):
             return super().forward(x, *args, **kwargs)
         autocast = torch.is_autocast_enabled(device) and base.weight.dtype != torch.float64
         compute = torch.get_autocast_dtype(device) if autocast else base.weight.dtype
@@ -97,7 +98,7 @@ THEIRS = {ours: theirs for theirs, ours in OURS.items()}
 
 @dataclass(frozen=True)
 class Accelerated:
-    """The DoRA layers that compute with our kernels, by name, and of PEFT's other LoRA layers why they do not."""
+    """A PEFT model's layers. layers: those that compute with our kernels, by name. left: the other LoRA layers, and why."""
 
     layers: Mapping[str, LoraLayer]
     left: Mapping[str, str]
@@ -108,8 +109,8 @@ class Accelerated:
 
 
 def accelerate_peft_dora(model: nn.Module) -> Accelerated:
-    """Have the DoRA layers of a PEFT model compute with our kernels, in place. A second call takes what was added since.
-    Raises UserError for a model without DoRA, and, before anything is changed, for DoRA layers that we do not compute."""
+    """Have the DoRA layers of a PEFT model compute with our kernels, in place. A second call adds layers that are new since.
+    Raises UserError for a model without DoRA, and, before any change, for DoRA layers that our kernels do not compute."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     doras = {name: layer for name, layer in layers.items() if layer.lora_magnitude_vector}
     if not doras:
@@ -132,13 +133,13 @@ def active(layer: LoraLayer) -> list[str]:
 
 
 def unsuited(layer: LoraLayer) -> str | None:
-    """Why our kernels do not compute a DoRA layer as PEFT does, with the remedy; None where they do."""
+    """Why our kernels do not compute a DoRA layer as PEFT does, with the remedy; None if they do."""
     base: Any = layer.get_base_layer()
     weight: Any = getattr(base, "weight", None)
     bias, dtype = getattr(base, "bias", None), getattr(weight, "dtype", None)
     if type(layer) not in OURS | THEIRS or type(base) not in (nn.Linear, nn.Conv2d) or dtype not in DENSE:
-        what = f"PEFT's {type(layer).__name__} over {type(base).__name__} in {dtype}"
-        return f"{what}; only Linear and Conv2d in fp32, fp16 or bf16 are computed, so leave it out of target_modules"
+        layers = f"PEFT's {type(layer).__name__} over {type(base).__name__} in {dtype}"
+        return f"{layers}; only Linear and Conv2d in fp32, fp16 or bf16 are computed, so leave it out of target_modules"
     if len(active(layer)) > 1:
         return f"several adapters are active ({', '.join(active(layer))}); activate one with set_adapter"
     if weight.requires_grad or (bias is not None and bias.requires_grad):

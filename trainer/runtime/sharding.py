@@ -1,14 +1,14 @@
-"""A frozen base of which each process has a part: its blocks are brought together as they are streamed.
+"""Shards a frozen base: each process has a part of every block, and the parts are gathered as blocks are streamed.
 
-Every block is one flat buffer of bytes. Each process keeps an equal part of it, on the device that computes. Before a block
+Every block is one flat buffer of bytes. Each process has an equal part of it, on the device that computes. Before a block
 computes, the parts are gathered into one of the two slots of block streaming (streaming.py), in its order and by its hooks.
-All that lies outside of blocks is in every process.
+Tensors outside of blocks are in every process.
 
-A gather needs all processes, and not all do the same: one has a micro-batch less, or runs out of memory; the main process
-alone draws samples. So each gather comes after a round: every process says which block it wants (Processes.wanted), and all
-gather the last of these. Who wanted another one says so again. A process that has nothing to compute lends its parts
-(Processes.settle) until nobody wants any. That is why this is not torch's fully_shard, which gathers as the forward of a
-module is called, in all processes alike.
+A gather needs all processes, but they differ: one has a micro-batch less, or runs out of memory; the main process alone draws
+samples. So a round precedes each gather: every process requests a block (Processes.largest_request), and all gather the last
+of these. A process that requested another repeats its request. A process without work lends its parts (Processes.settle)
+until there are no requests. Torch's fully_shard cannot do this: it gathers whenever a module's forward is called, in all
+processes alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from trainer.runtime.streaming import ALIGNMENT, Copies, Streamed, Streamer, pla
 
 @dataclass
 class Gathers(Copies):
-    """Gathers from the parts in all processes. peers: None in a plan, where nothing has values."""
+    """Gathers of all processes' parts. peers: None in a plan, whose tensors have no values."""
 
     peers: Processes | None
 
@@ -35,13 +35,13 @@ class Gathers(Copies):
 
     def wait(self, arrived: Any) -> None:
         if self.peers is not None:
-            self.peers.gathered(arrived)
+            self.peers.finish_gather(arrived)
 
 
 @dataclass
 class InParts:
-    """The home of a layer of which this process has a part, or nothing. index: of the layer in its block. digests: made as it
-    is filled, when the payload is there whole for the last time."""
+    """The home of a layer of which this process has a part, or nothing. index: the layer's in its block. digests: computed
+    when it is filled, the last time that the payload is whole."""
 
     sharder: "Sharder"
     block: Streamed
@@ -50,26 +50,26 @@ class InParts:
     digests: dict[str, str] = field(default_factory=dict)
 
     def whole(self) -> Payload:
-        """The payload, brought together with its block: all processes come here, or lend."""
-        return self.sharder.brought(self.block)[self.index]
+        """The payload, gathered with its block: all other processes call this, or lend."""
+        return self.sharder.payloads(self.block)[self.index]
 
     def fill(self, payload: Payload) -> None:
-        """Keep this process's part of it."""
-        starts, (first, end) = places_of(self.block.layers)[0][self.index], self.sharder.own(self.block)
+        """Copy this process's part of a payload into the master."""
+        starts, (first, end) = places_of(self.block.layers)[0][self.index], self.sharder.span(self.block)
         for name, tensor in payload.items():
             content, start = tensor.contiguous().reshape(-1).view(torch.uint8), starts[name]
             low, high = max(first, start), min(end, start + content.numel())
             if low < high:
-                self.block.kept[low - first : high - first].copy_(content[low - start : high - start])
+                self.block.master[low - first : high - first].copy_(content[low - start : high - start])
             self.digests[name] = tensor_sha256(tensor)
 
 
 class Sharder(Streamer):
-    """Streams all blocks of one module, of each of which this process has one of `parts`. peers: None in a plan."""
+    """Streams all blocks of one module; this process has one of `parts` parts of each. peers: None in a plan."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device, *, parts: int, peers: Processes | None) -> None:
         self.parts, self.unit, self.peers = parts, parts * ALIGNMENT, peers
-        self.last: tuple[Streamed, list[dict[str, Tensor]]] | None = None  # that was brought out of turn
+        self.last: tuple[Streamed, list[dict[str, Tensor]]] | None = None  # (block, payloads) gathered out of turn
         super().__init__(blocks, 0, device, Gathers(peers))
         self.host = 0
         if peers is not None:
@@ -77,19 +77,19 @@ class Sharder(Streamer):
 
     def __str__(self) -> str:
         return (
-            f"{self.count} blocks are shared out among {self.parts} processes: {size_text(self.kept)} of "
+            f"{self.count} blocks are shared out among {self.parts} processes: {size_text(self.master_bytes)} of "
             f"{size_text(sum(self.sizes))} in each, {size_text(self.copied)} brought together a step"
         )
 
-    def keeps_on(self) -> torch.device:
+    def master_device(self) -> torch.device:
         return self.device
 
-    def kept_of(self, size: int) -> int:
+    def master_size(self, size: int) -> int:
         return size // self.parts
 
-    def own(self, block: Streamed) -> tuple[int, int]:
-        """(the first byte of a block that this process has, the first after it)."""
-        rank, size = 0 if self.peers is None else self.peers.rank, block.kept.nbytes
+    def span(self, block: Streamed) -> tuple[int, int]:
+        """(first byte, end) of this process's part of a block."""
+        rank, size = 0 if self.peers is None else self.peers.rank, block.master.nbytes
         return rank * size, (rank + 1) * size
 
     def homes(self, block: Streamed) -> Sequence[InParts]:
@@ -98,19 +98,19 @@ class Sharder(Streamer):
 
     def start(self, block: Streamed, into: Tensor) -> Any:
         number = block.place + 1
-        # Of a round that another process won, the buffer takes the block: it is free, and nothing need be found for it.
-        while self.peers is not None and (other := self.peers.wanted(number)) != number:
+        # If another process's request wins a round, its block goes to this buffer, which is free: no other memory is needed.
+        while self.peers is not None and (other := self.peers.largest_request(number)) != number:
             self.transfers.wait(super().start(self.streamed[other - 1], into))
         return super().start(block, into)
 
     def copy(self, block: Streamed, start: Callable[[Streamed, Tensor], Any] | None = None) -> None:
-        held = self.held[block.slot]
-        if held is not None:
-            self.transfers.wait(held.arrived)  # two gathers may run side by side
+        present = self.in_slot[block.slot]
+        if present is not None:
+            self.transfers.wait(present.arrived)  # two gathers may run side by side
         super().copy(block, start)
 
-    def brought(self, block: Streamed) -> list[dict[str, Tensor]]:
-        """The payload of each layer of a block, out of turn. It is kept until another is asked for, or a block is entered."""
+    def payloads(self, block: Streamed) -> list[dict[str, Tensor]]:
+        """Each layer's payload in a block, gathered out of turn; cached until the next call, or until a block is entered."""
         if self.last is None or self.last[0] is not block:
             self.last = None
             into = torch.empty(self.slots[0].shape, dtype=torch.uint8, device=self.device)
@@ -123,9 +123,9 @@ class Sharder(Streamer):
         super().enter(place, way)
 
     def lend(self) -> bool:
-        """Take part in a round without wanting a block. Returns whether any process wanted one."""
+        """Take part in a round without a request. Returns whether any process requested a block."""
         assert self.peers is not None
-        number = self.peers.wanted(0)
+        number = self.peers.largest_request(0)
         if number:
             self.leave()
             self.copy(self.streamed[number - 1], super().start)

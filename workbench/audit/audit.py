@@ -140,7 +140,7 @@ def _predict(
     try:
         return storage_cost.predict(HeldOutLoss.of(run, components, reader, nullcontext), components, phase)
     finally:
-        components.let_go([storage.name])
+        components.unload([storage.name])
 
 
 def _quantised(plan: AuditPlan, storage: Storage) -> Formats:
@@ -178,7 +178,7 @@ def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phase
             single[-1][name] = storage_cost.measured(base, predictions)
     shapes = {name: layer.weight_shape for name, layer in denoiser.named_modules() if isinstance(layer, FrozenLayer)}
     del denoiser, held_out
-    components.let_go([run.model.family.denoiser])
+    components.unload([run.model.family.denoiser])
     costs, predict = [], partial(_predict, run, components_of, reader)
     for storage, formats, estimates, effects in zip(plan.stored, layers, terms, single, strict=True):
         payloads = {name: format.empty_payload(shapes[name], "meta").values() for name, format in formats.items()}

@@ -53,7 +53,7 @@ class Spiller(Streamer):
     def __str__(self) -> str:
         return f"{self.count} blocks are read from the disk as they are needed: {size_text(self.end)} in a temporary file"
 
-    def kept_of(self, size: int) -> int:
+    def master_size(self, size: int) -> int:
         return 0
 
     def homes(self, block: Streamed) -> Sequence[InFile]:

@@ -169,7 +169,7 @@ def _fetch_one(mirror: Mirror, step: int, ask: Asker, context: RunContext, name:
         task = f"fetching what was left up to {folder_name(step)}"
         ask(lambda: mirror.fetch_results(layout, name, step), task, lambda: len(layout.results(name)))
         log, digest = folder / layout.metrics.name, Saved(folder, census=None).values("progress").get("log")
-        metrics.cut(log, step)
+        metrics.truncate(log, step)
         if digest and not metrics.has_digest(log, digest):
             problem = f"not the log that the run wrote: it is not taken, and lines up to step {step} are missing here"
             context.processes.say(f"warning: {log.name} of {folder_name(step)} in {mirror.url} is {problem}")

@@ -98,7 +98,7 @@ def judge(
     if far and course.weights_tell():
         return diverged(f"the training has probably diverged: {_beyond(change or 0, blocks)}{doubtful}")
     if alarm:
-        since = f"at step {alarm.step} {alarm.what}"
+        since = f"at step {alarm.step} {alarm.text}"
         if above := _still_above(rows, held_out, course, alarm):
             return diverged(f"the training has diverged: {since}; {above}")
         text = f"the training came back: {since}; look at the samples; {course.remedy()}"

@@ -143,7 +143,7 @@ class Unread(Components):
 
         return wrapped
 
-    def let_go(self, names: Collection[str]) -> None:
+    def unload(self, names: Collection[str]) -> None:
         """Delete the tensors of components: collecting the modules' reference cycles would take longer than the rest."""
         for name in names:
             if name in self.streamers:
@@ -208,7 +208,7 @@ class Rehearsal:
                 family = plan.model.family
                 components.attention.give(components.load(family.denoiser), family.memory.attention, torch.device("cpu"))
             progress = start_point.first_progress(plan)
-            state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=None)
+            state, step = build_step(plan.config, components, adapter, norms, pieces, progress, saved_config=None)
             adapter.refresh()
         dry_step = self.step_class(**{field.name: getattr(step, field.name) for field in fields(step)})
         return adapter, norms, state.optimizer, state.average, dry_step

@@ -136,7 +136,7 @@ class Forecaster:
         stay = config.data.cache == "none"  # encoders stay loaded during steps
         encoding = [*self.captions(stay=stay), self.photos(*max(encoded, key=lambda bucket: (prod(bucket), bucket)))]
         if not stay:
-            self._let_go([self.family.vae])
+            self._unload([self.family.vae])
         self.prepare()
         training = [self.step(layout, config.data.batch_size) for layout in layouts]
         # A graph keeps the memory of its micro-batch, and the graphs of all sizes share it.
@@ -181,7 +181,7 @@ class Forecaster:
                     states = self.run.encode_text(*group, [self._longest()] * count)
             yield from phases
             if not stay:
-                self._let_go(group)
+                self._unload(group)
                 outputs.append({name: tensor[:1].clone() for name, tensor in states.items()})
                 del states
         if outputs:
@@ -292,7 +292,7 @@ class Forecaster:
             return
         self.masters[name] = streamer.host
         elsewhere = {id(tensor) for tensor in streamer.at_home()}
-        rest = [block.kept for block in streamer.streamed.values()] if self.on_cpu or not streamer.host else []
+        rest = [block.master for block in streamer.streamed.values()] if self.on_cpu or not streamer.host else []
         yield from (tensor for tensor in (*_tensors(module), *streamer.slots, *rest) if id(tensor) not in elsewhere)
 
     def streaming(self) -> Streaming | None:
@@ -303,8 +303,8 @@ class Forecaster:
         resident = streamer.count - len(streamer.streamed)
         return Streaming(tuple(streamer.sizes), resident, streamer.copied, str(streamer))
 
-    def _let_go(self, names: Sequence[str]) -> None:
-        self.run.components.let_go(names)
+    def _unload(self, names: Sequence[str]) -> None:
+        self.run.components.unload(names)
         for name in names:
             self.weights.pop(name, None)
 
@@ -313,7 +313,7 @@ class Forecaster:
         if self.conditioning is None:
             loaded = set(self.weights)
             self.conditioning = self.run.encode_prompts([self._longest()])
-            self.run.components.let_go([name for name in self.family.text_encoders if name not in loaded])
+            self.run.components.unload([name for name in self.family.text_encoders if name not in loaded])
         return self.family.text.collate([self.conditioning] * count)
 
     def _longest(self) -> str:

@@ -22,7 +22,7 @@ from trainer.engine.components import Components
 from trainer.kernels.dora_torch import TINY
 from trainer.quantization import FrozenLinear
 from trainer.quantization.layers import FrozenLayer
-from trainer.runtime import precision
+from trainer.runtime.precision import OutputCast
 from workbench.replay.rounding import SUM_ROUNDOFF, no_errors, with_error, with_row_errors
 
 
@@ -38,16 +38,44 @@ def computing_exactly(components: Components) -> Iterator[None]:
             restore.callback(values.__setitem__, "forward", values.pop("forward"))
         for module in components.model.modules.values():
             for layer in [*module.modules()]:
-                restore.enter_context(precision.handing_on_fp64(layer))
+                restore.enter_context(_returning_fp64(layer))
                 if isinstance(layer, (FrozenLayer, AdaptedLayer)):
                     restore.callback(setattr, layer, "__class__", type(layer))
                     layer.__class__ = _frozen(type(layer)) if isinstance(layer, FrozenLayer) else _adapted(type(layer))
                 else:
-                    restore.enter_context(precision.widened(layer))
+                    restore.enter_context(_widened(layer))
         compute = components.model.compute
         restore.callback(compute.update, dict(compute))
         compute.update(dict.fromkeys(compute, torch.float64))
         yield
+
+
+@contextmanager
+def _widened(module: torch.nn.Module) -> Iterator[None]:
+    """A context in which the module's own floating-point parameters and buffers are fp64, without gradients."""
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    before = [(each, each.data, each.grad) for each in tensors if each.is_floating_point()]
+    for each, _, _ in before:
+        each.data, each.grad = each.data.double(), None
+    try:
+        yield
+    finally:
+        for each, data, gradient in before:
+            each.grad = None  # of the other dtype
+            each.data, each.grad = data, gradient
+
+
+@contextmanager
+def _returning_fp64(module: torch.nn.Module) -> Iterator[None]:
+    """A context in which the module returns fp64 in place of its compute dtype (precision.keep_activations)."""
+    before = [(hook, hook.compute) for hook in module._forward_hooks.values() if isinstance(hook, OutputCast)]
+    for hook, _ in before:
+        hook.compute = torch.float64
+    try:
+        yield
+    finally:
+        for hook, compute in before:
+            hook.compute = compute
 
 
 @cache

@@ -14,7 +14,7 @@ from tests.tape import Running, Taping
 from tests.unit.engine.test_step import OURS, batch
 from trainer.base.errors import is_out_of_memory
 from trainer.base.types import Batch
-from trainer.engine.graphs import WARM_UP, CudaGraphs, Graphs, beside, shapes_of
+from trainer.engine.graphs import WARM_UP, CudaGraphs, Graphs, retrying, shapes_of
 from trainer.engine.step import backward
 from trainer.kernels.scratch import scratch
 
@@ -120,17 +120,17 @@ def test_nothing_is_recorded_of_what_failed_and_what_to_do_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed", "error"),
+    ("required", "error"),
     [
         (True, torch.OutOfMemoryError("CUDA out of memory")), (False, torch.OutOfMemoryError("CUDA out of memory")),
         (False, RuntimeError("operation not permitted when stream is capturing")),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [1, 2], ids=["what follows from the parameters", "the micro-batch"])
-def test_what_cannot_be_recorded_is_eager_from_then_on(needed: bool, error: RuntimeError, at: int) -> None:
+def test_what_cannot_be_recorded_is_eager_from_then_on(required: bool, error: RuntimeError, at: int) -> None:
     """With the same bytes; where the config asks for graphs, only want of memory is a reason."""
     losses, other = Made(), Made()
-    graphs, taping, said = graphs_of(losses, needed=needed)
+    graphs, taping, said = graphs_of(losses, required=required)
     for _ in range(WARM_UP):
         graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
     plain, asked = taping.record, []
@@ -170,13 +170,13 @@ class Compiled(Made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("needed", [False, True])
-def test_where_a_program_is_not_made_yet_nothing_is_recorded_and_the_run_goes_on(needed: bool) -> None:
+@pytest.mark.parametrize("required", [False, True])
+def test_where_a_program_is_not_made_yet_nothing_is_recorded_and_the_run_goes_on(required: bool) -> None:
     losses = Compiled()
     said: list[str] = []
     running = Running([losses.parameter])
     graphs = Graphs(
-        losses, [losses.parameter], losses, recorder=lambda: running, say=said.append, needed=needed,
+        losses, [losses.parameter], losses, recorder=lambda: running, say=said.append, required=required,
     )  # fmt: skip
     for count in (1, 2):  # a size whose programs are there, and one whose programs are others by the time
         for _ in range(WARM_UP):
@@ -186,7 +186,7 @@ def test_where_a_program_is_not_made_yet_nothing_is_recorded_and_the_run_goes_on
         if count == 1:
             graphs(micro_batch(1.0, count), OURS, torch.tensor(1.0))
             assert losses.programs == 1 and len(said) == 1 and len(graphs.recorded) == 1
-    if needed:
+    if required:
         with pytest.raises(RuntimeError, match="a block would be compiled in it: .*self.power == 1") as raised:
             graphs(micro_batch(3.0), OURS, torch.tensor(1.0))
         assert losses.programs == 2 and "step.graphs = false" in raised.value.__notes__[0]
@@ -210,9 +210,9 @@ def test_work_beside_graphs_gets_their_memory_when_it_needs_it() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return size
 
-    assert beside(graphs, picture)(7) == 7 and not graphs.off
+    assert retrying(graphs, picture)(7) == 7 and not graphs.off
     with pytest.raises(torch.OutOfMemoryError):
-        beside(None, lambda: beside(graphs, next)(iter(broken())))()
+        retrying(None, lambda: retrying(graphs, next)(iter(broken())))()
     for _ in range(WARM_UP + 1):
         graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
     assert len(graphs.recorded) == 1 and len(taping.tapes) == 4

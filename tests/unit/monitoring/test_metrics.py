@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.monitoring.metrics import VARY, Metrics, cut, has_digest, read_lines
+from trainer.monitoring.metrics import VARY, Metrics, has_digest, read_lines, truncate
 
 LINES = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 6)]
 
@@ -15,10 +15,10 @@ LINES = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 6)]
 @pytest.mark.parametrize("step", [0, 3, 9])
 def test_it_keeps_the_lines_up_to_the_step(tmp_path: Path, step: int) -> None:
     path = tmp_path / "metrics.jsonl"
-    cut(path, step)
+    truncate(path, step)
     assert not path.exists()
     path.write_text("".join(f"{line}\n" for line in LINES))
-    cut(path, step)
+    truncate(path, step)
     assert path.read_text() == "".join(f"{line}\n" for line in LINES[:step])
     assert [entry["step"] for entry in read_lines(path)] == list(range(1, min(step, 5) + 1))
 
@@ -28,7 +28,7 @@ def test_what_a_kill_cut_short_or_nobody_wrote_ends_it(tmp_path: Path, odd: str)
     path = tmp_path / "metrics.jsonl"
     whole = "".join(f"{line}\n" for line in LINES[:3])
     path.write_text(whole + odd)
-    cut(path, 5)
+    truncate(path, 5)
     assert path.read_text() == whole
 
 

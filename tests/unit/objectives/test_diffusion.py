@@ -11,7 +11,7 @@ import torch
 from trainer.base.errors import UserError
 from trainer.models.sdxl import BETAS
 from trainer.objectives import Diffusion, Loss, Noise, Times, Weighting
-from trainer.objectives.noise_schedule import noise_schedule
+from trainer.objectives.noise import noise_schedule
 
 T = 1000
 

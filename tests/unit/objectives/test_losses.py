@@ -78,9 +78,9 @@ def test_masked_losses_and_their_gradients_are_the_formulas(kind: str, loss: str
 @given(st.sampled_from(["huber", "smooth_l1"]), st.floats(-60, 60), st.floats(1e-3, 1))
 def test_of_one_latent(loss: str, d: float, c: float) -> None:
     """Also where d is so small that sqrt(d^2 + c^2) - c cancels in fp32: there it is d^2, or d^2 / c."""
-    squares, thresholds = torch.tensor(d * d, dtype=torch.float32).view(1, 1, 1, 1), torch.tensor([c], dtype=torch.float32)
-    ours = Loss(loss).of_squares(squares, thresholds).item()
-    d, c = math.sqrt(squares.item()), thresholds.item()
+    guess, thresholds = torch.tensor(d, dtype=torch.float32).view(1, 1, 1, 1), torch.tensor([c], dtype=torch.float32)
+    ours = Loss(loss).errors(guess, torch.zeros_like(guess), thresholds).item()
+    d, c = math.sqrt(guess.square().item()), thresholds.item()
     # The same in fp64, without the cancellation
     steep = 2 * d * d / (math.sqrt(d * d + c * c) + c)
     assert ours == pytest.approx(c * steep if loss == "huber" else steep, rel=1e-5, abs=1e-37)

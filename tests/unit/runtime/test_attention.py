@@ -196,7 +196,7 @@ def test_a_named_kind_is_that_of_the_whole_forward_and_of_nothing_else(device: t
 def test_what_torch_takes_of_an_order_is_told() -> None:
     """cuDNN's and the memory-efficient kernel are none of a CPU's."""
     for kinds, taken in (((), "flash"), (ORDER, "flash"), (("math",), "math"), (("cudnn", "efficient", "math"), "math")):
-        assert Attention(kinds).taken(CPU, torch.bfloat16, {8, 64}, 12) == taken
+        assert Attention(kinds).selected(CPU, torch.bfloat16, {8, 64}, 12) == taken
 
 
 def test_head_sizes_are_those_of_every_attention_layer() -> None:

@@ -37,7 +37,7 @@ class Group:
     def go_on(self, seconds: float, *, alive: set[int]) -> float:
         """Until all of the living take another for lost, or for so long; returns the seconds."""
         gone = 0.0
-        while gone < seconds and not all(self.members[rank]._found.is_set() for rank in alive):
+        while gone < seconds and not all(self.members[rank]._loss.is_set() for rank in alive):
             gone += self.pause
             self.signs += 1
             for rank in alive:
@@ -138,8 +138,8 @@ def test_where_the_store_does_not_answer_it_is_the_main_process_that_is_lost() -
     group = Group(4)
     group.go_on(10, alive={0, 1, 2, 3})
     one = group.members[3]
-    one._known[0] = None
-    while not one._found.is_set():
+    one._previous_beats[0] = None
+    while not one._loss.is_set():
         one.look(group.pause)
     assert group.said(3).startswith(f"process 0 {HERE}, the main one, has given no sign")
 
@@ -149,7 +149,7 @@ def test_a_store_that_is_gone_is_the_main_process_or_the_one_for_whose_sake_it_e
     group = Group(3)
     group.go_on(10, alive={0, 1, 2})
     group.go_on(missed, alive={0, 1})
-    group.members[1]._gone = True
+    group.members[1]._store_gone = True
     group.members[1].look(group.pause)
     assert group.said(1).startswith(f"{named} {HERE}")
 
@@ -160,7 +160,7 @@ def test_a_main_process_that_has_ended_takes_its_store_along() -> None:
     group.members[0].exchange(heartbeat.OVER)
     group.members[1].exchange(99)
     group.members[1].look(group.pause)
-    group.members[1]._gone = True
+    group.members[1]._store_gone = True
     group.members[1].look(group.pause)
     group.members[1].answer()
 
@@ -217,7 +217,7 @@ def test_a_main_thread_that_does_not_hear_of_it_is_ended_and_a_save_is_waited_fo
         watched.undisturbed = patient = Patient()
         monkeypatch.setattr(heartbeat, "time", patient)
         store.stopped.set()
-        assert watched._found.wait(60)
+        assert watched._loss.wait(60)
         if hears:
             with pytest.raises(PeerStopped, match="process 0"):
                 watched.answer()
@@ -239,7 +239,7 @@ def test_the_end_comes_within_the_time_that_is_given_whatever_the_main_thread_do
     limits.saved.set()
     group.go_on(10 * group.pause, alive={0, 1})
     if gone:
-        one._gone = True
+        one._store_gone = True
         one.look(group.pause)
         waited = group.pause
     else:
@@ -249,7 +249,7 @@ def test_the_end_comes_within_the_time_that_is_given_whatever_the_main_thread_do
         limits.seconds += 0 if hears else seconds
         return hears
 
-    one._heard, one.undisturbed = SimpleNamespace(wait=wait), limits
+    one._reaction, one.undisturbed = SimpleNamespace(wait=wait), limits
     monkeypatch.setattr(heartbeat, "time", limits)
     one._watch()
     assert len(group.ended) == 1 and lost_after / 2 < waited + limits.seconds <= lost_after

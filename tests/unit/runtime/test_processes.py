@@ -82,7 +82,7 @@ def test_all_leave_together_and_the_main_process_last(pair) -> None:
         left.append(0)
 
     def other(view: Processes, signals: Signals) -> None:
-        tell = view._tell
+        tell = view._publish
 
         def slowly(key: str, value: object) -> None:
             if key == "left/1":
@@ -90,7 +90,7 @@ def test_all_leave_together_and_the_main_process_last(pair) -> None:
                 left.append(1)
             tell(key, value)
 
-        view._tell = slowly
+        view._publish = slowly
         view.leave_together()
 
     assert side_by_side(pair, main, other) == [None, None]
@@ -189,7 +189,7 @@ def test_a_connection_that_breaks_in_a_reduction_is_another_process_that_ended(p
     with view.attending(signals):
         view.check()  # it has just listened
         if told:
-            pair[0][0]._tell("failed", {"rank": 0, "status": 5})
+            pair[0][0]._publish("failed", {"rank": 0, "status": 5})
         for reduction in (lambda: view.sum(torch.zeros(1)), lambda: view.largest(1)):
             monkeypatch.setattr(torch.distributed, "all_reduce", broken)
             with pytest.raises(PeerStopped, match="process 0 could not" if told else "another process is gone") as ended:
@@ -287,7 +287,7 @@ def test_one_that_was_away_for_long_may_have_been_replaced_over_another_store(pa
     (view, signals), _ = pair
     with view.attending(signals):
         assert not view.replaced
-        view._heartbeat._given -= LOST_AFTER
+        view._heartbeat._last_sign -= LOST_AFTER
         assert view.replaced
 
 
@@ -328,7 +328,7 @@ def test_where_all_have_come_nobody_is_stopped_by_what_one_did_since(pair) -> No
     def failed() -> None:
         for key, value in others.items():
             view._store.set(key, value)
-        view._asked = 0.0
+        view._last_poll = 0.0
         view._listen()
 
     view._await(["1/0", "1/1"], failed)
@@ -351,8 +351,10 @@ def test_without_a_launcher_the_main_process_stays_until_the_others_have_heard(p
 
     for view, _ in pair:
         monkeypatch.setattr(view, "_launched", launched)
-    part = Processes._part
-    monkeypatch.setattr(Processes, "_part", lambda view, error: part(view, error) or (view.is_main and ended.append(0)))
+    part = Processes._announce_end
+    monkeypatch.setattr(
+        Processes, "_announce_end", lambda view, error: part(view, error) or (view.is_main and ended.append(0))
+    )
     first, second = side_by_side(pair, fails, busy)
     assert isinstance(first, UserError) and isinstance(second, PeerStopped) and second.status == 2
     assert ended == ([0, 1] if launched else [1, 0])

@@ -76,7 +76,7 @@ class Peer:
         while self.lend is not None and self.lend():
             pass
 
-    def wanted(self, number: int) -> int:
+    def largest_request(self, number: int) -> int:
         return max(self.table.exchange(self.rank, number))
 
     def gather(self, into: Tensor, part: Tensor) -> Callable[[], object]:
@@ -86,10 +86,10 @@ class Peer:
         work = lambda: into.copy_(torch.cat(parts))  # noqa: E731
         self.under_way.append(work)
         if not self.late:
-            self.gathered(work)
+            self.finish_gather(work)
         return work
 
-    def gathered(self, work: Callable[[], object]) -> None:
+    def finish_gather(self, work: Callable[[], object]) -> None:
         if work in self.under_way:
             at = self.under_way.index(work)
             for each in (work, *self.under_way[:at]):
@@ -198,8 +198,8 @@ def test_each_keeps_its_part_and_room_for_two_blocks(parts: int) -> None:
         assert all(tensor.is_meta for block in blocks for layer in block for tensor in layer.payload().values())
         slots = {slot.data_ptr() for slot in sharder.slots}
         assert len(slots) == SLOTS
-        buffers = [*sharder.slots, *(block.kept for block in sharder.streamed.values())]
-        return sharder.kept, sum(sharder.sizes), max(sharder.sizes), sum(buffer.nbytes for buffer in buffers)
+        buffers = [*sharder.slots, *(block.master for block in sharder.streamed.values())]
+        return sharder.master_bytes, sum(sharder.sizes), max(sharder.sizes), sum(buffer.nbytes for buffer in buffers)
 
     payload = sum(t.nbytes for block in whole(6) for layer in block for t in layer.payload().values())
     for part, size, largest, held in side_by_side([kept] * parts):
@@ -295,7 +295,7 @@ def test_a_block_that_had_to_make_room_is_there_again() -> None:
         _, sharder = shared(peer, 2, 5)
         for _ in range(2):
             sharder.enter(0, FORWARD)
-            assert sharder.held[0] is sharder.streamed[0]
+            assert sharder.in_slot[0] is sharder.streamed[0]
             peer.settle()
 
     def late(peer: Peer) -> None:

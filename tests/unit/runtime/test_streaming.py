@@ -119,14 +119,14 @@ def test_a_step_copies_each_block_there_and_back_but_for_the_ends(count: int, re
     streamed = count - resident
     assert [place for place in range(count) if not stays(place, count, resident)] == sorted(streamer.streamed)
     for step in range(3):
-        before, held = streamer.copies, list(streamer.held)
+        before, held = streamer.copies, list(streamer.in_slot)
         found = computed(blocks, streamer, device, walks(count, 1))
         assert all(place == value for place, value in found)
         # The first ones are there from the step before, the last ones from the way there.
         assert streamer.copies - before == 2 * max(0, streamed - 2) + (min(streamed, 2) if step == 0 else 0)
-        assert step == 0 or held == streamer.held
+        assert step == 0 or held == streamer.in_slot
     assert streamer.copied == 2 * max(0, streamed - 2) * (streamer.sizes[0] if streamed else 0)
-    assert streamer.kept == streamed * streamer.sizes[0]
+    assert streamer.master_bytes == streamed * streamer.sizes[0]
     assert device_bytes(streamer.sizes, resident) == (resident + min(2, streamed)) * streamer.sizes[0]
 
 
@@ -140,9 +140,11 @@ def test_masters_are_pinned_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     _, streamer = made(6, 2)
-    masters = [block.kept for block in streamer.streamed.values()]
+    masters = [block.master for block in streamer.streamed.values()]
     streaming._pin(masters)
-    assert pinned == {master.data_ptr(): master.nbytes for master in masters} and sum(pinned.values()) == streamer.kept
+    assert (
+        pinned == {master.data_ptr(): master.nbytes for master in masters} and sum(pinned.values()) == streamer.master_bytes
+    )
     streaming._unpin(masters)
     assert not pinned
 

@@ -60,7 +60,7 @@ def test_the_numbers_are_those_of_blocks_in_memory(tmp_path: Path, stored: str, 
         results.append(found + [layer.dequantize(torch.float32) for layer in layers])
         if spiller is not None:
             own = [tensor.nbytes for layer in layers for tensor in layer.payload().values() if tensor.device.type == "cpu"]
-            assert sum(slot.nbytes for slot in spiller.slots) == 2 * max(spiller.sizes) and spiller.kept == 0
+            assert sum(slot.nbytes for slot in spiller.slots) == 2 * max(spiller.sizes) and spiller.master_bytes == 0
             assert len(own) <= 2 * len(layers[0].payload()) * 2, "what has no slot has no memory"
             assert spiller.end == sum(spiller.sizes) and not list(tmp_path.iterdir()), "the file has no name"
             spiller.close()

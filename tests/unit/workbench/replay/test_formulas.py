@@ -86,8 +86,8 @@ IN_LOSS: dict[str, tuple[Objective, Any, str, Callable]] = {
         lambda self, progress, ratio: torch.full_like(progress, 0.2).float(),
     ),
     "huber without its factor": (
-        Flow(loss=Loss("huber")), Loss, "of_squares",
-        lambda self, squares, c: squares / (squares + c.view(-1, 1, 1, 1) ** 2) ** 0.5,
+        Flow(loss=Loss("huber")), Loss, "errors",
+        lambda self, guess, target, c: (guess - target) ** 2 / ((guess - target) ** 2 + c.view(-1, 1, 1, 1) ** 2) ** 0.5,
     ),
     "masks left out": (
         Flow(), base, "sample_losses",
