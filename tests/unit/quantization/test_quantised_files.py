@@ -18,7 +18,7 @@ from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile, tensor_sha256
 from trainer.base.types import HeldWeight
 from trainer.quantization import formats_of
-from trainer.quantization.quantised_files import recognise
+from trainer.quantization.quantised_files import codes_of, recognise, scale_of
 
 Tensors = dict[str, torch.Tensor]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -455,3 +455,12 @@ def test_an_unquantised_file_holds_nothing(models: Path) -> None:
     for name in ("flux-one", "sdxl-one"):
         found = recognise(TensorFile(models / f"{name}.safetensors").entries)
         assert not found.weights and not found.other
+
+
+def test_the_largest_weight_has_the_largest_code_and_zeros_stay_zeros() -> None:
+    weight = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    codes, scale = codes_of(weight), scale_of(weight)
+    assert codes.dtype == torch.float8_e4m3fn and codes.float().abs().max() == 448
+    assert ((codes.float() * scale - weight).abs() <= weight.abs() / 16 + float(scale) * 2**-9).all()
+    zeros = torch.zeros(2, 3)
+    assert scale_of(zeros) == 1 and torch.equal(codes_of(zeros).float(), zeros)

@@ -67,8 +67,8 @@ def test_the_start_says_which_attention_the_card_takes(monkeypatch, asked: str, 
     data = SimpleNamespace(examples=[SimpleNamespace(layout=((64, 64),))])
     plan: Any = SimpleNamespace(config=config, model=model, data=data)
     card, said = SimpleNamespace(type="cuda"), []
-    taken = Attention.taken
-    monkeypatch.setattr(Attention, "taken", lambda self, device, *given: taken(self, torch.device("cpu"), *given))
+    selected = Attention.selected
+    monkeypatch.setattr(Attention, "selected", lambda self, device, *given: selected(self, torch.device("cpu"), *given))
     setup.choose_attention(plan, card, said.append)
     assert said == [told]
 
