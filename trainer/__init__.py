@@ -1,6 +1,6 @@
 """A reference trainer for LoRA and DoRA adapters on SDXL and Flux.
 
-What its door for Python gives (docs/api.md) is imported when it is asked for.
+The Python API (docs/api.md) is imported on first use.
 """
 
 from importlib import import_module

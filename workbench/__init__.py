@@ -1,6 +1,6 @@
-"""What a person does with runs: commands, plans, pages, adapter files, imports, audits, replays, comparisons.
+"""Tools around a run: commands, plans, pages, adapter files, imports, audits, replays, comparisons.
 
-`trainer/` imports nothing of it. PORTS: the parts of it that a run is given (`commands/ports.py`).
+`trainer/` imports nothing of it. PORTS: the parts of it that a run uses (`commands/ports.py`).
 """
 
 from typing import Any

@@ -164,14 +164,15 @@ NO_SUBJECT = re.compile(
 )
 # A genitive without its noun, or a clause for a subject, where a sentence or a part of one begins.
 RIDDLE = re.compile(
-    r"(?:^|[.:;!?] )((?:of (?:one|those|what)|that of|those of|what|whose|whoever|whatever)\b)", re.IGNORECASE
+    r"(?:^|[.:;!?] )((?:of (?:one|those|what)|that of|those of|what of|(?-i:What(?! to)|Whose|Whoever|Whatever))\b)", re.I
 )
 # Participles, adverbs and pronouns are no names: say what is held (text, lines, rows, matches). At most so many are bound.
-NO_NOUNS = set(
-    "asked begun brought built caught chosen cut done drawn found given gone heard held how inside kept known lost made meant met"
-    " needed own put said seen shown taken then there those told wanted what where whose why written".split()
-)
-BOUND = 0
+NO_NOUNS = {
+    "asked", "begun", "brought", "built", "caught", "chosen", "cut", "done", "drawn", "found", "given", "gone", "heard",
+    "held", "how", "inside", "kept", "known", "lost", "made", "meant", "met", "needed", "own", "put", "said", "seen", "shown",
+    "taken", "then", "there", "those", "told", "wanted", "what", "where", "whose", "why", "written",
+}  # fmt: skip
+BOUND = 20
 # What sends the reader to another definition.
 ELSEWHERE = re.compile(r"\bas (of|in) (`|\w+\.\w)")
 # Classes that do what a protocol says, or another class, without naming it as theirs.
@@ -584,7 +585,9 @@ def nouns(house: Sources) -> Iterator[str]:
     places = [(source, node, name) for source, node, name in names if name in NO_NOUNS]
     if len(places) > BOUND:
         source, node, name = places[-1]
-        yield source.at(node, f"{name} is one of {len(places)} names that are no nouns, more than {BOUND}: name what it holds")
+        yield source.at(
+            node, f"{name} is one of {len(places)} names that are no nouns, more than {BOUND}: name what it holds"
+        )
 
 
 def bound(node: ast.AST) -> str:

@@ -90,14 +90,14 @@ def _fits(source: ModelSource, name: str, place: Path) -> bool:
 
 def _candidates(model: Path) -> Iterator[Path]:
     """Files that may be parts, each once, in the order of `_folders`."""
-    seen = {model.resolve()}
+    paths = {model.resolve()}
     for folder in _folders(model):
         mixed = folder.resolve() == model.parent.resolve()
         for file in sorted(filter(is_safetensors, folder.glob("*") if mixed else folder.rglob("*"))):
-            if file.is_file() and file.resolve() not in seen and (not mixed or LIKELY.search(file.stem)):
-                if len(seen) > MOST:
+            if file.is_file() and file.resolve() not in paths and (not mixed or LIKELY.search(file.stem)):
+                if len(paths) > MOST:
                     return
-                seen.add(file.resolve())
+                paths.add(file.resolve())
                 yield file
 
 

@@ -24,7 +24,7 @@ def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collecti
     name = scheduler.get("_class_name")
     if isinstance(name, str) and name in allowed:
         return
-    trained = {start for start in SCHEDULERS for known in allowed if known.startswith(start)}
+    trained = {start for start in SCHEDULERS if any(n.startswith(start) for n in allowed)}
     kinds = (f", {kind}" for start, kind in SCHEDULERS.items() if start not in trained and str(name).startswith(start))
     raise UserError(
         f"the model's scheduler_config.json has _class_name = {name!r}{next(kinds, '')}, which is not trained as {family}; "
@@ -93,7 +93,7 @@ def variant_of(
         variant, reason = request, "model.variant says"
     words = [("name", name) for name in place.names]
     words += [(key, place.metadata[key]) for key in NAMED_IN if part.presumed and key in place.metadata]
-    by_name = next(((match, f"its {what} says ({word})") for what, word in words if (match := part.of_name(word))), None)
+    by_name = next(((match, f"its {source} says ({word})") for source, word in words if (match := part.of_name(word))), None)
     if variant is not None:
         if request not in (None, variant):
             raise UserError(f"model.variant = {request!r}: the model is {variant}, as {reason}; leave it out")
@@ -139,8 +139,8 @@ def check_latents(
             raise UserError(f"the vae's config.json has {key} = {vae[key]}: {normalised}, are not trained here")
     for key, parts in texts.items():
         read, sizes = configs[denoiser].get(key), [configs[encoder].get(size_key) for encoder, size_key in parts]
-        known = not all(configs[encoder].get("_assumed") for encoder, _ in parts)
-        if known and isinstance(read, int) and None not in sizes and sum(sizes) != read:
+        stated = not all(configs[encoder].get("_assumed") for encoder, _ in parts)
+        if stated and isinstance(read, int) and None not in sizes and sum(sizes) != read:
             encoders = " and ".join(dict.fromkeys(f"the {encoder}'s config.json ({size_key})" for encoder, size_key in parts))
             raise UserError(
                 f"the {denoiser}'s config.json has {key} = {read}, the numbers of text that it reads, and {encoders} give "

@@ -160,10 +160,10 @@ class Read:
         except ValueError as error:
             raise self.refusal(str(error)) from error
 
-    def refusal(self, why: str) -> UserError:
-        """The error for this quantised tensor. why: the reason."""
+    def refusal(self, reason: str) -> UserError:
+        """The error for this quantised tensor."""
         file = self.weights.index[next(iter(self.held.parts.values()))]
-        return UserError(f"{file.path}: the quantised tensor {self.weights.prefix + self.link.original!r}: {why}")
+        return UserError(f"{file.path}: the quantised tensor {self.weights.prefix + self.link.original!r}: {reason}")
 
 
 def _place_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

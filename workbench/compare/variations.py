@@ -161,9 +161,9 @@ def _check(path: str, table: ComparisonTable) -> None:
             raise UserError(f"--compare {path}: set.{key}: the comparison decides it; leave it out{seeds}")
     for variant in table.variant:
         for key in flatten(variant.set):
-            own = "the comparison decides it" if key in OWN_KEYS else ""
-            if reason := next((text for shared, text in SHARED.items() if f"{key}.".startswith(f"{shared}.")), own):
-                remedy = "leave it out" if own else "write it into the set of all, above the variants"
+            decided = "the comparison decides it" if key in OWN_KEYS else ""
+            if reason := next((text for shared, text in SHARED.items() if f"{key}.".startswith(f"{shared}.")), decided):
+                remedy = "leave it out" if decided else "write it into the set of all, above the variants"
                 raise UserError(f"--compare {path}: variant {variant.name!r}: {key}: {reason}; {remedy}")
 
 

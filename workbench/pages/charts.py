@@ -43,8 +43,8 @@ def draw_all(history: History, events: Events = NOTHING) -> list[str]:
         single("seconds", "Time of a step", "seconds", smooth=True),
         single("loss_scale", "Loss scale", "factor"),
     ]
-    drawn = {"loss", "grad_norm", "lr", "highest_lr", "weight_change", "peak_bytes", "seconds", "loss_scale", *NOT_CURVES}
-    others = [field for field in history.fields if field not in drawn and len(set(history.values(field))) > 1]
+    charted = {"loss", "grad_norm", "lr", "highest_lr", "weight_change", "peak_bytes", "seconds", "loss_scale", *NOT_CURVES}
+    others = [field for field in history.fields if field not in charted and len(set(history.values(field))) > 1]
     figures += [single(field, field.replace("_", " ").capitalize(), "") for field in others]
     return [figure for figure in figures if figure]
 

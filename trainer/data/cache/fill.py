@@ -157,7 +157,7 @@ def fill_text(
     *,
     encode: Callable[[list[str]], Iterator[tuple[str, Conditioning]]],
     on_non_finite: Callable[[str], None],
-    on_black: Callable[[str], None] = lambda what: None,
+    on_black: Callable[[str], None] = lambda name: None,
     phases: Phases = QUIET,
 ) -> int:
     """Make the conditioning that is not cached yet; returns its count.
