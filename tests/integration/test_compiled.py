@@ -206,7 +206,7 @@ def test_auto_is_none_on_a_cpu_and_a_run_keeps_it(bench: Workbench, monkeypatch,
     train(configs.parse(tree), resume_from=None)
     assert "'none', as it chooses 'blocks' on a CUDA card alone, and this run is on cpu" in capsys.readouterr().out
     assert configs.read_resolved(bench.tmp / "out" / "config.toml")["step"]["compile"] == "none"
-    monkeypatch.setattr(fitting, "_worth_compiling", lambda plan, there: ("blocks", "a card is here now"))
+    monkeypatch.setattr(fitting, "_compile_choice", lambda plan, there: ("blocks", "a card is here now"))
     del tree["run"]["stop_after"]
     tree["step"]["compile"] = "blocks"
     with pytest.raises(UserError, match=r"step\.compile: 'none' -> 'blocks'\n.*--allow step\.compile"):
@@ -222,7 +222,7 @@ def test_a_run_that_auto_compiled_stays_compiled(bench: Workbench, monkeypatch) 
     traced_only(monkeypatch)
     tree = bench.tree("flux", run__max_steps=2, run__stop_after=1, step__compile="auto")
     with monkeypatch.context() as patched:
-        patched.setattr(fitting, "_worth_compiling", lambda plan, there: ("blocks", "a card is here"))
+        patched.setattr(fitting, "_compile_choice", lambda plan, there: ("blocks", "a card is here"))
         train(configs.parse(tree), resume_from=None)
     del tree["run"]["stop_after"]
     with torch._inductor.config.patch("cpp.cxx", (None, "no-such-compiler")), pytest.raises(UserError, match="no-such-comp"):

@@ -131,7 +131,8 @@ def adapted(
     """
     if a_all is None:
         a_all = joined_a([part.ready.a for part in parts])
-    arguments = [part.layer for part in parts], x, mask, a_all, *(tensor for part in parts for tensor in part.tensors)
+    tensors = [tensor for part in parts for tensor in part.tensors]  # a list: a generator is resumed for each
+    arguments = [part.layer for part in parts], x, mask, a_all, *tensors
     # Without a graph autograd has nothing to record, and its call takes longer than a small layer.
     return _Adapted.apply(*arguments) if torch.is_grad_enabled() else tuple(_composed(*arguments)[0])
 

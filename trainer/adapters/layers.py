@@ -347,8 +347,8 @@ class SharedInput:
     def applies(self, x: torch.Tensor) -> bool:
         """Whether all would compute alike on x: none is merged, disabled or drops anything, and a change of x would show."""
         for layer in self.layers:
-            drops = layer.dropout is not None or layer.current.rows is not None
-            if layer.merged_adapters or layer._disable_adapters or drops:
+            has_rows = layer.current.rows is not None
+            if layer.merged_adapters or layer._disable_adapters or has_rows or layer.dropout is not None:
                 return False
         return torch.compiler.is_compiling() or not x.is_inference()
 

@@ -322,7 +322,8 @@ def _is_running(pid: int) -> bool:
 
 
 def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder that nobody else writes to, or unlink a file or link. Raises OSError, naming the folder."""
+    """Delete a folder that nobody else writes to, perhaps partly deleted before; of a file or link only the name goes.
+    Raises OSError, naming the folder."""
     with naming(folder), contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
         if folder.is_symlink() or not folder.is_dir():
             folder.unlink()

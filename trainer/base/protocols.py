@@ -179,7 +179,7 @@ class Repository(Protocol):
         """Bytes of the files directly in one of its folders, by name."""
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """The listed files among `names` that are not on this machine."""
+        """The listed files among `names` that are not on this machine, or have another size here."""
 
     def to_fetch(self, names: Collection[str]) -> int:
         """Bytes that fetching `names` would still download."""

@@ -205,7 +205,7 @@ Tensors = Mapping[str, torch.Tensor | Recipe]
 
 
 def serialize(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """The file's bytes in pieces: the header, then every tensor. Same input, same bytes."""
+    """The file's bytes in pieces: the header, then every tensor, wider dtypes first, then by name. Same input, same bytes."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     # Wider dtypes first, then by name: every tensor starts aligned, as in the reference writer.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))

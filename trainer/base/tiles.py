@@ -7,8 +7,8 @@ OVERLAP = 0.25  # of neighbouring tiles, which are blended there; the value of d
 
 
 def side(width: int, height: int) -> int | None:
-    """The side, in pixels, of an image's square tiles; None: no tiles. The smallest at which the last row and column are half
-    a tile wide, or nearest to that: each tile is normalised by its own statistics, and a narrow strip's are poor."""
+    """The side, in pixels, of an image's square tiles; None: no tiles. The smallest at which the last row and column are at
+    least half a tile wide, or nearest to that: each tile is normalised by its own statistics; a narrow strip's are poor."""
     if width * height <= WHOLE:
         return None
     return max(SIDES, key=lambda side: (min(0.5, *(_last(length, side) for length in (width, height))), -side))

@@ -67,7 +67,7 @@ class Progress:
 
     @property
     def began(self) -> tuple[int, int]:
-        """(step, epoch from 0) after which the current photos are trained."""
+        """(the last step before, the first epoch, from 0) of the training on the current photos."""
         starts = [(change["step"], change["epoch"]) for change in self.changes if change["epoch"] is not None]
         return starts[-1] if starts else (0, 0)
 

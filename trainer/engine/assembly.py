@@ -203,7 +203,7 @@ def _graphs(config: Config, losses: Losses, adapter: Adapter, components: Compon
 
 
 def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total: int) -> tuple[torch.optim.Optimizer, Any]:
-    """(the optimizer of the adapter's parameters, its schedule). total: steps of the run."""
+    """(the optimizer of the adapter's parameters, its schedule). total: the schedule's length (Progress.total_steps)."""
     table, schedule = config.optimizer, config.schedule
     groups = adapter.parameter_groups(Rates.read(table.model_dump(), encoders))
     optimizer = optim.build_optimizer(table.name, groups, betas=table.betas, eps=table.eps, options=table.options)

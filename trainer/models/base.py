@@ -260,8 +260,8 @@ class MemoryPart:
     no_fp16: Mapping[str, str] = field(default_factory=dict)  # component that cannot compute in fp16 -> reason
 
     def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
-        """`unread` if these layers are adapted. half: whether gradients pass through fp16, where a clip's backward silently
-        turns NaN into a gradient of zero."""
+        """`unread`; none if an adapted layer is one of `gates`, or if half and `clips`. half: whether gradients pass through
+        fp16, where a clip's backward silently turns NaN into a gradient of zero."""
         gated = any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
         return () if gated or (half and self.clips) else self.unread
 

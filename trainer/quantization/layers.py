@@ -227,7 +227,10 @@ class FrozenLayer(nn.Module):
     def matmul(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor:
         """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through. again:
         for `compute_weight`."""
-        return self.product(x, self.compute_weight(again=again))
+        weight = self.in_use()
+        if weight.is_dense(self.compute_dtype):  # at once: a small layer takes less time than the calls around it
+            return self.product(x, weight.codes.view(self.weight_shape))
+        return self.converted_product(x, again)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b, in compute_dtype, differentiable in x; the bias is added with a rounding of its own."""
@@ -250,6 +253,10 @@ class FrozenLayer(nn.Module):
             dy = torch.mul(dy, self.broadcast(g_N), out=scratch(dy.shape, dy.dtype, dy.device))
             g_N = None
         return self.product_input_grad(dy, self.compute_weight(g_N), x_shape, add_to)
+
+    def converted_product(self, x: torch.Tensor, again: bool) -> torch.Tensor:
+        """The product with a weight that is not stored in `compute_dtype`."""
+        return self.product(x, self.compute_weight(again=again))
 
     def extra_repr(self) -> str:
         """The shape, the format and the compute dtype, in torch's print of a module."""
@@ -314,10 +321,10 @@ class FrozenLinear(FrozenLayer):
         by_row = weight.scale is not None and weight.block == self.in_features
         return weight if by_row and weight.codes.dtype == torch.float8_e4m3fn else None
 
-    def matmul(self, x, *, again=False):
+    def converted_product(self, x, again):
         weight = self.scaled_weight(x.numel() // self.in_features)
         if weight is None:
-            return super().matmul(x, again=again)
+            return super().converted_product(x, again)
         # Layers that share x quantise it once each: 3 bytes an element, next to which their products are long.
         z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(self.rows(x)), weight, self.compute_dtype)
         return self.expanded(z_MN, x.shape)
