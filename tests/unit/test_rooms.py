@@ -41,7 +41,7 @@ FILES, FEWER = 20, {"engine": 10}
 # Wanted are 28,500 for trainer/ and 41,500 for both.
 # The core fell by 2,600 lines when adapter files, datasets and archives, the summary of a plan, its remedies and what a run
 # changed got rooms of the workbench; both together rose by the heads of these.
-MOST = {"trainer": 29_895, "trainer and workbench": 45_767, "engine.step": 2_000}
+MOST = {"trainer": 29_895, "trainer and workbench": 45_778, "engine.step": 2_000}
 
 # Who alone may import a room. The config does not leak below what resolves it and what starts a run. A pattern is a file's
 # path, here and below.

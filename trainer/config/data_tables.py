@@ -43,7 +43,7 @@ class SourceTable(Table):
     """Reference images of each photo: `files` beside it (`NAME.ref.png`, `NAME.ref2.png`), a folder of them, or a list with a
     folder for each of a photo's references, under the photo's name."""
     held_out: Annotated[str, Field(min_length=1), AfterValidator(expand_source)] | None = None
-    """Photos that are not trained on, instead of a share by `data.held_out`: a folder, or any other `path`."""
+    """Photos that are not trained on, instead of those that `data.held_out` draws: a folder, or any other `path`."""
     loss_weight: Positive = 1.0
     """Multiplies the loss of each photo."""
     regularisation: bool = False

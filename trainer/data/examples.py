@@ -52,8 +52,8 @@ def examples(
     """One example for each photo and resolution of its source.
 
     step: the sides of buckets are multiples of it, in pixels. multiple: the same for references. reference_rule: how
-    references are shown. enlarge: scale a photo up if it is smaller than the bucket of its shape. max_aspect: a bucket's long side
-    over the short one, at most. seed: the run's, for the captions' variants. Raises UserError for a resolution
+    references are shown. enlarge: scale a photo up if it is smaller than the bucket of its shape. max_aspect: the long side
+    of a bucket over the short one, at most. seed: the run's, for the captions' variants. Raises UserError for a resolution
     without a bucket, for photos that are too small for every bucket, and for photos beyond `max_aspect` if nothing may be
     cut, naming all.
     """

@@ -8,8 +8,8 @@ from pathlib import Path
 from trainer.models import Family
 from workbench.importing import common
 from workbench.importing.catalogues import programs
-from workbench.importing.draft import ABSENT, Draft, Line, Options
-from workbench.importing.reading import as_number, literal, prompt_line
+from workbench.importing.draft import ABSENT, UNKNOWN, Draft, Line, Options
+from workbench.importing.reading import literal, prompt_line
 
 # The times of flow matching; a weighted loss or a learnt blend has no equivalent.
 TIMES = {"sigmoid": ("sigmoid", None), "linear": ("uniform", 1.0), "shift": ("uniform", "auto")}
@@ -138,7 +138,11 @@ def _training(draft: Draft, options: Options, family: Family) -> None:
         reason = f"{options.cite(preserve)}, {options.cite(weight, 1)}"
         draft.set("objective.preserve", options.number(weight, 1.0, least=0), reason)
         draft.set("objective.preserve_as", *options.line(noun, "word", ""))
-    options.ignore(preserve, weight, noun, "train.blank_prompt_preservation_multiplier")
+    blank = "train.blank_prompt_preservation"
+    if options.flag(blank):
+        without = "the blank caption is held there; objective.preserve holds captions without their trigger"
+        draft.note(ABSENT, f"{options.cite(blank)}: {without}")
+    options.ignore(preserve, weight, noun, f"{blank}_multiplier")
     preferred, reason = options.line("train.content_or_style", "word")
     if preferred != "balanced":
         draft.note(ABSENT, f"{reason}: times with a preference are objective.timesteps = power here")
@@ -187,8 +191,8 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
         source["references"] = (folders if len(folders) > 1 else folders[0], ", ".join(map(table.cite, controls)))
     table.ignore("control_path", *numbered)
     table.ignore(*programs()["idle"]["ai-toolkit"].split())
-    if as_number(table.values.get("network_weight")) == 1:
-        table.ignore("network_weight")
+    if table.number("network_weight", 1) != 1:
+        draft.note(UNKNOWN, table.cite("network_weight"))
     common.carry_rest(draft, table)
 
 

@@ -340,5 +340,5 @@ def _row_for(trainer: str, name: str) -> str | None:
         for option in row.get(trainer, "").split()
     }
     lasts = {option.rpartition(".")[2]: here for option, here in reversed(rows.items())}
-    full_matrix = other_trainers.plain(name)
-    return rows.get(full_matrix) or rows.get(full_matrix.rpartition(".")[2]) or lasts.get(full_matrix.rpartition(".")[2])
+    full_name = other_trainers.plain(name)
+    return rows.get(full_name) or rows.get(full_name.rpartition(".")[2]) or lasts.get(full_name.rpartition(".")[2])

@@ -155,6 +155,11 @@ def _precision(draft: Draft, options: Options, family: Family) -> None:
     name = "quantization.layer_filter"
     if options.has(name):
         draft.note(DIFFERS, f"{options.cite(name)}: here all layers but the sensitive ones are quantised")
+    streamed = [name for name in options.values if name.endswith("offload_fraction") and options.number(name)]
+    if streamed:
+        draft.set("memory.offload", "blocks", ", ".join(map(options.cite, streamed)))
+    if options.flag("compile"):
+        draft.set("step.compile", "blocks", options.cite("compile"))
 
 
 def _objective(draft: Draft, options: Options, family: Family) -> None:

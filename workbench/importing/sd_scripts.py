@@ -191,6 +191,8 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     for name, (_, kind) in SUBSET.items():
         getattr(options, kind)(name)  # read again for each source that does not set them
     draft.carry(options, "caption_dropout_rate", "data.caption_dropout", "number")
+    if options.flag("weighted_captions"):
+        draft.set("data.weighted_captions", True, options.cite("weighted_captions"))
     if options.whole("max_token_length"):
         chunks = math.ceil(options.whole("max_token_length", least=1) / 75)
         draft.set("data.clip_chunks", chunks, f"{options.cite('max_token_length')}, in chunks of 75")

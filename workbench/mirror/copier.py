@@ -54,7 +54,7 @@ class Troubles:
         self._pause, self._warned = FIRST_PAUSE, -WARN_SECONDS
 
     def pause_after(self, error: Exception, task: str) -> float:
-        """Seconds until the next try. waiting: the work that is to be done."""
+        """Seconds until the next try. task: the work that is to be done then."""
         self.last, pause = reason(error), self._pause
         self._pause = min(2 * pause, LONGEST_PAUSE)
         if self.clock() - self._warned >= WARN_SECONDS:

@@ -256,7 +256,7 @@ def _take(best: int, last: int, saved: Iterable[int] | None) -> str:
 
 
 def _by_steps(rows: Sequence[Line], changed: str, useless: bool) -> Verdict:
-    """The verdict without a held-out loss. useless: one was measured, and was never finite."""
+    """The verdict without a held-out loss. useless: one was measured, and was not finite before any step changed it."""
     losses = [loss for _, loss in series(rows, "loss") if loss is not None]
     if breaks := [row for row in rows if CHANGED in row]:
         changed += f"; before step {breaks[-1]['step']} the loss measured something else ({breaks[-1][CHANGED]})"

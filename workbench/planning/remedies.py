@@ -81,7 +81,7 @@ def _dtypes(plan: RunPlan, names: Iterable[str]) -> Iterator[Keys]:
 
 
 def _vae(plan: RunPlan) -> Iterator[Keys]:
-    """A 16-bit VAE, if it computes in fp32 and the denoiser does not."""
+    """A bf16 VAE, if it computes in fp32 and the denoiser in bf16."""
     vae, denoiser, storage = plan.model.family.vae, plan.model.family.denoiser, plan.model.storage
     if (storage[vae].compute, storage[denoiser].compute) == (COMPUTE_DTYPES["fp32"], COMPUTE_DTYPES[SMALLER_VAE]):
         yield {f"model.components.{vae}.dtype": SMALLER_VAE}
