@@ -34,11 +34,18 @@ MISTAKES = [
      'subset resolution = "big": it should be a size, such as 1024 or "1024,768"'),
     ("sd-scripts", "datasets.subsets", "datasets.parts", "data.toml",
      "datasets subsets is left out: it should be a list of tables, each with its image_dir"),
+    ("sd-scripts", "--network_dim 32", "--network_dim 32 --weighted_captions perhaps", "train.sh",
+     'weighted_captions = "perhaps": it should be true or false'),
     ("sd-scripts", "beach", "\xe9t\xe9", "prompts.txt", "not UTF-8 (at byte"),
     ("OneTrainer", '"epochs": 12', '"epochs": "many"', "config.json", 'epochs = "many": it should be a number'),
     ("OneTrainer", '"epochs": 12', '"epochs": 1.5', "config.json", "epochs = 1.5: it should be a whole number"),
     ("OneTrainer", '{"enable_random_flip": false}', "3", "concepts.json",
      "concept image = 3: it should be a table: names with their values"),
+    ("OneTrainer", '"epochs": 12', '"epochs": 12, "compile": 2', "config.json", "compile = 2: it should be true or false"),
+    ("OneTrainer", '"epochs": 12', '"epochs": 12, "layer_offload_fraction": true', "config.json",
+     "layer_offload_fraction = true: it should be a number"),
+    ("ai-toolkit", "folder_path: img", "folder_path: img\n          network_weight: big", "config.yaml",
+     'datasets.network_weight = "big": it should be a number'),
     ("ai-toolkit", "linear: 8", "linear: eight", "config.yaml", 'network.linear = "eight": it should be a number'),
     ("ai-toolkit", "quantize: true", "quantize: perhaps", "config.yaml",
      'model.quantize = "perhaps": it should be true or false'),
@@ -64,6 +71,23 @@ def test_a_value_of_another_kind_is_told_with_its_option_and_file(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and f"{blamed}" in error and said in error and error.count("\n") == 1
     assert {*tmp_path.iterdir()} == there
+
+
+@pytest.mark.parametrize(
+    ("trainer", "before", "after", "kept"),
+    [
+        ("sd-scripts", "--network_dim 32", "--network_dim 32 --weighted_captions 1", "weighted_captions = true"),
+        ("OneTrainer", '"epochs": 12', '"epochs": 12, "layer_offload_fraction": 0.5', 'offload = "blocks"'),
+        ("OneTrainer", '"epochs": 12', '"epochs": 12, "compile": 1', 'compile = "blocks"'),
+        ("ai-toolkit", "folder_path: img", "folder_path: img\n          network_weight: 0", "network_weight = 0"),
+    ],
+)
+def test_a_switch_is_kept_however_its_program_writes_it(tmp_path: Path, trainer, before, after, kept) -> None:
+    file = foreign_configs.write(tmp_path, trainer)
+    for path in tmp_path.iterdir():
+        path.write_text(path.read_text().replace(before, after))
+    draft = draft_of(file)
+    assert kept in text_of(draft, file)
 
 
 def in_json(folder: Path, trainer: str) -> dict[Path, Any]:
