@@ -306,7 +306,7 @@ class Killed(BaseException):
     """Nothing of the run sees it, as nothing sees SIGKILL."""
 
 
-@pytest.mark.parametrize(("call", "given"), [("set_aside", "step-00000002"), ("cut", "superseded-step-00000002")])
+@pytest.mark.parametrize(("call", "given"), [("set_aside", "step-00000002"), ("truncate", "superseded-step-00000002")])
 @pytest.mark.slow
 def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypatch, call: str, given: str) -> None:
     tree = run_tree(bench, "out", run__max_steps=4, checkpoint__every_steps=1, checkpoint__keep_last=9)
@@ -320,7 +320,7 @@ def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypa
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(*{"set_aside": (store, "set_aside"), "cut": (metrics, "cut")}[call], killed)
+        patch.setattr(*{"set_aside": (store, "set_aside"), "truncate": (metrics, "truncate")}[call], killed)
         with pytest.raises(Killed):
             train(tree, str(root / given))
     assert store.problem(root / store.folder_name(2)) is None, "what is resumed is one of the run's own by now"
