@@ -104,11 +104,10 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
 
         return call
 
-    def then_pause(run: Callable) -> Callable:
-        def call(loop: Loop) -> bool:
-            finished = run(loop)
+    def then_pause(steps: Callable) -> Callable:
+        def call(loop: Loop) -> Iterator[Any]:
+            yield from steps(loop)
             pause(loop)
-            return finished
 
         return call
 
@@ -127,7 +126,7 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
 
     cli.quiet_libraries()
     with (
-        patched(Loop, "run", then_pause),
+        patched(Loop, "steps", then_pause),
         patched(Loop, "_read", in_turns),
         patched(Saves, "save", timed("waited")),
         patched(state, "pack", timed("snapshot")),
